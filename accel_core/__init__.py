@@ -1,0 +1,139 @@
+"""One ordinary PyTorch training loop on any hardware and under any parallel strategy.
+
+Importing this package imports no torch: each public name is loaded on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_core import hookspecs as hooks
+    from accel_core import ops
+    from accel_core.accelerator import Accelerator
+    from accel_core.binding import no_op
+    from accel_core.checkpoint.leaf import Entry, Leaf, OptimizerState, TensorTemplate, whole
+    from accel_core.config.options import option
+    from accel_core.config.schema import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        ProfileKwargs,
+        ProjectConfiguration,
+        Proposal,
+        RunConfig,
+        TorchDynamoPlugin,
+    )
+    from accel_core.data.loader import skip_first_batches
+    from accel_core.errors import (
+        AccelError,
+        CheckpointError,
+        CollectiveError,
+        ConfigError,
+        LaunchError,
+        PluginError,
+    )
+    from accel_core.hookspecs import API_VERSION, Job, StepOutput, implements
+    from accel_core.notebook import notebook_launcher
+    from accel_core.plugins import CAPABILITIES, Card
+    from accel_core.random import set_seed
+    from accel_core.run import Run
+    from accel_core.unit import Unit, Window
+    from accel_core.world import Collectives, MeshDim, Topology, World
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "accelerator": ("Accelerator",),
+    "binding": ("no_op",),
+    "checkpoint.leaf": ("Entry", "Leaf", "OptimizerState", "TensorTemplate", "whole"),
+    "config.options": ("option",),
+    "config.schema": (
+        "AutocastKwargs",
+        "DataLoaderConfiguration",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "KwargsHandler",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "Proposal",
+        "RunConfig",
+        "TorchDynamoPlugin",
+    ),
+    "data.loader": ("skip_first_batches",),
+    "errors": ("AccelError", "CheckpointError", "CollectiveError", "ConfigError", "LaunchError", "PluginError"),
+    "hookspecs": ("API_VERSION", "Job", "StepOutput", "implements"),
+    "notebook": ("notebook_launcher",),
+    "plugins": ("CAPABILITIES", "Card"),
+    "random": ("set_seed",),
+    "run": ("Run",),
+    "unit": ("Unit", "Window"),
+    "world": ("Collectives", "MeshDim", "Topology", "World"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "API_VERSION",
+    "CAPABILITIES",
+    "AccelError",
+    "Accelerator",
+    "AutocastKwargs",
+    "Card",
+    "CheckpointError",
+    "CollectiveError",
+    "Collectives",
+    "ConfigError",
+    "DataLoaderConfiguration",
+    "Entry",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "Job",
+    "KwargsHandler",
+    "LaunchError",
+    "Leaf",
+    "MeshDim",
+    "OptimizerState",
+    "PluginError",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "Proposal",
+    "Run",
+    "RunConfig",
+    "StepOutput",
+    "TensorTemplate",
+    "Topology",
+    "TorchDynamoPlugin",
+    "Unit",
+    "Window",
+    "World",
+    "hooks",
+    "implements",
+    "no_op",
+    "notebook_launcher",
+    "ops",
+    "option",
+    "set_seed",
+    "skip_first_batches",
+    "whole",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("hooks", "ops"):
+        value: Any = import_module(f"accel_core.{'hookspecs' if name == 'hooks' else name}")
+    elif name in _HOME:
+        value = getattr(import_module(f"accel_core.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module 'accel_core' has no attribute {name!r}", name=name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

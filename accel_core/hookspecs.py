@@ -1,0 +1,469 @@
+# mypy: disable-error-code="empty-body"
+"""The contract between core and plugins: every hook, in the order in which a run meets them.
+
+Kinds, stated by the decorator of each spec:
+
+* `owner`: exactly one plugin does it, the topmost in layer order that implements it. Resolved
+  once; its return value, None included, never decides who answers. Who wants the others' answer
+  asks `self.below`, the same hooks resolved for the layers under the plugin.
+* `everyone`: all plugins that implement it, bottom layer first. The return type says how answers
+  combine: a Mapping merges (two answers for one key are an error), a Sequence concatenates,
+  contexts and factories of contexts are entered bottom up, anything else must agree. None is no
+  answer.
+* `wrapper`: refines the argument named by the spec, inside out, and returns it.
+
+Layers, bottom to top: base (core's defaults) < device < precision < strategy < extension, by slot.
+Trackers implement observers only, extensions no owner hook.
+
+Specs and implementations take plain parameters: no `*`, no defaults, no `**kwargs`. An
+implementation may leave out parameters it does not need; new ones are only ever added. Per-step
+hooks are bound once a unit, when it is prepared; no plugin manager stands in the way of a step.
+
+The order of a step (only core counts; a window is the micro-batches of one optimizer step):
+
+    forward under `autocast` -> `backward(unit, loss, boundary, options)` -> at the boundary:
+    `reduce_gradients` -> `unscale` -> `clip_grad_norm` | `clip_grad_value` -> `optimizer_step`
+    -> `after_step(applied)` -> scheduler -> `zero_grad`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
+
+import pluggy
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_core.checkpoint.leaf import Entry, Leaf, OptimizerState, TensorTemplate
+    from accel_core.config.schema import InitProcessGroupKwargs, RunConfig
+    from accel_core.unit import Unit
+    from accel_core.world import Collectives, Topology, World
+
+API_VERSION: Final = "1.0"
+"""major.minor of this contract; not of any package. Majors N and N-1 are served."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+Kind = Literal["owner", "everyone", "wrapper"]
+Point = Literal["batch", "backward", "step", "host_read", "state"]
+
+_spec_marker = pluggy.HookspecMarker("accel_core")
+_impl_marker = pluggy.HookimplMarker("accel_core")
+
+
+@frozen
+class Spec:
+    """What a decorator below says of a hook; found on the function as `accel_spec`."""
+
+    kind: Kind
+    per_step: bool
+    refines: str | None = None
+    observer: bool = False
+
+
+def owner(function: F) -> F:
+    """Exactly one plugin does it."""
+    return _declare(function, Spec("owner", per_step=False))
+
+
+def owner_per_step(function: F) -> F:
+    """Exactly one plugin does it, bound per unit and called each step."""
+    return _declare(function, Spec("owner", per_step=True))
+
+
+def everyone(function: F) -> F:
+    """All plugins that implement it, bottom layer first."""
+    return _declare(function, Spec("everyone", per_step=False))
+
+
+def everyone_per_step(function: F) -> F:
+    """All plugins that implement it, bound per unit and called each step."""
+    return _declare(function, Spec("everyone", per_step=True))
+
+
+def wrapper(argument: str) -> Callable[[F], F]:
+    """All plugins that implement it refine `argument`, bottom layer innermost, and return it."""
+    return lambda function: _declare(function, Spec("wrapper", per_step=False, refines=argument))
+
+
+def observer(function: F) -> F:
+    """All plugins that implement it, trackers included."""
+    return _declare(function, Spec("everyone", per_step=False, observer=True))
+
+
+def _declare(function: F, spec: Spec) -> F:
+    function.accel_spec = spec  # type: ignore[attr-defined]
+    return _spec_marker(function)
+
+
+def implements(
+    spec: Callable[P, R],
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Mark a method as the implementation of `spec`: `@implements(hooks.wrap_model)`.
+
+    A type checker then compares name, parameters and types with the spec. At run time an
+    implementation may have fewer parameters than the spec.
+    """
+
+    def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        return _impl_marker(specname=spec.__name__)(method)  # type: ignore[attr-defined, no-any-return]
+
+    return mark
+
+
+# -- before torch: implemented by the card's `launch` class or by a launcher --------------------
+
+
+@frozen(kw_only=True)
+class Job:
+    """What a launcher starts. Picklable."""
+
+    argv: tuple[str, ...]
+    """The command of one worker, interpreter included."""
+    nodes: int = 1
+    node_rank: int = 0
+    processes_per_node: int = 1
+    rendezvous: str | None = None
+    """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken)."""
+    max_restarts: int = 0
+    environment: Mapping[str, str] = field(factory=dict)
+    """What each worker gets on top of this process's environment."""
+
+
+@everyone
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Variables that vendor libraries read when they are imported.
+
+    Called in the launcher, and by the run before vendor imports (so that plain python and torchrun
+    get them too). An unset variable is set; one that the user set otherwise is kept, and said.
+    `world` is a guess in the launcher. Must not import torch.
+    """
+
+
+@owner
+def visible_devices(config: RunConfig) -> tuple[str, int]:
+    """(variable that masks devices, how many this machine has). Launcher; must not import torch."""
+
+
+@owner
+def launch(job: Job) -> int:
+    """Start the job's workers on this node, wait, and return the exit code.
+
+    Launcher slot only. Reports the first failing rank once; leaves no orphan behind on SIGINT or
+    SIGTERM.
+    """
+
+
+@owner
+def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
+    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
+
+    Launcher slot only. Returns what each rank returned, in rank order; raises LaunchError with the
+    first failing rank's traceback.
+    """
+
+
+# -- set-up: once a run, all ranks ---------------------------------------------------------------
+
+
+@owner
+def select_device(world: World) -> torch.device:
+    """The device of this process, made current. Raises where `local_rank` has none.
+
+    base: the card's torch device type, index `local_rank`.
+    """
+
+
+@owner
+def seed(seed: int, topology: Topology) -> None:
+    """Seed python's, numpy's, torch's and the device's generators of this process."""
+
+
+@owner
+def capabilities(device: torch.device) -> frozenset[str]:
+    """What this very chip can do, in capability words. The card's `offers` is the upper bound."""
+
+
+@owner
+def communication_backend(device: torch.device) -> Mapping[str, str]:
+    """torch device type -> name of the torch.distributed backend. Core adds one for the CPU."""
+
+
+@owner
+def init_process_group(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
+    """Make the default process group; True if this call did. Collective, worlds of two and more.
+
+    Never called where a group exists: core adopts that one. base: torch's rendezvous, under a store
+    prefix of its own per restart attempt and per group made in this process.
+    """
+
+
+@owner
+def destroy_process_group() -> None:
+    """Undo `init_process_group`, after the last run of the process that uses the group."""
+
+
+@owner
+def data_topology(world: World) -> Topology:
+    """Who reads which data and reduces which loss. base: every rank is a reader."""
+
+
+@owner
+def collectives(dim: str) -> Collectives:
+    """Collectives over `dim`: "world", "control" (always CPU tensors), or a mesh dimension.
+
+    Cached by core, a dim. Called on all ranks in the same order.
+    """
+
+
+@everyone
+def refuse(config: RunConfig) -> Sequence[str]:
+    """Reasons why this stack cannot run with this config, each saying what to change."""
+
+
+# -- prepare: once a unit, all ranks -------------------------------------------------------------
+
+
+@owner
+def kind_of(object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
+    """What an object given to `prepare` is; ask `below` for what you do not know. None is an error.
+
+    base: torch's Module, Optimizer, LRScheduler and ReduceLROnPlateau, DataLoader.
+    """
+
+
+@owner
+def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+    """Move the model's parameters and buffers to the device. base: `model.to(device)`."""
+
+
+@owner
+def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
+    """The module the user trains with. base: the user's own object, unwrapped."""
+
+
+@owner
+def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
+    """The optimizer that per-step hooks get. Its groups already hold the final parameters.
+
+    base: the user's own object. What the user gets from `prepare` is core's proxy around it.
+    """
+
+
+@owner
+def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+    """The user's module inside what `wrap_model` returned."""
+
+
+@everyone
+def release(unit: Unit) -> None:
+    """Drop what binds the unit to devices and process groups. Also from `atexit`; must not raise."""
+
+
+# -- each step, in this order --------------------------------------------------------------------
+
+
+@everyone
+def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
+    """A factory of the context around each forward of the unit's models, or None.
+
+    Called when the unit is bound; the factories are composed bottom up and entered each forward.
+    """
+
+
+@owner_per_step
+def backward(unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
+    """Compute gradients of `loss` (0-dim, already divided by the window's size).
+
+    `boundary`: the window's last. `options` go to torch: retain_graph, create_graph, inputs.
+    base: `loss.backward(**options)`.
+    """
+
+
+@owner_per_step
+def no_sync(unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    """A context for forward and backward in which `models` (wrapped) do not reduce gradients."""
+
+
+@frozen(kw_only=True)
+class StepOutput:
+    """What `forward_backward` gives: the mean loss of its micro-batches (0-dim, detached), whether
+    this rank has it (pipelines: the last stage), and what `forward_loss` returned beside the loss."""
+
+    loss: Tensor
+    valid: bool = True
+    outputs: tuple[Any, ...] = ()
+
+
+@owner_per_step
+def forward_backward(
+    unit: Unit,
+    batches: Iterator[Any],
+    forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
+    microbatches: int,
+    forward_only: bool,
+) -> StepOutput:
+    """Forward and backward of one window of `microbatches` batches.
+
+    The only form for units whose strategy owns the schedule. base: the plain loop.
+    """
+
+
+@owner_per_step
+def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
+    """Reduce what backward left unreduced. Once a window, at the boundary, before unscale and clip."""
+
+
+@owner_per_step
+def unscale(unit: Unit, optimizer: Optimizer) -> None:
+    """Divide the optimizer's gradients by the loss scale. Core calls it once a window at most."""
+
+
+@owner_per_step
+def clip_grad_norm(unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    """Clip to exactly this `max_norm`, or raise. Gives the total norm before clipping (0-dim)."""
+
+
+@owner_per_step
+def clip_grad_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
+    """Clamp each gradient to [-value, value], or raise."""
+
+
+@owner_per_step
+def optimizer_step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Apply the optimizer; False if the step was skipped (overflow under a loss scale)."""
+
+
+@everyone_per_step
+def after_step(unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+    """After each optimizer step of the unit, once an optimizer."""
+
+
+@owner_per_step
+def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+    """Clear the optimizer's gradients, at the end of a window only."""
+
+
+@owner
+def grad_scaler(unit: Unit) -> GradScaler | None:
+    """The unit's loss scaler, or None. Called once, when the unit is bound."""
+
+
+@owner_per_step
+def mark_step(point: Point) -> None:
+    """The device may cut its lazily recorded graph here. The one per-step hook without a unit.
+
+    Called after a batch is placed (batch), after backward, after an optimizer step (step), before
+    core reads a tensor on the host (host_read), and before state is read (state).
+    """
+
+
+@owner
+def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
+    """A context in which ranks may run out of batches at different times. Raises where it cannot."""
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+@owner
+def model_state(unit: Unit) -> Mapping[str, Leaf]:
+    """Canonical parameter or buffer name -> leaf, its tensors views of the live storage.
+
+    The weight is the most precise copy there is. Tied weights appear once (`unit.aliases`).
+    """
+
+
+@owner
+def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
+    """The optimizer's state by canonical parameter name."""
+
+
+@owner
+def materialize_optimizer_state(
+    unit: Unit, optimizer: Optimizer, template: Mapping[str, Mapping[str, TensorTemplate]]
+) -> None:
+    """Allocate state that does not exist yet: parameter name -> key -> what to allocate.
+
+    Afterwards `optimizer_state` must offer those leaves; core copies into them.
+    """
+
+
+@owner
+def state_loaded(unit: Unit) -> None:
+    """Weights and optimizer state were overwritten in place: refresh masters, scales, graphs."""
+
+
+@everyone
+def save_state(unit: Unit) -> Mapping[str, Entry]:
+    """What the plugin itself must remember (scales, counters; never weights). Kept under its name."""
+
+
+@everyone
+def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
+    """Take back what this plugin's `save_state` gave."""
+
+
+@everyone
+def rng_state() -> Mapping[str, Tensor]:
+    """Generator stream -> its state, a uint8 CPU tensor. Streams: python, numpy, torch, devices."""
+
+
+@everyone
+def set_rng_state(streams: Mapping[str, Tensor]) -> None:
+    """Restore the streams that this plugin's `rng_state` names; raise for one that cannot be."""
+
+
+# -- device services -----------------------------------------------------------------------------
+
+
+@owner
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on the device."""
+
+
+@owner
+def memory_stats(device: torch.device) -> Mapping[str, int]:
+    """Bytes: allocated, reserved, peak, total. Keys that cannot be known are left out."""
+
+
+@owner
+def empty_cache() -> None:
+    """Give unused cached device memory back."""
+
+
+@owner
+def set_affinity(world: World) -> None:
+    """Pin this process to the CPUs nearest its device."""
+
+
+@owner
+def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
+    """The same nested structure with its tensors on the device."""
+
+
+# -- observers and helpers -----------------------------------------------------------------------
+
+
+@observer
+def run_started(run_id: str, config: RunConfig) -> None:
+    """The run is up on this rank."""
+
+
+@observer
+def run_ended() -> None:
+    """`end_training` was called, or the process exits."""
+
+
+@everyone
+def environment_report() -> Mapping[str, str]:
+    """Lines for `accel env`: what -> found. Called in any process; must not raise."""

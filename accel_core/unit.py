@@ -1,0 +1,84 @@
+"""A unit: what `prepare` makes and per-step hooks are bound for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_core.binding import Hooks, Steps
+    from accel_core.run import Run
+
+__all__ = ["Unit", "Window"]
+
+
+class Window:
+    """The micro-batches of one optimizer step, counted by core alone. Settable.
+
+    index: 0-based number of the current micro-batch in the window; -1 before the first.
+    size: micro-batches a window has, unless the loader ends earlier.
+    boundary: whether the current micro-batch is the window's last.
+    """
+
+    __slots__ = ("boundary", "index", "size")
+
+    def __init__(self, size: int = 1) -> None:
+        self.index = -1
+        self.size = size
+        self.boundary = True
+
+    def advance(self, last: bool) -> None:
+        """Go on to the next micro-batch; `last`: the loader has no further one."""
+        self.index = index = 0 if self.boundary else self.index + 1
+        self.boundary = last or index + 1 >= self.size
+
+    def __repr__(self) -> str:
+        return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
+
+
+@define(eq=False, kw_only=True)
+class Unit:
+    """Models that an optimizer (or nothing) joins, with their optimizers, schedulers and strategy.
+
+    models: the user's own modules. wrapped: what `wrap_model` made of each, in the same order.
+    optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
+    plugin: the strategy's instance, for what only that strategy offers.
+    """
+
+    name: str
+    run: Run
+    strategy: str
+    plugin: Any
+    hooks: Hooks
+    steps: Steps
+    models: list[nn.Module] = field(factory=list)
+    wrapped: list[nn.Module] = field(factory=list)
+    optimizers: list[Optimizer] = field(factory=list)
+    schedulers: list[Any] = field(factory=list)
+    window: Window = field(factory=Window)
+    scaler: GradScaler | None = None
+    aliases: dict[str, str] = field(factory=dict)
+    """Tied weights: alias -> the name under which the weight is kept."""
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Canonical name -> parameter, tied weights once. Names are those in the user's own models.
+
+        A unit of several models prefixes each name with the model's number.
+        """
+        return {name: parameter for name, parameter in self._named() if name not in self.aliases}
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (self.qualify(number, name), parameter)
+            for number, model in enumerate(self.models)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        ]
+
+    def qualify(self, number: int, name: str) -> str:
+        """The canonical form of a name in the unit's model `number`."""
+        return name if len(self.models) == 1 else f"{number}.{name}"

@@ -1,0 +1,137 @@
+"""Who takes part in a run: the world of processes, and the topology of data over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import field, frozen
+
+from accel_core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed import Store
+
+__all__ = ["Collectives", "MeshDim", "Topology", "World"]
+
+
+@frozen(kw_only=True)
+class World:
+    """The processes of one run, as this process sees them.
+
+    Pickles (without its store), so that DataLoader workers may keep it.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    nodes: int = 1
+    restart_count: int = 0
+    run_id: str | None = None
+    """The launcher's id of the job, stable over elastic restarts."""
+    store: Store | None = field(default=None, eq=False, repr=False)
+    """A clone of the group's store, for votes; None in a world of one. Set once the group is up."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+        """The world that torchrun's variables describe; a world of one where there are none.
+
+        Raises:
+            LaunchError: a variable is not a number, or RANK is given without WORLD_SIZE.
+        """
+        if "WORLD_SIZE" not in environment and "RANK" not in environment:
+            return cls()
+
+        def number(name: str, default: int | None) -> int:
+            text = environment.get(name)
+            if text is None and default is not None:
+                return default
+            if text is None or not text.isdecimal():
+                found = "is not set" if text is None else f"is {text!r}, not a whole number"
+                raise LaunchError(
+                    f"the launcher's variable {name} {found}\n"
+                    "start the script with `accel launch` or `torchrun`, or unset RANK and WORLD_SIZE"
+                )
+            return int(text)
+
+        size = number("WORLD_SIZE", None)
+        local_size = number("LOCAL_WORLD_SIZE", size)
+        rank = number("RANK", None)
+        if rank >= size:
+            raise LaunchError(f"RANK={rank} does not exist in a world of WORLD_SIZE={size}")
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=number("LOCAL_RANK", rank % local_size),
+            local_size=local_size,
+            node_rank=number("GROUP_RANK", rank // local_size),
+            nodes=number("GROUP_WORLD_SIZE", -(-size // local_size)),
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+            run_id=environment.get("ACCEL_RUN_ID") or environment.get("TORCHELASTIC_RUN_ID"),
+        )
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return tuple(None if a.name == "store" else getattr(self, a.name) for a in self.__attrs_attrs__)  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for attribute, value in zip(self.__attrs_attrs__, state, strict=True):  # type: ignore[attr-defined]
+            object.__setattr__(self, attribute.name, value)
+
+
+@frozen
+class MeshDim:
+    """One dimension of a device mesh.
+
+    Reserved names: pp, dp_replicate, dp_shard, cp, tp, ep. `size=-1` takes what the others leave.
+    `position` orders dimensions, outermost (slowest varying rank) first.
+    """
+
+    name: str
+    size: int
+    position: int
+
+
+@frozen(kw_only=True)
+class Topology:
+    """Who reads which data, and who reduces which loss. Never derived from rank and world size.
+
+    `reader` of `readers` is this process's share of the data; several ranks may have the same
+    reader (tensor parallel). `loss_dim` and `gather_dim` name the collectives (hook `collectives`)
+    over which losses are averaged and metrics gathered.
+    """
+
+    reader: int = 0
+    readers: int = 1
+    loss_dim: str = "world"
+    gather_dim: str = "world"
+
+
+class Collectives(Protocol):
+    """What core asks of a group of ranks. All ranks of the group call, in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
+        """Reduce in place over the group; `operation` is sum, mean, min or max."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """(n, ...) of equal shape on each rank -> (size * n, ...), in rank order."""
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `tensor` with that of the group's rank `source`, in place."""
+
+    def all_gather_object(self, value: Any) -> Sequence[Any]:
+        """Every rank's picklable value, in rank order."""
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The picklable value of the group's rank `source`."""
+
+    def barrier(self) -> None:
+        """Return once every rank of the group is here."""
