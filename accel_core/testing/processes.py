@@ -1,0 +1,283 @@
+"""Run a function in a world of clean processes, each started as a launcher would start it.
+
+Processes are forked from a server that has imported torch and nothing else, so each starts in some
+20 ms and knows nothing of the one before: no process group, no renamed device, no seeded generator.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import importlib.util
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+from attrs import field, frozen
+
+__all__ = ["ProcessError", "run_processes"]
+
+R = TypeVar("R")
+
+GRACE_SECONDS: Final = 2.0
+"""How long the others may run on once a rank has failed: they wait for it in a collective."""
+OUTPUT_LINES: Final = 40
+_NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
+
+
+class ProcessError(AssertionError):
+    """A rank raised, died, or did not return in time.
+
+    Attributes:
+        rank: the first that failed.
+        kind: the exception's class name, `exit CODE` for a process that died, or `timeout`.
+        text: its traceback, or its stack where it hung.
+        output: what it printed, the last lines of it.
+    """
+
+    def __init__(self, message: str, *, rank: int, kind: str, text: str, output: str) -> None:
+        super().__init__(message)
+        self.rank, self.kind, self.text, self.output = rank, kind, text, output
+
+
+def run_processes(
+    function: Callable[..., R],
+    *args: Any,
+    world: int = 2,
+    environment: Mapping[str, str | None] = _NO_VARIABLES,
+    timeout: float = 60.0,
+) -> list[R]:
+    """Call `function(*args)` in `world` new processes and return what each rank returned.
+
+    `function` is a function of a module, arguments and results can be pickled. Each process has this
+    one's environment, search path, directory and warning filters, besides the variables that torchrun
+    sets, and `environment` (None unsets).
+
+    Raises:
+        ProcessError: with the traceback of the first rank that failed, or the stack of one that hung.
+    """
+    task = _Task.of(function, args, seconds=math.ceil(timeout) + 5)
+    shared = _rendezvous(world)
+    with TemporaryDirectory(prefix="accel-processes-") as folder:
+        workers: list[_Worker] = []
+        try:
+            for rank in range(world):
+                variables = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment)
+                workers.append(_Worker.start(task, rank, variables, Path(folder, f"rank{rank}")))
+            return _collect(workers, timeout)
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+def _rendezvous(world: int) -> dict[str, str | None]:
+    return {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    # Below the ephemeral range, where no outgoing connection can take it before rank 0 listens.
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("found no free port of 127.0.0.1 between 20000 and 32000")
+
+
+# -- in this process -----------------------------------------------------------------------------
+
+
+@frozen
+class _Task:
+    module: str
+    file: str | None
+    qualname: str
+    arguments: bytes
+    seconds: int
+    environment: Mapping[str, str] = field(factory=lambda: dict(os.environ))
+    path: Sequence[str] = field(factory=lambda: list(sys.path))
+    directory: str = field(factory=os.getcwd)
+    filters: Sequence[Any] = field(factory=lambda: [each for each in warnings.filters if _light(each[2])])
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Sequence[Any], *, seconds: int) -> _Task:
+        module = sys.modules[function.__module__]
+        file = getattr(module, "__file__", None)
+        return cls(function.__module__, file, function.__qualname__, pickle.dumps(args), seconds)
+
+
+def _light(category: type[Warning]) -> bool:
+    # Categories of test runners would make each worker import the runner.
+    return category.__module__ == "builtins" or category.__module__.partition(".")[0] in (
+        "torch",
+        "accel_core",
+    )
+
+
+@frozen
+class _Worker:
+    rank: int
+    process: BaseProcess
+    reports: Connection
+    output: Path
+
+    @classmethod
+    def start(cls, task: _Task, rank: int, variables: Mapping[str, str | None], output: Path) -> _Worker:
+        context = _context()
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(task, dict(variables), str(output), theirs))
+        process.start()
+        theirs.close()
+        return cls(rank, process, ours, output)
+
+    def receive(self) -> tuple[bool, Any]:
+        """(returned, its value) or (False, (kind, traceback))."""
+        try:
+            returned, payload = pickle.loads(self.reports.recv_bytes())
+        except EOFError:
+            self.process.join()
+            return False, (f"exit {self.process.exitcode}", "it died without a traceback\n")
+        return returned, payload
+
+    def where(self) -> str:
+        """Make it write the stack of its threads, and read that."""
+        if self.process.pid is not None and hasattr(signal, "SIGUSR1"):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            self.process.join(0.5)
+        return self.tail()
+
+    def tail(self) -> str:
+        """The last lines of what it wrote."""
+        if not self.output.exists():
+            return ""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-OUTPUT_LINES:])
+
+    def stop(self) -> None:
+        """Leave no process behind; one that has reported gets a moment to end by itself."""
+        self.process.join(GRACE_SECONDS if self.reports.closed else 0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.reports.close()
+        self.process.close()
+
+
+def _context() -> Any:
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    return context
+
+
+def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
+    pending = {worker.reports: worker for worker in workers}
+    results: dict[int, Any] = {}
+    failed: list[tuple[_Worker, str, str]] = []
+    deadline = time.monotonic() + timeout
+    while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+        for reports in ready:
+            worker = pending.pop(reports)  # type: ignore[arg-type]
+            returned, payload = worker.receive()
+            worker.reports.close()
+            if returned:
+                results[worker.rank] = payload
+            else:
+                failed.append((worker, *payload))
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if failed:
+        raise _failure(*failed[0], f"rank {failed[0][0].rank} of {len(workers)} failed")
+    if pending:
+        slow = sorted(worker.rank for worker in pending.values())
+        worker = next(iter(pending.values()))
+        what = f"ranks {slow} of {len(workers)} had not returned after {timeout:g} s"
+        raise _failure(worker, "timeout", worker.where(), f"{what}; rank {worker.rank} is at")
+    return [results[worker.rank] for worker in workers]
+
+
+def _failure(worker: _Worker, kind: str, text: str, what: str) -> ProcessError:
+    output = worker.tail()
+    printed = f"it printed:\n{output}" if output and output != text else ""
+    return ProcessError(f"{what}\n{text}{printed}", rank=worker.rank, kind=kind, text=text, output=output)
+
+
+# -- in the worker -------------------------------------------------------------------------------
+
+
+def _work(task: _Task, variables: Mapping[str, str | None], output: str, reports: Connection) -> None:
+    _settle(task, variables, output)
+    try:
+        function = _find(task)
+        report = (True, function(*pickle.loads(task.arguments)))
+        payload = pickle.dumps(report)
+    except BaseException as error:  # whatever it is, SystemExit too, the caller has to see it
+        payload = pickle.dumps((False, (type(error).__name__, traceback.format_exc())))
+    atexit._run_exitfuncs()  # a forked process skips them, one that a launcher starts does not
+    sys.stdout.flush()
+    reports.send_bytes(payload)
+    reports.close()
+
+
+def _settle(task: _Task, variables: Mapping[str, str | None], output: str) -> None:
+    if hasattr(signal, "alarm"):  # should the caller be killed, no worker outlives its time
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(task.seconds)
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    os.environ.clear()
+    os.environ.update(task.environment)
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    sys.path[:] = task.path
+    os.chdir(task.directory)
+    warnings.filters[:] = task.filters  # type: ignore[index]
+
+
+def _find(task: _Task) -> Any:
+    try:
+        found: Any = importlib.import_module(task.module)
+    except ModuleNotFoundError as error:
+        # Test runners import files under names that the search path does not know.
+        if error.name is None or not task.module.startswith(error.name) or task.file is None:
+            raise
+        spec = importlib.util.spec_from_file_location(task.module, task.file)
+        assert spec is not None and spec.loader is not None
+        found = sys.modules[task.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    for name in task.qualname.split("."):
+        found = getattr(found, name)
+    return found

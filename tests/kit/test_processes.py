@@ -1,0 +1,149 @@
+"""The process harness: clean worlds, results by rank, failures with their reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from accel_core.testing.processes import ProcessError, run_processes
+
+MARK: list[int] = []
+
+
+def variables(*names: str) -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in names)
+
+
+def all_reduce(value: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(value + dist.get_rank()))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def leave_a_mark() -> int:
+    MARK.append(1)
+    return len(MARK)
+
+
+def raise_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        print("about to fail")
+        raise ValueError("no such luck")
+    time.sleep(60)
+
+
+def die_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        os._exit(7)
+    time.sleep(60)
+
+
+def hang_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        time.sleep(60)
+
+
+def leave_by_exit() -> None:
+    sys.exit(3)
+
+
+def warn() -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def remember_at_exit(file: str) -> None:
+    import atexit
+
+    atexit.register(Path(file).write_text, "ended")
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_results_come_back_in_rank_order_with_launcher_variables() -> None:
+    found = run_processes(variables, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", world=3)
+    assert found == [(str(rank), str(rank), "3", "3") for rank in range(3)]
+
+
+def test_ranks_form_a_process_group() -> None:
+    assert run_processes(all_reduce, 10) == [21.0, 21.0]
+
+
+def test_a_second_world_rendezvous_again_in_clean_processes() -> None:
+    assert run_processes(leave_a_mark) == [1, 1]
+    assert run_processes(leave_a_mark) == [1, 1]
+
+
+def test_the_callers_environment_and_the_given_one_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_TEST_CALLER", "here")
+    monkeypatch.setenv("ACCEL_TEST_UNSET", "gone")
+    found = run_processes(
+        variables,
+        *("ACCEL_TEST_CALLER", "ACCEL_TEST_GIVEN", "ACCEL_TEST_UNSET"),
+        world=1,
+        environment={"ACCEL_TEST_GIVEN": "there", "ACCEL_TEST_UNSET": None},
+    )
+    assert found == [("here", "there", None)]
+
+
+def test_the_failing_rank_is_named_with_its_traceback_and_output() -> None:
+    with pytest.raises(ProcessError, match="rank 1 of 2 failed") as caught:
+        run_processes(raise_on, 1)
+    assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
+    assert "in raise_on" in caught.value.text and "no such luck" in caught.value.text
+    assert caught.value.output == "about to fail"
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
+    with pytest.raises(ProcessError, match="rank 0 of 2 failed") as caught:
+        run_processes(die_on, 0)
+    assert caught.value.kind == "exit 7"
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
+    with pytest.raises(ProcessError, match=r"ranks \[1\] of 2 had not returned after 2 s") as caught:
+        run_processes(hang_on, 1, timeout=2)
+    assert "in hang_on" in caught.value.text
+
+
+def test_leaving_by_exit_is_a_failure() -> None:
+    with pytest.raises(ProcessError) as caught:
+        run_processes(leave_by_exit, world=1)
+    assert caught.value.kind == "SystemExit"
+
+
+def test_warning_filters_of_the_caller_hold_in_the_workers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ProcessError, match="UserWarning: careful"):
+            run_processes(warn, world=1)
+        warnings.simplefilter("ignore")
+        run_processes(warn, world=1)
+
+
+def test_exit_functions_run_before_the_result_arrives(tmp_path: Path) -> None:
+    run_processes(remember_at_exit, str(tmp_path / "end"), world=1)
+    assert (tmp_path / "end").read_text() == "ended"
+
+
+def test_no_process_is_left_behind() -> None:
+    assert not any(alive(process) for process in run_processes(pid, world=2))
