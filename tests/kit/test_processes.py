@@ -109,7 +109,8 @@ def test_the_failing_rank_is_named_with_its_traceback_and_output() -> None:
     with pytest.raises(ProcessError, match="rank 1 of 2 failed") as caught:
         run_processes(raise_on, 1)
     assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
-    assert "in raise_on" in caught.value.text and "no such luck" in caught.value.text
+    assert "in raise_on" in caught.value.text
+    assert "no such luck" in caught.value.text
     assert caught.value.output == "about to fail"
 
 
