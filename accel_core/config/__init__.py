@@ -1,0 +1,1 @@
+"""Options, where their values come from, and what is wrong with them."""

@@ -1,0 +1,78 @@
+"""How a config class declares its options: one helper, so that metadata cannot be misspelt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+from attrs import NOTHING, Attribute, frozen
+
+__all__ = ["Option", "describe", "option"]
+
+_KEY: Final = "accel_core.option"
+
+
+@frozen(kw_only=True)
+class Option:
+    """What an option says of itself, beyond name, type and default."""
+
+    help: str = ""
+    unit: str | None = None
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    python_only: bool = False
+    """Cannot be written as text: left out of YAML, environment, flags and schema."""
+
+    def objection(self, value: Any) -> str | None:
+        """Why a value of the right type is still wrong; None if it is not."""
+        if value is None:
+            return None
+        if self.choices and value not in self.choices:
+            return f"expected one of {', '.join(map(repr, self.choices))}, got {value!r}"
+        if self.minimum is not None and isinstance(value, (int, float)) and value < self.minimum:
+            return f"must be at least {self.minimum:g}, got {value!r}"
+        return None
+
+
+def option(
+    default: Any = NOTHING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    help: str,
+    unit: str | None = None,
+    choices: Sequence[Any] | None = None,
+    minimum: float | None = None,
+    python_only: bool = False,
+    converter: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Declare an option of a config class, as in `limit: int = option(25, help="...", unit="MiB")`.
+
+    Args:
+        default: its value when nobody gives one; may not depend on the environment. Left out: the
+            option is required.
+        factory: makes the default, for mutable ones.
+        help: one sentence, shown by `accel config init`, the JSON schema and the reference.
+        unit: of a number: "s", "MiB", ...
+        choices: the only values allowed.
+        minimum: the smallest number allowed.
+        python_only: for what no YAML can hold, such as a callable.
+        converter: applied to what Python gives, as in attrs.
+    """
+    about = Option(
+        help=help, unit=unit, choices=tuple(choices or ()), minimum=minimum, python_only=python_only
+    )
+    given = {"factory": factory} if factory is not None else {"default": default}
+    return attrs.field(**given, metadata={_KEY: about}, validator=_validate, converter=converter)
+
+
+def describe(attribute: Attribute[Any]) -> Option:
+    """What `option` was told of a field; an empty description for a plain attrs field."""
+    found = attribute.metadata.get(_KEY)
+    return found if isinstance(found, Option) else Option()
+
+
+def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:
+    objection = describe(attribute).objection(value)
+    if objection:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name}: {objection}")

@@ -1,0 +1,273 @@
+"""The options core itself knows: one frozen attrs class a section, and `RunConfig` over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import attrs
+from attrs import Factory, field, fields, frozen
+
+from accel_core.config.options import option
+from accel_core.errors import ConfigError
+
+__all__ = [
+    "RESERVED_NAMES",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LaunchConfig",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "Proposal",
+    "RunConfig",
+    "TorchDynamoPlugin",
+]
+
+
+@frozen(kw_only=True)
+class KwargsHandler:
+    """A config class whose fields are arguments of something in torch."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from the class's defaults.
+
+        What equals a default is left to torch, whose own default applies should it ever differ.
+        """
+        return {
+            a.alias: value
+            for a in fields(type(self))
+            if (value := getattr(self, a.name)) != _default(a, self)
+        }
+
+
+def _default(attribute: attrs.Attribute[Any], instance: object) -> Any:
+    default: Any = attribute.default
+    if not isinstance(default, Factory):  # type: ignore[arg-type]
+        return default
+    return default.factory(instance) if default.takes_self else default.factory()
+
+
+@frozen(kw_only=True)
+class AutocastKwargs(KwargsHandler):
+    """How `torch.autocast` behaves. Section `autocast`."""
+
+    enabled: bool = option(True, help="Whether autocast regions are active.")
+    cache_enabled: bool | None = option(
+        None, help="Whether autocast caches cast weights; unset: torch decides."
+    )
+
+
+@frozen(kw_only=True)
+class GradScalerKwargs(KwargsHandler):
+    """How the loss scaler of fp16 behaves. Section `grad_scaler`."""
+
+    init_scale: float = option(65536.0, help="The first scale of the loss.")
+    growth_factor: float = option(2.0, help="Multiplies the scale after growth_interval good steps.")
+    backoff_factor: float = option(0.5, help="Multiplies the scale after a step with infinite gradients.")
+    growth_interval: int = option(2000, minimum=1, unit="steps", help="Good steps before the scale grows.")
+    enabled: bool = option(True, help="Whether the loss is scaled at all.")
+
+
+@frozen(kw_only=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is made. Section `process_group`."""
+
+    backend: str | None = option(None, help="Backend of torch.distributed; unset: the device plugin's.")
+    init_method: str | None = option(None, help="URL that says how ranks find each other; unset: env://.")
+    timeout: timedelta | None = option(None, unit="s", help="How long a collective may wait.")
+
+
+@frozen(kw_only=True)
+class ProfileKwargs(KwargsHandler):
+    """How `accelerator.profile()` records. Section `profile`."""
+
+    activities: tuple[str, ...] | None = option(
+        None,
+        converter=lambda given: None if given is None else tuple(given),
+        help="Activities to record; unset: all.",
+    )
+    schedule_option: Mapping[str, int] | None = option(
+        None, help="Arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first."
+    )
+    on_trace_ready: Callable[..., Any] | None = option(
+        None, python_only=True, help="Called with the profiler when a cycle is recorded."
+    )
+    record_shapes: bool = option(False, help="Record the shapes of operator inputs.")
+    profile_memory: bool = option(False, help="Record allocations.")
+    with_stack: bool = option(False, help="Record source file and line of operators.")
+    with_flops: bool = option(False, help="Estimate floating point operations.")
+    with_modules: bool = option(False, help="Record the modules that call operators.")
+    output_trace_dir: str | None = option(None, help="Folder that receives one trace file a rank.")
+
+
+@frozen(kw_only=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled; nothing is compiled while `backend` is unset. Section `compile`."""
+
+    backend: str | None = option(None, help="Backend of torch.compile; unset or no: models are not compiled.")
+    mode: str | None = option(None, help="Mode of torch.compile, such as default or max-autotune.")
+    fullgraph: bool | None = option(None, help="Refuse to split a model into several graphs.")
+    dynamic: bool | None = option(None, help="Compile for dynamic shapes; unset: torch finds out.")
+    options: Mapping[str, Any] | None = option(None, help="Options for the backend.")
+    disable: bool = option(False, help="Make compiling do nothing, for testing.")
+    use_regional_compilation: bool | None = option(
+        None, help="Compile repeated blocks once instead of the model."
+    )
+
+
+@frozen(kw_only=True)
+class DataLoaderConfiguration:
+    """How prepared dataloaders share out the data. Section `data`."""
+
+    split_batches: bool = option(False, help="Share each batch out, instead of a batch for each process.")
+    dispatch_batches: bool | None = option(
+        None, help="Read on the main process and send batches out; unset: for iterable datasets."
+    )
+    even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
+    use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
+    data_seed: int | None = option(None, help="Seed of the seedable sampler; unset: torch's.")
+    non_blocking: bool = option(
+        False, help="Copy batches to the device without waiting; wants pinned memory."
+    )
+    use_stateful_dataloader: bool = option(
+        False, help="Use torchdata's loader, which knows its own position."
+    )
+
+
+@frozen(kw_only=True)
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated. Section `accumulation`."""
+
+    num_steps: int | None = option(
+        None,
+        minimum=1,
+        unit="micro-batches",
+        help="Micro-batches a step; or set gradient_accumulation_steps.",
+    )
+    adjust_scheduler: bool = option(True, help="Step schedulers once a window, not once a micro-batch.")
+    sync_with_dataloader: bool = option(True, help="End the window with the loader's last batch.")
+    sync_each_batch: bool = option(
+        False, help="Reduce gradients each micro-batch: less memory, more traffic."
+    )
+
+
+def _path(given: str | os.PathLike[str] | None) -> str | None:
+    return None if given is None else os.fspath(given)
+
+
+@frozen(kw_only=True)
+class ProjectConfiguration:
+    """Where a run writes. Section `project`."""
+
+    project_dir: str | None = option(None, converter=_path, help="Folder of the project.")
+    logging_dir: str | None = option(
+        Factory(lambda self: self.project_dir, takes_self=True),
+        converter=_path,
+        help="Folder of logs; unset: the project's.",
+    )
+    automatic_checkpoint_naming: bool = option(False, help="Number saved states instead of naming each.")
+    total_limit: int | None = option(
+        None, minimum=1, unit="checkpoints", help="How many saved states are kept."
+    )
+    iteration: int = option(0, minimum=0, help="Number of the next saved state.")
+    save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
+
+
+@frozen(kw_only=True)
+class LaunchConfig:
+    """How many workers there are, and where. Section `launch`."""
+
+    processes_per_node: int | Literal["auto"] = option(
+        "auto", minimum=1, help="Workers on each node; auto: one a visible device, one on a CPU."
+    )
+    nodes: int = option(1, minimum=1, help="Machines that take part.")
+    node_rank: int = option(0, minimum=0, help="Number of this machine, 0 for the first.")
+    rendezvous: str | None = option(None, help="host:port of node 0; unset: 127.0.0.1 and a free port.")
+    max_restarts: int = option(0, minimum=0, help="How often failed workers are started again.")
+    launcher: str = option("torchrun", help="The launcher plugin.")
+
+
+def _names(given: Any) -> Any:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@frozen(kw_only=True)
+class RunConfig:
+    """Everything that was asked of a run. Frozen; pickles."""
+
+    device: str = option("auto", help="A device plugin, a torch device type, or auto.")
+    strategy: str = option("auto", help="A strategy plugin, a name from strategies, or auto.")
+    strategies: Mapping[str, Mapping[str, Any]] = option(
+        factory=dict, help="Named strategies: NAME: {plugin: PLUGIN, its options...}."
+    )
+    extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins.")
+    mixed_precision: str = option("no", help="no, fp16, bf16, or a precision plugin.")
+    gradient_accumulation_steps: int = option(
+        1, minimum=1, unit="micro-batches", help="Micro-batches a step."
+    )
+    device_placement: bool = option(True, help="Move prepared models and batches to the device.")
+    step_scheduler_with_optimizer: bool = option(
+        True, help="Schedulers step when the optimizer does, once for each process."
+    )
+    rng_types: tuple[str, ...] = option(
+        ("generator",), converter=_names, help="Random streams that ranks share at each epoch's start."
+    )
+    log_with: tuple[str, ...] = option((), converter=_names, help="Tracker plugins.")
+
+    launch: LaunchConfig = field(factory=LaunchConfig)
+    data: DataLoaderConfiguration = field(factory=DataLoaderConfiguration)
+    accumulation: GradientAccumulationPlugin = field(factory=GradientAccumulationPlugin)
+    project: ProjectConfiguration = field(factory=ProjectConfiguration)
+    autocast: AutocastKwargs = field(factory=AutocastKwargs)
+    grad_scaler: GradScalerKwargs = field(factory=GradScalerKwargs)
+    process_group: InitProcessGroupKwargs = field(factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(factory=ProfileKwargs)
+    compile: TorchDynamoPlugin = field(factory=TorchDynamoPlugin)
+
+    plugins: Mapping[str, object] = field(factory=dict)
+    """Plugin name -> its config object, for plugins with a section, an object or a proposal."""
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches a step, wherever that was set.
+
+        Raises:
+            ConfigError: it was set in both places, differently.
+        """
+        steps, section = self.gradient_accumulation_steps, self.accumulation.num_steps
+        if section is None:
+            return steps
+        if steps not in (1, section):
+            raise ConfigError(
+                f"gradient_accumulation_steps is {steps}, accumulation.num_steps is {section}; set one of them"
+            )
+        return section
+
+
+@frozen
+class Proposal:
+    """What a config class wants of another option, said before anything is built.
+
+    A config class may have `propose(self, run_config) -> Sequence[Proposal]`. The reason becomes
+    the value's origin; a value that somebody set to something else is an error.
+    """
+
+    path: str
+    value: Any
+    reason: str
+
+
+RESERVED_NAMES: Final = (
+    frozenset(a.name.replace("_", "-") for a in fields(RunConfig))
+    | {a.name for a in fields(RunConfig)}
+    | {"auto", "config", "env", "no", "plugins", "schema"}
+)
+"""Names a plugin may not take: sections and options of core, and words of the command line."""
