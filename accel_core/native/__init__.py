@@ -1,0 +1,64 @@
+"""The embedded default plugins: their cards. Found through entry points, like any other."""
+
+from __future__ import annotations
+
+from accel_core.hookspecs import API_VERSION
+from accel_core.plugins import Card
+
+DEVICE = Card(
+    name="native",
+    slot="device",
+    summary="Any device type that torch itself runs, the CPU included.",
+    api_version=API_VERSION,
+    priority=0,
+    offers={
+        "bf16",
+        "fp16",
+        "float64",
+        "memory_stats",
+        "rng",
+        "process_per_device",
+        "collectives.torch",
+    },
+    implementation="accel_core.native.device:NativeDevice",
+)
+SINGLE = Card(
+    name="single",
+    slot="strategy",
+    summary="One process, the model as it is.",
+    api_version=API_VERSION,
+    distributed_type="NO",
+    offers={"no_sync", "join", "whole_weights"},
+    implementation="accel_core.native.strategy:Single",
+)
+FP32 = Card(
+    name="fp32",
+    slot="precision",
+    summary="Parameters and arithmetic as the user made them (mixed_precision: 'no').",
+    api_version=API_VERSION,
+    implementation="accel_core.native.precision:Unchanged",
+)
+FP16 = Card(
+    name="fp16",
+    slot="precision",
+    summary="Autocast to float16 with a loss scaler.",
+    api_version=API_VERSION,
+    needs={"fp16"},
+    implementation="accel_core.native.precision:Float16",
+)
+BF16 = Card(
+    name="bf16",
+    slot="precision",
+    summary="Autocast to bfloat16.",
+    api_version=API_VERSION,
+    needs={"bf16"},
+    implementation="accel_core.native.precision:BFloat16",
+)
+TORCHRUN = Card(
+    name="torchrun",
+    slot="launcher",
+    summary="Workers on this node under torch's elastic agent.",
+    api_version=API_VERSION,
+    priority=0,
+    implementation="accel_core.native.launcher:TorchrunLauncher",
+)

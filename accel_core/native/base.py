@@ -1,0 +1,252 @@
+"""The base layer: core's default for every owner hook, in terms of torch alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel_core import hookspecs as hooks
+from accel_core.binding import no_op
+from accel_core.errors import ConfigError
+from accel_core.hookspecs import StepOutput, implements
+from accel_core.native import process_group, state
+from accel_core.native.device import local_device
+from accel_core.world import Collectives, Topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_core.checkpoint.leaf import Leaf, OptimizerState, TensorTemplate
+    from accel_core.config.schema import InitProcessGroupKwargs
+    from accel_core.hookspecs import Point
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+    from accel_core.world import World
+
+__all__ = ["Base"]
+
+
+class Base:
+    """Has no card and no slot; always there, at the bottom."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    # -- set-up ----------------------------------------------------------------------------------
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        kind = self.run.stack.device.card.torch_device
+        return local_device(kind or "cpu", world)
+
+    @implements(hooks.seed)
+    def seed(self, seed: int, topology: Topology) -> None:
+        random.seed(seed)
+        torch.manual_seed(seed)  # seeds the generators of every device too
+        state.seed_numpy(seed)
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        card = self.run.stack.device.card
+        return card.offers - ({"memory_stats"} if device.type == "cpu" else set())
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        backend = dist.Backend.default_device_backend_map.get(device.type)
+        if backend is None:
+            raise ConfigError(
+                f"torch.distributed has no backend for {device.type} tensors, but this run has"
+                f" {self.run.world.size} processes\ntrain in one process, or choose --device cpu"
+            )
+        return {device.type: backend}
+
+    @implements(hooks.init_process_group)
+    def init_process_group(self, world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
+        process_group.create(world, backends, options)
+        return True
+
+    @implements(hooks.destroy_process_group)
+    def destroy_process_group(self) -> None:
+        dist.destroy_process_group()
+
+    @implements(hooks.data_topology)
+    def data_topology(self, world: World) -> Topology:
+        return Topology(reader=world.rank, readers=world.size)
+
+    @implements(hooks.collectives)
+    def collectives(self, dim: str) -> Collectives:
+        if self.run.world.size == 1:
+            return process_group.Alone()
+        if dim == "world":
+            return process_group.TorchCollectives(dist.group.WORLD, self.run.device)
+        if dim == "control":
+            return process_group.TorchCollectives(process_group.control_group(), torch.device("cpu"))
+        raise ConfigError(f"this run has no mesh dimension {dim!r}; it has world and control")
+
+    # -- prepare ---------------------------------------------------------------------------------
+
+    @implements(hooks.kind_of)
+    def kind_of(self, object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
+        if isinstance(object, nn.Module):
+            return "model"
+        if isinstance(object, Optimizer):
+            return "optimizer"
+        if isinstance(object, LRScheduler):
+            return "scheduler"
+        return "dataloader" if isinstance(object, DataLoader) else None
+
+    @implements(hooks.place_model)
+    def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+        return model.to(device)
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
+        return model
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+        return model
+
+    # -- each step -------------------------------------------------------------------------------
+
+    @implements(hooks.backward)
+    def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
+        loss.backward(**options)
+
+    @no_op
+    @implements(hooks.no_sync)
+    def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @implements(hooks.forward_backward)
+    def forward_backward(
+        self,
+        unit: Unit,
+        batches: Iterator[Any],
+        forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
+        microbatches: int,
+        forward_only: bool,
+    ) -> StepOutput:
+        return self.run.loop_of(unit, batches, forward_loss, microbatches, forward_only)
+
+    @no_op
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
+        return None
+
+    @no_op
+    @implements(hooks.unscale)
+    def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
+        return None
+
+    @implements(hooks.clip_grad_norm)
+    def clip_grad_norm(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @implements(hooks.clip_grad_value)
+    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
+        nn.utils.clip_grad_value_(parameters, value)
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        optimizer.step(closure) if closure is not None else optimizer.step()
+        return True
+
+    @implements(hooks.zero_grad)
+    def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> None:
+        return None
+
+    @no_op
+    @implements(hooks.mark_step)
+    def mark_step(self, point: Point) -> None:
+        return None
+
+    @implements(hooks.join)
+    def join(self, units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
+        if self.run.world.size == 1:
+            return nullcontext()
+        raise ConfigError(
+            f"strategy {self.run.stack.default!r} cannot train on ranks that run out of batches at different times\n"
+            "leave even_batches=True, or choose a strategy that offers 'join' (accel plugins --why)"
+        )
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @implements(hooks.model_state)
+    def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
+        return state.model_state(unit)
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        return state.optimizer_state(unit, optimizer)
+
+    @implements(hooks.materialize_optimizer_state)
+    def materialize_optimizer_state(
+        self, unit: Unit, optimizer: Optimizer, template: Mapping[str, Mapping[str, TensorTemplate]]
+    ) -> None:
+        state.materialize_optimizer_state(unit, optimizer, template)
+
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit: Unit) -> None:
+        return None
+
+    @implements(hooks.rng_state)
+    def rng_state(self) -> Mapping[str, Tensor]:
+        return state.rng_state(self.run)
+
+    @implements(hooks.set_rng_state)
+    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
+        state.set_rng_state(self.run, streams)
+
+    # -- device services -------------------------------------------------------------------------
+
+    @implements(hooks.synchronize)
+    def synchronize(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device: torch.device) -> Mapping[str, int]:
+        if device.type == "cpu":
+            return {}
+        module = torch.get_device_module(device)
+        known = {"allocated": "memory_allocated", "reserved": "memory_reserved", "peak": "max_memory_allocated"}
+        stats = {key: int(getattr(module, name)()) for key, name in known.items() if hasattr(module, name)}
+        if hasattr(module, "mem_get_info"):
+            stats["total"] = int(module.mem_get_info()[1])
+        return stats
+
+    @implements(hooks.empty_cache)
+    def empty_cache(self) -> None:
+        module = torch.get_device_module(self.run.device)
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+    @implements(hooks.set_affinity)
+    def set_affinity(self, world: World) -> None:
+        return None
+
+    @implements(hooks.move)
+    def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
+        from accel_core.ops import recursively_apply
+
+        return recursively_apply(lambda tensor: tensor.to(device, non_blocking=non_blocking), tree)

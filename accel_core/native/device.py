@@ -1,0 +1,62 @@
+"""The generic device: whatever accelerator torch itself runs, else the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import hookspecs as hooks
+from accel_core.errors import ConfigError, LaunchError
+from accel_core.hookspecs import implements
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+    from accel_core.world import World
+
+__all__ = ["NativeDevice", "local_device"]
+
+
+class NativeDevice:
+    """Device type from the config; everything else is the base layer's."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        asked = self.run.config.device
+        if asked in ("auto", "native"):
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            return local_device(accelerator.type if accelerator else "cpu", world)
+        kind, _, index = asked.partition(":")
+        if not index:
+            return local_device(kind, world)
+        if world.size > 1:
+            origin = self.run.resolved.origins.get("device", "the config")
+            raise ConfigError(
+                f"device {asked!r} ({origin}) names one device, but this run has {world.size} processes\n"
+                f"write device: {kind}; each process takes the device of its local rank"
+            )
+        return local_device(kind, world, int(index))
+
+
+def local_device(kind: str, world: World, index: int | None = None) -> torch.device:
+    """The torch device of type `kind` for this process (index: its local rank), made current.
+
+    Raises:
+        LaunchError: this machine has no such device, or fewer than processes.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(kind)
+    index = world.local_rank if index is None else index
+    count = module.device_count()
+    if index >= count:
+        raise LaunchError(
+            f"local rank {index} needs {kind}:{index}, but this machine has {count} {kind} device(s)\n"
+            f"start at most {count} processes per node, or choose --device cpu"
+        )
+    if hasattr(module, "set_device"):
+        module.set_device(index)
+    return torch.device(kind, index)

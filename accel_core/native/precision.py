@@ -1,0 +1,160 @@
+"""fp32, bf16 and fp16: autocast around the forward, and fp16's loss scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch.amp import GradScaler
+
+from accel_core import hookspecs as hooks
+from accel_core.checkpoint.leaf import Entry
+from accel_core.errors import AccelError, ConfigError
+from accel_core.hookspecs import implements
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from accel_core.binding import Hooks
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["BFloat16", "Float16", "Unchanged"]
+
+
+class Unchanged:
+    """Nothing on top of the base layer."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+
+
+class _Autocast:
+    dtype: torch.dtype
+    below: Hooks
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+
+    @implements(hooks.autocast)
+    def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
+        options = self.run.config.autocast
+        if not options.enabled:
+            return None
+        return partial(
+            torch.autocast, self.run.device.type, dtype=self.dtype, cache_enabled=options.cache_enabled
+        )
+
+
+class BFloat16(_Autocast):
+    """Autocast to bfloat16."""
+
+    dtype = torch.bfloat16
+
+
+class Float16(_Autocast):
+    """Autocast to float16, and a loss scaler a unit.
+
+    The scaler is updated at the first backward after its unit has stepped: never between the steps
+    of two optimizers, never in the middle of another unit's window.
+    """
+
+    dtype = torch.float16
+
+    def __init__(self, config: Any, run: Run) -> None:
+        super().__init__(config, run)
+        self._stepped: WeakSet[GradScaler] = WeakSet()
+        self._steppers: dict[Optimizer, _Stepper] = {}
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> GradScaler | None:
+        half = [name for name, p in unit.named_parameters().items() if p.requires_grad and p.dtype == torch.float16]
+        if half:
+            raise ConfigError(
+                f"mixed_precision fp16 trains float32 parameters, but {half[0]} is float16"
+                f" ({len(half)} such parameter(s)): their gradients could not be unscaled\n"
+                "load the model in float32 (model.float()); autocast still computes in float16"
+            )
+        return GradScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
+
+    @implements(hooks.backward)
+    def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
+        scaler = self._scaler(unit)
+        if scaler in self._stepped and not self._others_accumulate(unit, scaler):
+            self._settle(scaler)
+        self.below.backward(unit, scaler.scale(loss), boundary, options)
+
+    @implements(hooks.unscale)
+    def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
+        self._scaler(unit).unscale_(self._stepper(unit, optimizer))  # type: ignore[arg-type]
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        if closure is not None:
+            raise AccelError(
+                "optimizer.step(closure) evaluates the loss several times a step, which a loss scaler cannot follow\n"
+                "use mixed_precision bf16 or 'no' with this optimizer"
+            )
+        scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
+        stepper.applied = False
+        self.below.mark_step("host_read")
+        scaler.step(stepper)  # type: ignore[arg-type]
+        self._stepped.add(scaler)
+        return stepper.applied
+
+    @implements(hooks.save_state)
+    def save_state(self, unit: Unit) -> Mapping[str, Entry]:
+        if unit.scaler is None:
+            return {}
+        self._settle(unit.scaler)
+        return {"scaler": Entry(value=unit.scaler.state_dict())}
+
+    @implements(hooks.load_state)
+    def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
+        if unit.scaler is not None and "scaler" in entries:
+            unit.scaler.load_state_dict(entries["scaler"].value)
+            self._stepped.discard(unit.scaler)
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        for optimizer in unit.optimizers:
+            self._steppers.pop(optimizer, None)
+
+    def _scaler(self, unit: Unit) -> GradScaler:
+        assert unit.scaler is not None
+        return unit.scaler
+
+    def _settle(self, scaler: GradScaler) -> None:
+        if scaler in self._stepped:
+            scaler.update()
+            self._stepped.discard(scaler)
+
+    def _others_accumulate(self, unit: Unit, scaler: GradScaler) -> bool:
+        sharing: Sequence[Unit] = [u for u in self.run.units if u.scaler is scaler and u is not unit]
+        return any(p.grad is not None for u in sharing for p in u.named_parameters().values())
+
+    def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            stepper = self._steppers[optimizer] = _Stepper(self.below, unit, optimizer)
+        return stepper
+
+
+class _Stepper:
+    """What the scaler takes for an optimizer: it steps through the layers below, and notes whether."""
+
+    def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
+        self._below, self._unit, self._optimizer = below, unit, optimizer
+        self.applied = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def step(self) -> None:
+        self.applied = self._below.optimizer_step(self._unit, self._optimizer, None)

@@ -1,0 +1,139 @@
+"""torch.distributed as core uses it: making the default group, and collectives over a group."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_core.config.schema import InitProcessGroupKwargs
+    from accel_core.world import World
+
+__all__ = ["Alone", "TorchCollectives", "control_group", "create"]
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+# Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
+# find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
+_stores: dict[tuple[str | None, ...], dist.Store] = {}
+_groups_made: Counter[tuple[str | None, ...]] = Counter()
+_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def create(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> None:
+    """Make the default process group. Collective over the world.
+
+    Raises:
+        LaunchError: the rendezvous failed: no address, a port in use, or ranks that never came.
+    """
+    timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
+    try:
+        root, key = _root_store(world, options)
+        count = _groups_made[key]
+        _groups_made[key] += 1
+        prefix = f"accel/{world.run_id}/{world.restart_count}/{count}"
+        dist.init_process_group(
+            ",".join(f"{device}:{name}" for device, name in backends.items()),
+            store=dist.PrefixStore(prefix, root),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} could not join the process group at"
+            f" {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+            f" ({', '.join(sorted(set(backends.values())))})\n{error}\n"
+            "check that every rank was started, that the address is reachable and the port is free",
+            rank=world.rank,
+        ) from error
+
+
+def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[dist.Store, tuple[str | None, ...]]:
+    method = options.init_method or "env://"
+    key = (method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(world.restart_count))
+    if key not in _stores:
+        timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
+        _stores[key], _, _ = next(dist.rendezvous(method, world.rank, world.size, timeout=timeout))
+    return _stores[key], key
+
+
+def control_group() -> dist.ProcessGroup:
+    """A group for CPU tensors and objects beside the default one. The first call is collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _control:
+        _control.clear()  # of groups destroyed meanwhile
+        _control[world] = dist.new_group(backend=dist.Backend.default_device_backend_map["cpu"])
+    return _control[world]
+
+
+class TorchCollectives:
+    """Collectives over one torch process group, for tensors on `device`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        assert group is not None
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
+        dist.all_reduce(tensor, _REDUCE["sum" if operation == "mean" else operation], group=self.group)
+        return tensor.div_(self.size) if operation == "mean" else tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather(list(gathered.chunk(self.size)), tensor.contiguous(), group=self.group)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def all_gather_object(self, value: Any) -> Sequence[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=source)
+        return values[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.group)
+
+
+class Alone:
+    """The collectives of a world of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor
+
+    def all_gather_object(self, value: Any) -> Sequence[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return None

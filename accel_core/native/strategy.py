@@ -1,0 +1,34 @@
+"""One process, nothing wrapped: the model stays the user's object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_core import hookspecs as hooks
+from accel_core.errors import ConfigError
+from accel_core.hookspecs import implements
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["Single"]
+
+
+class Single:
+    """The base layer as it is; in a larger world only for units that do not train."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
+        if self.run.world.size > 1:
+            raise ConfigError(
+                f"unit {unit.name!r} has an optimizer, but strategy 'single' would train"
+                f" a different copy on each of {self.run.world.size} ranks\n"
+                "prepare it with another strategy, or without its optimizer"
+            )
+        return optimizer
