@@ -140,7 +140,19 @@ class Base:
         microbatches: int,
         forward_only: bool,
     ) -> StepOutput:
-        return self.run.loop_of(unit, batches, forward_loss, microbatches, forward_only)
+        losses, outputs = [], []
+        window, steps, model = unit.window, unit.steps, unit.wrapped[0]
+        window.index, window.size = -1, microbatches
+        for number in range(microbatches):
+            window.index, window.boundary = number, number == microbatches - 1
+            quiet = steps.no_sync and not (window.boundary or forward_only)
+            with steps.no_sync(unit, unit.wrapped) if quiet else nullcontext():
+                loss, output = forward_loss(model, next(batches))
+                if not forward_only:
+                    steps.backward(unit, loss / microbatches, window.boundary, {})
+            losses.append(loss.detach())
+            outputs.append(output)
+        return StepOutput(loss=torch.stack(losses).mean(), outputs=tuple(outputs))
 
     @no_op
     @implements(hooks.reduce_gradients)

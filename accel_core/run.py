@@ -1,0 +1,360 @@
+"""How a config becomes a running stack: what one `Accelerator` owns.
+
+A run is not global: several, with different stacks, may live in one process. What is global to
+the process (torch's process group) is shared between them and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+
+from accel_core.binding import LAYERS, Binder, Hooks, Registered, Steps
+from accel_core.config.resolve import Resolved, load
+from accel_core.errors import AccelError, ConfigError, PluginError
+from accel_core.native.base import Base
+from accel_core.native.launcher import refuse_lonely_tasks
+from accel_core.plugins import Discovery, discover
+from accel_core.plugins import load as load_path
+from accel_core.stack import Chosen, Stack, choose
+from accel_core.unit import Unit, Window
+from accel_core.world import Collectives, World
+
+if TYPE_CHECKING:
+    from accel_core.config.schema import RunConfig
+    from accel_core.data.loader import PreparedLoader
+
+__all__ = ["Run", "current"]
+
+_live: weakref.WeakSet[Run] = weakref.WeakSet()
+_group_users = 0
+_group_is_ours = False
+
+
+class Run:
+    """Config, stack, device, world and units of one `Accelerator`.
+
+    Building one is collective: all ranks of the world must.
+
+    Raises:
+        ConfigError: what was asked cannot be, or differs between ranks.
+        PluginError: a chosen plugin cannot be used.
+        LaunchError: the process group cannot be made.
+    """
+
+    def __init__(self, *, python: Mapping[str, object] | None = None, objects: Sequence[object] = ()) -> None:
+        self.ended = True  # until set-up is through, there is nothing to end
+        self.units: list[Unit] = []
+        self.loaders: list[PreparedLoader] = []
+        self.active_loaders: list[PreparedLoader] = []
+        self.registered: list[Any] = []
+        self.world = _world_at_start()
+        discovery = discover()
+        self.resolved, self.stack = _decide(python or {}, objects, self.world, discovery)
+        self.config: RunConfig = self.resolved.config
+        self._apply_launch_environment()
+        self._verify()
+        self._load()
+        self.device: torch.device = self.hooks.select_device(self.world)
+        self._check_capabilities()
+        self.mark_step = None if self._idle("mark_step") else self.hooks.mark_step
+        self._dims: dict[str, Collectives] = {}
+        self._join_world()
+        self.topology = self.hooks.data_topology(self.world)
+        self.window = Window()
+        """The innermost current window, or the one used last."""
+        self.ended = False
+        _live.add(self)
+        self.hooks.run_started(self.run_id, self.config)
+
+    # -- what others ask -------------------------------------------------------------------------
+
+    def collectives(self, dim: str = "world") -> Collectives:
+        """Collectives over a dimension, made once. The first call for a dim is collective."""
+        if dim not in self._dims:
+            self._dims[dim] = self.hooks.collectives(dim)
+        return self._dims[dim]
+
+    def make_unit(self, name: str | None, strategy: str | None) -> Unit:
+        """A unit without objects, its hooks resolved for its strategy."""
+        alias = strategy or self.stack.default
+        name = name or f"unit{len(self.units)}"
+        if any(unit.name == name for unit in self.units):
+            raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
+        registered = self._strategy(alias)
+        hooks = self._stack_hooks(registered)
+        plugin = self.plugins[alias]
+        window = Window(self.config.accumulation_steps)
+        return Unit(
+            name=name, run=self, strategy=alias, plugin=plugin, hooks=hooks, steps=Steps(hooks), window=window
+        )
+
+    def trained_units(self) -> list[Unit]:
+        """The units that have an optimizer."""
+        return [unit for unit in self.units if unit.optimizers]
+
+    def end(self) -> None:
+        """Release units and process group; the run cannot be used afterwards. Idempotent."""
+        if self.ended:
+            return
+        self.ended = True
+        _live.discard(self)
+        self.hooks.run_ended()
+        self.release_units()
+        self._leave_world()
+
+    def release_units(self) -> None:
+        """Let each plugin drop what binds units to devices and groups."""
+        for unit in self.units:
+            unit.hooks.release(unit)
+
+    def require_alive(self) -> None:
+        """Raises AccelError after `end_training`."""
+        if self.ended:
+            raise AccelError("this run has ended (end_training was called)\nmake a new Accelerator for a new run")
+
+    def explain(self) -> str:
+        """Why this stack: each plugin with its reason, each setting that is not a default with its origin."""
+        lines = [f"{self.stack}, rank {self.world.rank} of {self.world.size} on {self.device}"]
+        lines += [f"  {c.record.slot} {c.name} ({c.record.origin}): {c.why}" for c in self.stack.members()]
+        origins = sorted(self.resolved.origins.items())
+        lines += [f"  {path}: set by {origin}" for path, origin in origins if origin != "default"]
+        lines += [f"  environment {name}" for name in self.environment_notes]
+        lines.append(
+            f"  data: reader {self.topology.reader} of {self.topology.readers};"
+            f" a window has {self.config.accumulation_steps} micro-batch(es)"
+        )
+        return "\n".join(lines)
+
+    def __reduce__(self) -> NoReturn:
+        raise AccelError(
+            "a run (and its Accelerator) lives in one process and cannot be pickled; something that is sent to another"
+            " process holds it, such as a dataset or collate function of DataLoader workers\n"
+            "pass accelerator.process_index or accelerator.run.config instead"
+        )
+
+    # -- set-up ----------------------------------------------------------------------------------
+
+    def _apply_launch_environment(self) -> None:
+        """Set what vendor libraries read at import; the user's own settings win, and are noted."""
+        self.environment_notes: list[str] = []
+        for chosen in self.stack.members():
+            if chosen.card.launch is None:
+                continue
+            light = load_path(chosen.record, chosen.card.launch)()
+            if not hasattr(light, "launch_environment"):
+                continue
+            for name, value in light.launch_environment(self.config, self.world).items():
+                if os.environ.setdefault(name, value) != value:
+                    self.environment_notes.append(
+                        f"{name}={os.environ[name]} is yours; {chosen.name} would have set {value}"
+                    )
+
+    def _verify(self) -> None:
+        for chosen in self.stack.members():
+            if chosen.card.verify is None:
+                continue
+            reason = load_path(chosen.record, chosen.card.verify)()
+            if reason:
+                raise PluginError(
+                    f"{chosen.record.slot} {chosen.name} ({chosen.why}) cannot be used here: {reason}\n"
+                    f"`accel plugins doctor {chosen.name}` looks closer",
+                    plugin=chosen.name,
+                    distribution=chosen.record.origin,
+                )
+
+    def _load(self) -> None:
+        self.binder = Binder()
+        self.plugins: dict[str, object] = {}
+        base = self.binder.register(Base(self), name="base", slot="base")
+        self._layers: dict[str, Registered] = {"base": base}
+        for chosen in (self.stack.device, self.stack.precision):
+            self._layers[chosen.record.slot] = self._instance(chosen, chosen.name)
+        self._uppers = [self._instance(c, c.name) for c in (*self.stack.extensions, *self.stack.trackers)]
+        self.hooks: Hooks = self._stack_hooks(self._strategy(self.stack.default))
+        reasons = self.hooks.refuse(self.config)
+        if reasons:
+            raise ConfigError(f"the stack {self.stack} refuses this config\n" + "\n".join(reasons), problems=reasons)
+
+    def _instance(self, chosen: Chosen, alias: str, config: object | None = None) -> Registered:
+        card, record = chosen.card, chosen.record
+        if card.implementation is None:
+            raise PluginError(f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name)
+        plugin = load_path(record, card.implementation)(config or self.resolved.plugin_config(record, None), self)
+        registered = self.binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
+        layer = LAYERS[record.slot]
+        plugin.below = self.binder.hooks([r for r in self._layers.values() if r.layer < layer])
+        self.plugins[alias] = plugin
+        return registered
+
+    def _strategy(self, alias: str) -> Registered:
+        """The strategy's instance, made on first use. One a (plugin, config)."""
+        key = f"strategy:{alias}"
+        if key not in self._layers:
+            chosen = self.stack.strategies.get(alias) or self._late_strategy(alias)
+            named = alias if alias in self.config.strategies else None
+            lower = {name: layer for name, layer in self._layers.items() if not name.startswith("strategy:")}
+            config = self.resolved.plugin_config(chosen.record, named)
+            self._layers, kept = lower, self._layers
+            registered = self._instance(chosen, alias, config)
+            self._layers = {**kept, key: registered}
+        return self._layers[key]
+
+    def _late_strategy(self, alias: str) -> Chosen:
+        record = discover().get(alias)
+        if record is None or record.slot != "strategy" or record.status != "available":
+            known = ", ".join(self.stack.strategies)
+            raise ConfigError(
+                f"prepare(strategy={alias!r}): no such strategy; this run has {known}\n"
+                "name it under strategies: in the config, or use an installed plugin's name (accel plugins)"
+            )
+        return Chosen(record, "asked for in prepare")
+
+    def _stack_hooks(self, strategy: Registered) -> Hooks:
+        lower = [self._layers[slot] for slot in ("base", "device", "precision")]
+        return self.binder.hooks([*lower, strategy, *self._uppers])
+
+    def _idle(self, hook: str) -> bool:
+        found = self.hooks.owner(hook)
+        return found is None or getattr(found.call, "accel_no_op", False)
+
+    def _check_capabilities(self) -> None:
+        able = self.hooks.capabilities(self.device)
+        device_words = self.stack.device.card.offers
+        for chosen in self.stack.members():
+            lacking = (chosen.card.needs & device_words) - able
+            if lacking:
+                raise ConfigError(
+                    f"{chosen.record.slot} {chosen.name} ({chosen.why}) needs {', '.join(sorted(lacking))},"
+                    f" which {self.device} cannot do\nchoose another {chosen.record.slot}, or another device"
+                )
+
+    # -- the world -------------------------------------------------------------------------------
+
+    def _join_world(self) -> None:
+        global _group_users, _group_is_ours
+        self.run_id = self.world.run_id or uuid.uuid4().hex
+        if self.world.size == 1:
+            return
+        backends = dict(self.hooks.communication_backend(self.device))
+        asked = self.config.process_group.backend
+        if asked:
+            backends[self.device.type] = asked
+        backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
+        if dist.is_initialized():
+            self._adopt_group(backends)
+        else:
+            _group_is_ours = self.hooks.init_process_group(self.world, backends, self.config.process_group)
+            _group_users = 0
+        _group_users += 1
+        store = dist.distributed_c10d._get_default_store()
+        prefix = f"accel/{self.world.run_id}/{self.world.restart_count}"
+        self.world = evolve(self.world, store=dist.PrefixStore(prefix, store.clone()))
+        self._compare_ranks()
+
+    def _adopt_group(self, backends: Mapping[str, str]) -> None:
+        device = self.device
+        existing = dist.distributed_c10d._get_pg_default_device(None) if device.type == "cpu" else device
+        found = dist.get_backend_config(dist.group.WORLD)
+        wanted = backends[device.type]
+        if wanted not in str(found):
+            raise ConfigError(
+                f"this process already has a process group ({found}) without {wanted} for {existing.type} tensors,"
+                f" which this run needs\ndestroy that group first, or make it with {wanted}"
+            )
+
+    def _compare_ranks(self) -> None:
+        """Refuse a world whose ranks chose or were given different things; agree on the run's id."""
+        control = self.collectives("control")
+        mine = (self.run_id, str(self.stack), self.resolved.digest())
+        ranks = control.all_gather_object(mine)
+        self.run_id = self.world.run_id or ranks[0][0]
+        if len({rank[1:] for rank in ranks}) == 1:
+            return
+        stacks = [rank[1] for rank in ranks]
+        if len(set(stacks)) > 1:
+            different, found = "stack", stacks
+        else:
+            trees = control.all_gather_object(self.resolved.tree)
+            different = _first_difference(trees)
+            found = [repr(_at(tree, different)) for tree in trees]
+        listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(found))
+        raise ConfigError(
+            f"the ranks of this world do not agree on {different}: {listed}\n"
+            "start all nodes with the same config, packages and Accelerator(...) arguments"
+        )
+
+    def _leave_world(self) -> None:
+        global _group_users
+        if self.world.size == 1:
+            return
+        _group_users -= 1
+        self._dims.clear()
+        if _group_users == 0 and _group_is_ours and dist.is_initialized():
+            self.hooks.destroy_process_group()
+
+
+def current() -> Run:
+    """The only live run.
+
+    Raises:
+        AccelError: there is none, or several.
+    """
+    runs = list(_live)
+    if len(runs) == 1:
+        return runs[0]
+    if not runs:
+        raise AccelError("there is no Accelerator yet\nmake one first: accelerator = Accelerator()")
+    listed = ", ".join(sorted(str(run.stack) for run in runs))
+    raise AccelError(f"there are {len(runs)} live runs ({listed})\nsay which: pass run=accelerator.run")
+
+
+def _world_at_start() -> World:
+    if dist.is_available() and dist.is_initialized() and "WORLD_SIZE" not in os.environ:
+        return World(rank=dist.get_rank(), size=dist.get_world_size(), local_size=dist.get_world_size())
+    refuse_lonely_tasks(os.environ)
+    return World.from_environment()
+
+
+def _decide(
+    python: Mapping[str, object], objects: Sequence[object], world: World, discovery: Discovery
+) -> tuple[Resolved, Stack]:
+    resolved = load(python=python, objects=objects, discovery=discovery)
+    stack = choose(resolved, world.size, discovery)
+    return resolved.with_proposals([chosen.name for chosen in stack.members()], discovery), stack
+
+
+def _first_difference(trees: Sequence[Mapping[str, Any]]) -> str:
+    paths = sorted({path for tree in trees for path in _paths(tree)})
+    return next(path for path in paths if len({repr(_at(tree, path)) for tree in trees}) > 1)
+
+
+def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found += _paths(value, f"{path}.") if isinstance(value, Mapping) else [path]
+    return found
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+@atexit.register
+def _release_at_exit() -> None:
+    # A wrapped model that is alive when the interpreter ends aborts the process now and then (in
+    # torch's reducer, on gloo); a script that never calls end_training must exit cleanly too.
+    for run in list(_live):
+        run.hooks.run_ended()
+        run.release_units()

@@ -1,0 +1,212 @@
+"""Choosing the plugins of a run: explicit beats automatic and fails loudly; `auto` says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from accel_core.errors import ConfigError, PluginError
+from accel_core.plugins import Discovery, Record, Slot, near
+
+if TYPE_CHECKING:
+    from accel_core.config.resolve import Resolved
+    from accel_core.plugins import Card
+
+__all__ = ["Chosen", "Stack", "choose"]
+
+
+@frozen
+class Chosen:
+    """A plugin of the stack, and why it is in it."""
+
+    record: Record
+    why: str
+
+    @property
+    def name(self) -> str:
+        """The plugin's name."""
+        return self.record.name
+
+    @property
+    def card(self) -> Card:
+        """The plugin's card; a chosen plugin always has one."""
+        assert self.record.card is not None
+        return self.record.card
+
+
+@frozen(kw_only=True)
+class Stack:
+    """The plugins of a run, chosen but not yet loaded."""
+
+    device: Chosen
+    precision: Chosen
+    strategies: Mapping[str, Chosen]
+    """Alias -> strategy plugin; a strategy asked for by its own name is its own alias."""
+    default: str
+    """Alias of the strategy of units that name none."""
+    extensions: tuple[Chosen, ...] = ()
+    trackers: tuple[Chosen, ...] = field(default=())
+
+    @property
+    def strategy(self) -> Chosen:
+        """The default strategy."""
+        return self.strategies[self.default]
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The capability words of the whole default stack, by its cards."""
+        cards = [self.device.card, self.precision.card, self.strategy.card, *(e.card for e in self.extensions)]
+        return frozenset().union(*(card.offers for card in cards))
+
+    def members(self) -> Iterator[Chosen]:
+        """Every chosen plugin, bottom layer first."""
+        yield self.device
+        yield self.precision
+        yield from self.strategies.values()
+        yield from self.extensions
+        yield from self.trackers
+
+    def __str__(self) -> str:
+        parts = [self.device.name, self.strategy.name, self.precision.name, *(e.name for e in self.extensions)]
+        return " + ".join(parts)
+
+
+def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
+    """The stack that the config asks for, on this machine, for a world of `processes`.
+
+    Raises:
+        ConfigError: a name that is not installed, or a combination that cannot be.
+        PluginError: a named plugin cannot be used, or `auto` cannot decide between two.
+    """
+    config = resolved.config
+    chooser = _Chooser(resolved, discovery)
+    aliases = {
+        alias: chooser.named("strategy", str(options["plugin"]), f"strategies.{alias}.plugin")
+        for alias, options in config.strategies.items()
+    }
+    default = config.strategy
+    if default not in aliases:
+        chosen = chooser.strategy(default, processes)
+        default = chosen.name if default == "auto" else default
+        aliases[default] = chosen
+    precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
+    stack = Stack(
+        device=chooser.device(config.device),
+        precision=chooser.named("precision", precision, "mixed_precision"),
+        strategies=aliases,
+        default=default,
+        extensions=tuple(chooser.named("extension", name, "extensions") for name in config.extensions),
+        trackers=tuple(chooser.named("tracker", name, "log_with") for name in config.log_with),
+    )
+    _refuse_unmet_needs(stack)
+    return stack
+
+
+@frozen
+class _Chooser:
+    resolved: Resolved
+    discovery: Discovery
+
+    def named(self, slot: Slot, name: str, path: str) -> Chosen:
+        origin = self.resolved.origins.get(path, "default")
+        record = self.discovery.get(name)
+        if record is None or record.slot != slot:
+            raise ConfigError(self._unknown(slot, name, path, origin, record))
+        if record.status != "available":
+            raise PluginError(
+                f"{path}: {name} ({origin}) cannot be used here: {record.status}: {record.reason}\n"
+                f"`accel plugins doctor {name}` looks closer; `accel plugins` lists the others",
+                plugin=name,
+                distribution=record.origin,
+            )
+        return Chosen(record, f"asked for by {origin}" if origin != "default" else "default")
+
+    def device(self, asked: str) -> Chosen:
+        if asked == "auto":
+            # native is always usable, unless an installation is broken; `named` then says how.
+            return self._best("device") or self.named("device", "native", "device")
+        kind = asked.partition(":")[0]
+        record = self.discovery.get(kind)
+        if record is not None and record.slot == "device":
+            return self.named("device", kind, "device")
+        _require_torch_device(kind, self.resolved.origins.get("device", "default"), self.discovery)
+        native = self.named("device", "native", "device")
+        return Chosen(native.record, f"torch runs {kind}, and no installed plugin is named after it")
+
+    def strategy(self, asked: str, processes: int) -> Chosen:
+        if asked != "auto":
+            if asked == "single" and processes > 1:
+                raise ConfigError(
+                    f"strategy: single ({self.resolved.origins.get('strategy', 'default')}) in a world of"
+                    f" {processes} processes would train {processes} separate models\n"
+                    "name a strategy that joins them, or start one process: accel launch -n 1"
+                )
+            return self.named("strategy", asked, "strategy")
+        if processes == 1:
+            return Chosen(self.named("strategy", "single", "strategy").record, "auto: one process")
+        best = self._best("strategy")
+        if best is None:
+            raise ConfigError(
+                f"strategy: auto found no strategy for {processes} processes\n{self._install_hint('strategy')}"
+            )
+        return best
+
+    def _best(self, slot: Slot) -> Chosen | None:
+        """The usable plugin of highest priority, unless another usable one shadows it."""
+        ranked = [(r.card.priority, r) for r in self.discovery.of(slot) if r.card and r.card.priority is not None]
+        usable = [(priority, r) for priority, r in ranked if r.status == "available"]
+        shadowed = {name for _, record in usable if record.card for name in record.card.shadows}
+        usable = [(priority, r) for priority, r in usable if r.name not in shadowed]
+        if not usable:
+            return None
+        highest = usable[0][0]
+        top = [record for priority, record in usable if priority == highest]
+        if len(top) > 1:
+            rivals = " and ".join(f"{record.name} ({record.origin})" for record in top)
+            raise PluginError(f"{slot}: auto cannot decide between {rivals}\nset {slot}: {top[0].name}, or another")
+        return Chosen(top[0], f"auto: usable, and of the highest priority ({highest})")
+
+    def _unknown(self, slot: Slot, name: str, path: str, origin: str, record: Record | None) -> str:
+        if record is not None:
+            return f"{path}: {name!r} ({origin}) is a {record.slot}, not a {slot}"
+        names = [r.name for r in self.discovery.of(slot)]
+        installed = ", ".join(names) or "none"
+        hint = self._install_hint(slot, name) or f"choose one of these, or install the package that provides {name!r}"
+        return f"{path}: no {slot} {name!r} ({origin}) is installed{near(name, names)}\ninstalled: {installed}\n{hint}"
+
+    def _install_hint(self, slot: Slot, name: str | None = None) -> str:
+        from accel_core.known import known_plugins
+
+        found = [k for k in known_plugins() if k.slot == slot and name in (None, k.name)]
+        return " or ".join(f"pip install {plugin.distribution}" for plugin in found)
+
+
+def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
+    import torch
+
+    try:
+        usable = kind == "cpu" or torch.get_device_module(kind).is_available()
+    except (RuntimeError, AttributeError):
+        names = ["auto", "cpu", *(record.name for record in discovery.of("device"))]
+        raise ConfigError(
+            f"device: {kind!r} ({origin}) is neither an installed device plugin nor a torch device type"
+            f"{near(kind, names)}\n`accel plugins` lists what is installed"
+        ) from None
+    if not usable:
+        raise ConfigError(
+            f"device: {kind} ({origin}): torch {torch.__version__} knows this device type, but finds no such"
+            " device here\nchoose device: cpu, or auto"
+        )
+
+
+def _refuse_unmet_needs(stack: Stack) -> None:
+    for member in stack.members():
+        unmet = member.card.needs - stack.offers
+        if unmet:
+            raise ConfigError(
+                f"{member.record.slot} {member.name} ({member.why}) needs {', '.join(sorted(unmet))},"
+                f" which the stack {stack} does not offer\n"
+                f"choose another {member.record.slot}, or another device"
+            )
