@@ -1,0 +1,409 @@
+"""The launcher of one node: torch's own elastic agent, quieted, its failures told once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from accel_core import hookspecs as hooks
+from accel_core.errors import LaunchError
+from accel_core.hookspecs import Job, implements
+from accel_core.worker import guard
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
+
+LOCAL: Final = "127.0.0.1"
+PATIENCE: Final = 900.0
+"""Seconds that nodes wait for each other."""
+AGENT_KILLS_AFTER: Final = 30
+"""Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
+TASK_COUNTS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+def refuse_lonely_tasks(environment: Mapping[str, str]) -> None:
+    """Refuse to be one of several tasks of a scheduler that know nothing of each other.
+
+    Raises:
+        LaunchError: a scheduler started several tasks, and torchrun's variables are not set.
+    """
+    if "WORLD_SIZE" in environment:
+        return
+    found = next((name for name in TASK_COUNTS if environment.get(name)), None)
+    if found and environment[found].isdecimal() and int(environment[found]) > 1:
+        raise LaunchError(
+            f"the scheduler started {environment[found]} tasks ({found}), and each would train alone: "
+            "WORLD_SIZE is not set\n"
+            "start one task a node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
+            "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
+        )
+
+
+class TorchrunLauncher:
+    """Slot launcher: `job.processes_per_node` workers of this machine."""
+
+    def __init__(self, config: object = None, run: object = None) -> None:
+        del config, run  # it has no options, and lives before any run
+
+    @implements(hooks.launch)
+    def launch(self, job: Job) -> int:
+        """Run `job.argv` in each worker; 128 + n after a signal, else the first failing rank's code."""
+        outcome = _run_agent(job, job.argv[0], job.argv[1:])
+        if isinstance(outcome, Failure):
+            print(outcome.report, file=sys.stderr)
+            return outcome.exit_code
+        return outcome if isinstance(outcome, int) else 0
+
+    @implements(hooks.launch_function)
+    def launch_function(self, function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
+        """Fork on Linux, so that functions of a notebook will do; elsewhere spawn."""
+        outcome = _run_agent(job, _call, (function, args), start_method=_start_method(function))
+        if isinstance(outcome, Failure):
+            raise LaunchError(outcome.report, exit_code=outcome.exit_code, rank=outcome.rank)
+        if isinstance(outcome, int):
+            raise KeyboardInterrupt
+        return [pickle.loads(outcome[rank]) for rank in sorted(outcome)]
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker inherits the agent's handler
+    return guard(lambda: pickle.dumps(function(*args)))
+
+
+def _start_method(function: Callable[..., Any]) -> str:
+    if sys.platform == "linux":
+        _refuse_used_device()
+        return "fork"
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"{function!r} cannot be handed to new processes: {error}\n"
+            "put it into a module (a .py file) and import it"
+        ) from error
+    return "spawn"
+
+
+def _refuse_used_device() -> None:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return
+    device = torch.accelerator.current_accelerator()
+    in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: False)
+    if in_use():
+        raise LaunchError(
+            f"this process already uses the {device} device, which no forked worker can use after it\n"
+            "restart the notebook; make the Accelerator and all tensors inside the launched function"
+        )
+
+
+# -- the agent -----------------------------------------------------------------------------------
+
+
+def _run_agent(
+    job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
+) -> dict[int, Any] | Failure | int:
+    """What each rank returned, or the first failure, or 128 + the signal that stopped the agent."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    with TemporaryDirectory(prefix="accel-") as notes, _environment(job), _quiet_agent(), _signals(job):
+        meet = _meeting_point(job)
+        try:
+            returned: dict[int, Any] = elastic_launch(_config(job, meet, notes, start_method), entrypoint)(*args)
+        except ChildFailedError as error:
+            return first_failure(error.failures)
+        except SignalException as error:
+            return 128 + error.sigval
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except (RuntimeError, TimeoutError) as error:  # torch's DistError, RendezvousError are of these
+            raise LaunchError(
+                f"the {job.nodes} nodes did not come together at {job.rendezvous}: {error}\n"
+                "start the same command on each node with its own --node-rank, and check --rendezvous"
+            ) from error
+    return returned
+
+
+def _config(job: Job, meet: Mapping[str, Any], notes: str, start_method: str) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=job.nodes,
+        max_nodes=job.nodes,
+        nproc_per_node=job.processes_per_node,
+        run_id=job.environment.get("ACCEL_RUN_ID") or uuid.uuid4().hex,
+        max_restarts=job.max_restarts,
+        start_method=start_method,
+        logs_specs=_notes(notes, job.max_restarts),
+        **meet,
+    )
+
+
+def _notes(folder: str, restarts: int) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+    class Notes(DefaultLogsSpecs):
+        """Where workers note their failures; tells of the last attempt's when the next one starts."""
+
+        last: LogsDest | None = None
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            if self.last is not None:
+                attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
+                reason = _earliest_note(self.last.error_files.values())
+                print(f"accel: a worker failed{reason}; restart {attempt} of {restarts}", file=sys.stderr)
+            self.last = super().reify(envs)
+            return self.last
+
+    return Notes(log_dir=folder)
+
+
+def _earliest_note(paths: Sequence[str] | Any) -> str:
+    found = []
+    for path in paths:
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                message = json.load(file)["message"]
+            found.append((message["extraInfo"]["time"], message["message"].splitlines()[0]))
+    return f" ({min(found)[1]})" if found else ""
+
+
+def _meeting_point(job: Job) -> dict[str, Any]:
+    """The rendezvous arguments of torch's LaunchConfig, checked as far as one node can."""
+    if job.nodes == 1:
+        endpoint = job.rendezvous or f"{LOCAL}:0"
+        _refuse_taken_port(endpoint)
+        port = endpoint.rpartition(":")[2]
+        return _c10d(f"{LOCAL}:{port}", LOCAL, is_host=True)
+    if job.rendezvous is None:
+        raise LaunchError(
+            f"{job.nodes} nodes were asked for, and no place to meet\n"
+            "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
+        )
+    host = job.node_rank == 0
+    if host:
+        _refuse_taken_port(job.rendezvous)
+    else:
+        _await_host(job.rendezvous, PATIENCE)
+    if job.max_restarts:
+        return _c10d(job.rendezvous, _address_towards(job.rendezvous), is_host=host)
+    # Without restarts the static kind will do, and keeps --node-rank; c10d sorts nodes by address.
+    return {
+        "rdzv_backend": "static",
+        "rdzv_endpoint": job.rendezvous,
+        "rdzv_configs": {"rank": job.node_rank, "timeout": int(PATIENCE)},
+    }
+
+
+def _c10d(endpoint: str, address: str, *, is_host: bool) -> dict[str, Any]:
+    # Left to itself torch guesses is_host from host names, and two nodes wait for a third party.
+    return {
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": endpoint,
+        "rdzv_configs": {"is_host": is_host, "timeout": int(PATIENCE)},
+        "local_addr": address,
+    }
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise LaunchError(f"--rendezvous {endpoint!r} is not HOST:PORT\nfor example --rendezvous 10.0.0.1:29500")
+    return host, int(port)
+
+
+def _refuse_taken_port(endpoint: str) -> None:
+    port = _split(endpoint)[1]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} of this machine cannot be used: {os.strerror(error.errno or 0).lower()}\n"
+                f"take another, such as --rendezvous {_split(endpoint)[0]}:{port + 1}, on every node"
+            ) from error
+
+
+def _await_host(endpoint: str, patience: float) -> None:
+    # In Python, because waiting inside torch's store cannot be interrupted.
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection(_split(endpoint), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"node 0 did not answer at {endpoint} for {patience:g} s: {error}\n"
+                    "start the same command there with --node-rank 0, or correct --rendezvous"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return
+
+
+def _address_towards(endpoint: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_split(endpoint))
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _environment(job: Job) -> Iterator[None]:
+    """The job's variables in this process, whose environment the agent's workers inherit."""
+    before = dict(os.environ)
+    os.environ.update(job.environment)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes_per_node)))
+    if job.nodes > 1 and job.rendezvous and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Gloo would take the interface of the host's own name, often a loopback.
+        interface = _interface_of(_address_towards(job.rendezvous))
+        os.environ.update({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+    if _store_lacks_libuv():
+        os.environ.setdefault("USE_LIBUV", "0")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _interface_of(address: str) -> str | None:
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:  # SIOCGIFADDR; interfaces without an IPv4 address have no answer
+                found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))[20:24]
+            except OSError:
+                continue
+            if socket.inet_ntoa(found) == address:
+                return name
+    return None
+
+
+def _store_lacks_libuv() -> bool:
+    from torch.distributed import TCPStore
+
+    try:
+        TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False, use_libuv=True)
+    except RuntimeError as error:
+        return "libuv" in str(error)
+    return False
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Keep the agent's log lines from the terminal, unless LOGLEVEL asks for them."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    if "LOGLEVEL" in os.environ:
+        yield
+        return
+    silence = logging.NullHandler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(silence)
+    try:
+        yield
+    finally:
+        logger.removeHandler(silence)
+        logger.propagate = propagate
+
+
+@contextmanager
+def _signals(job: Job) -> Iterator[None]:
+    """Undo the handlers that the agent installs; let Ctrl-C end the wait for other nodes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Failure:
+    """How one worker ended."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    """As a shell reports it: 128 + n for signal n."""
+    message: str
+    traceback: str
+
+    @property
+    def report(self) -> str:
+        """The traceback, then one line that names the rank."""
+        return f"{self.traceback}rank {self.rank} (local {self.local_rank}) {self.message}"
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
+    """Of all failed ranks the one whose failure made the others fail."""
+    noted = [time for failure in failures.values() if (time := _note_of(failure).get("time"))]
+    earliest = min(noted, default=float("inf"))
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        at = _note_of(failure).get("time")
+        if at is not None:
+            return 1, at
+        if failure.exitcode in (-signal.SIGTERM, -signal.SIGABRT) or failure.timestamp > earliest + AGENT_KILLS_AFTER - 5:
+            return 2, failure.timestamp  # ended by the agent, or aborted because a peer was gone
+        return 0, failure.timestamp  # gone without a word: the others noticed before the agent did
+
+    rank = min(failures, key=order)
+    return _describe(rank, failures[rank])
+
+
+def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
+    message = failure.error_file_data["message"]
+    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return {**extra, "message": message["message"]} if extra else {}
+
+
+def _describe(rank: int, failure: ProcessFailure) -> Failure:
+    note, code = _note_of(failure), failure.exitcode
+    if note.get("py_callstack"):
+        message = f"failed: {note['message'].splitlines()[0]}"
+    elif code < 0:
+        message = f"was killed by {failure.signal_name()}"
+        if -code == signal.SIGKILL:
+            message += "\nthe system kills processes when memory runs out: see `dmesg`"
+    else:
+        message = f"exited with code {code}"
+    return Failure(
+        rank=rank,
+        local_rank=failure.local_rank,
+        exit_code=128 - code if code < 0 else code,
+        message=message,
+        traceback=note.get("py_callstack", ""),
+    )

@@ -1,0 +1,110 @@
+"""What a worker runs: the user's script, with its failure noted for the launcher.
+
+`python -m accel_core.worker train.py --lr 1` behaves like `python train.py --lr 1`, and
+`... -m package.train` like `python -m package.train`. An uncaught exception goes into the file that
+torch's agent names, not to the terminal: the launcher prints one rank's traceback, once.
+Standard library only, since every worker pays for it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import TypeVar
+
+__all__ = ["guard", "main"]
+
+R = TypeVar("R")
+NOTE = "TORCHELASTIC_ERROR_FILE"
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the script or module of the command line as `__main__`."""
+    die_with_parent()
+    faulthandler.enable()
+    module = sys.argv[1] == "-m"
+    sys.argv = sys.argv[2 if module else 1 :]
+    guard(lambda: _run_module(sys.argv[0]) if module else _run_script(sys.argv[0]))
+
+
+def guard(call: Callable[[], R]) -> R:
+    """`call()`; should it fail, note why in the agent's file and leave with its exit code."""
+    try:
+        return call()
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _note(f"exit code {error.code}", "")
+        raise
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BaseException as error:  # noted, not swallowed: the process ends here
+        error.__traceback__ = _without_ours(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        if not _note("".join(traceback.format_exception_only(error)).strip(), text):
+            sys.stderr.write(text)
+        if sys.excepthook is not sys.__excepthook__:  # the script's own, such as a tracker's
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the launcher is gone, killed even. Linux only."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _run_script(path: str) -> None:
+    # A module of its own stays in sys.modules, so that spawned DataLoader workers, pickle and
+    # handlers at exit find `__main__`; runpy.run_path would take it away again.
+    main_module = ModuleType("__main__")
+    full = os.path.abspath(path)
+    main_module.__dict__.update(__file__=full, __builtins__=builtins, __spec__=None)
+    sys.modules["__main__"] = main_module
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(full)
+    with open(full, "rb") as source:
+        code = compile(source.read(), full, "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    # The first frames are this file's and runpy's; the user's story starts after them.
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _note(message: str, trace: str) -> bool:
+    # torch's format, plus a time of more than whole seconds: ranks fail milliseconds apart.
+    path = os.environ.get(NOTE)
+    if not path:
+        return False
+    now = time.time()
+    extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    return True
+
+
+if __name__ == "__main__":
+    main()
