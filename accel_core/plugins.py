@@ -1,7 +1,8 @@
 """Cards, their discovery from package metadata, and the loading of what they name.
 
 Discovery imports cards only (no torch, no vendor library) and never raises: each entry point in a
-group `accel_core.<slot>` becomes a `Record`, whatever is wrong with it.
+group `accel_core.<slot>` becomes a `Record`, whatever is wrong with it. What it cannot survive is a
+card module that ends the process (`os._exit`, a crash in native code).
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import difflib
 import importlib
 import os
 import re
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from configparser import ConfigParser
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from attrs import Attribute, evolve, field, frozen
 
@@ -27,8 +28,10 @@ __all__ = ["CAPABILITIES", "SLOTS", "Card", "Discovery", "Record", "discover", "
 Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "command"]
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
 GROUP: Final = "accel_core."
+CORE: Final = "accel-core"
 BLOCK_VARIABLE: Final = "ACCEL_PLUGINS_BLOCK"
-CARD_IMPORT_SECONDS: Final = 5.0
+PATIENCE: Final = 4.0
+"""Seconds that importing a card, or its probe, may take."""
 
 CAPABILITIES: Final[Mapping[str, str]] = {
     "bf16": "trains under autocast to bfloat16",
@@ -47,6 +50,13 @@ CAPABILITIES: Final[Mapping[str, str]] = {
 Status = Literal["available", "unavailable", "broken", "blocked", "conflict", "incompatible"]
 
 
+T = TypeVar("T")
+
+
+def _words(value: Iterable[str]) -> frozenset[str]:
+    return frozenset({value} if isinstance(value, str) else value)
+
+
 def _name(card: Card, attribute: Attribute[str], value: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value):
         raise PluginError(
@@ -54,16 +64,26 @@ def _name(card: Card, attribute: Attribute[str], value: str) -> None:
         )
 
 
+def _version(card: Card, attribute: Attribute[str], value: object) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"\d+\.\d+", value):
+        raise PluginError(f"{card.name}: api_version {value!r} is not 'major.minor'", plugin=card.name)
+
+
+# A card for a newer API may use words that do not exist here yet. It must become `incompatible`,
+# which says what to upgrade, and not `broken`: so its words are not looked at.
+
+
 def _slot(card: Card, attribute: Attribute[str], value: str) -> None:
-    if value not in SLOTS:
+    if value not in SLOTS and not incompatibility(card.api_version):
         raise PluginError(f"{card.name}: unknown slot {value!r}{near(value, SLOTS)}", plugin=card.name)
 
 
 def _capabilities(card: Card, attribute: Attribute[frozenset[str]], value: frozenset[str]) -> None:
-    for word in sorted(value - CAPABILITIES.keys()):
+    unknown = sorted(value - CAPABILITIES.keys())
+    if unknown and not incompatibility(card.api_version):
+        hint = near(unknown[0], CAPABILITIES)
         raise PluginError(
-            f"{card.name}: unknown capability {word!r} in {attribute.name}{near(word, CAPABILITIES)}",
-            plugin=card.name,
+            f"{card.name}: unknown capability {unknown[0]!r} in {attribute.name}{hint}", plugin=card.name
         )
 
 
@@ -79,7 +99,7 @@ class Card:
     slot: Slot = field(validator=_slot)
     summary: str
     """One sentence; the help line of a command."""
-    api_version: str
+    api_version: str = field(validator=_version)
     """The contract this was written for, "major.minor" of `hookspecs.API_VERSION`."""
     priority: int | None = None
     """For `auto`: native 0, first-party 100. None: only when named."""
@@ -87,8 +107,8 @@ class Card:
     """Plugins of the same slot that `auto` must not take when this one is usable."""
     distributed_type: str | None = None
     """The value of `accelerator.distributed_type`; the strategy's wins over the device's."""
-    offers: frozenset[str] = field(default=frozenset(), converter=frozenset, validator=_capabilities)
-    needs: frozenset[str] = field(default=frozenset(), converter=frozenset, validator=_capabilities)
+    offers: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
+    needs: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
     torch_device: str | None = None
     """Device slot: torch's name of the device type."""
     probe: Callable[[], str | None] | None = None
@@ -108,14 +128,16 @@ class Record:
     """What discovery found under one entry point."""
 
     name: str
-    slot: Slot
+    slot: str
+    """One of SLOTS; else the record is broken, and this the last part of the entry point's group."""
     distribution: str
     version: str
     card: Card | None = None
     fault: Status | None = None
     detail: str = ""
-    """Why `fault`; for broken plugins the last line of the traceback."""
+    """Why `fault`, in one line."""
     traceback: str = ""
+    """Of a broken plugin whose import or card raised."""
 
     @cached_property
     def status(self) -> Status:
@@ -128,9 +150,16 @@ class Record:
         if self.fault or self.card is None or self.card.probe is None:
             return self.detail
         try:
-            return self.card.probe() or ""
-        except Exception as error:  # a probe is a stranger's code; listing must survive it
-            return f"its probe raised {type(error).__name__}: {error}"
+            answer: object = _Patience()(self.card.probe)
+        except KeyboardInterrupt:
+            raise
+        except _HungError as error:
+            return f"its probe {error}"
+        except BaseException as error:  # a probe is a stranger's code; listing must survive it
+            return f"its probe raised {_summary(error)}"
+        if answer is None or isinstance(answer, str):
+            return answer or ""
+        return f"its probe gave {answer!r}, neither None nor a reason"
 
     @property
     def origin(self) -> str:
@@ -145,10 +174,11 @@ class Discovery:
     records: tuple[Record, ...]
 
     def get(self, name: str) -> Record | None:
-        """The record of that name, if there is one."""
-        return next((record for record in self.records if record.name == name), None)
+        """The record of that name, if there is one; core's own, should a stranger claim its name."""
+        found = [record for record in self.records if record.name == name]
+        return min(found, key=lambda record: record.fault == "conflict", default=None)
 
-    def of(self, slot: Slot) -> tuple[Record, ...]:
+    def of(self, slot: str) -> tuple[Record, ...]:
         """The records of one slot, highest priority first, then by name."""
         found = [record for record in self.records if record.slot == slot]
         return tuple(sorted(found, key=lambda record: (-_priority(record), record.name)))
@@ -171,134 +201,171 @@ def discover(environment: Mapping[str, str] = os.environ) -> Discovery:
     Names listed in ACCEL_PLUGINS_BLOCK (comma separated) are not imported; core's own plugins
     cannot be blocked.
     """
-    blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")} - {""}
-    loader = _CardLoader()
+    blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
+    patience = _Patience()
     records = [
-        _record(slot, name, target, distribution, blocked, loader)
-        for slot, name, target, distribution in _entry_points()
+        evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
+        if record.name in blocked and not target.startswith(GROUP)
+        else _with_card(record, target, patience)
+        for record, target in _entry_points()
     ]
     return Discovery(tuple(_refuse_clashes(records)))
 
 
-def _entry_points() -> Iterator[tuple[Slot, str, str, metadata.Distribution]]:
+def _entry_points() -> Iterator[tuple[Record, str]]:
     # Reading each entry_points.txt ourselves costs 1.6 ms; a look-up a slot through
-    # metadata.entry_points() costs 11 ms. An editable install can be found twice (egg-info).
+    # metadata.entry_points() costs 11 ms.
     seen: set[str] = set()
     for distribution in metadata.distributions():
-        text = distribution.read_text("entry_points.txt")
-        if not text or GROUP not in text:
+        entries = list(_parse(_read(distribution, "entry_points.txt")))
+        if not entries:
             continue
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
-        if name in seen:
+        name, version = _identity(distribution)
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if key in seen:  # an editable install is found twice; so is a shadowed older version
             continue
-        seen.add(name)
-        parser = ConfigParser(delimiters=("=",), interpolation=None)
-        parser.optionxform = str  # type: ignore[assignment,method-assign]
-        parser.read_string(text)
-        for slot in SLOTS:
-            if parser.has_section(GROUP + slot):
-                for entry, target in parser.items(GROUP + slot):
-                    yield slot, entry, target, distribution
+        seen.add(key)
+        for slot, entry, target in entries:
+            yield Record(name=entry, slot=slot, distribution=name, version=version), target
 
 
-def _record(
-    slot: Slot,
-    name: str,
-    target: str,
-    distribution: metadata.Distribution,
-    blocked: set[str],
-    loader: _CardLoader,
-) -> Record:
-    record = Record(
-        name=name, slot=slot, distribution=distribution.metadata["Name"], version=distribution.version
-    )
-    if name in blocked and not target.startswith("accel_core."):
-        return evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
+def _parse(text: str) -> Iterator[tuple[str, str, str]]:
+    """(slot, name, target) of our entry points. Skips what is malformed: it may be a stranger's."""
+    slot = ""
+    for line in map(str.strip, text.splitlines() if GROUP in text else ()):
+        if line.startswith("["):
+            group = line.strip("[] ")
+            slot = group.removeprefix(GROUP) if group.startswith(GROUP) else ""
+        elif slot and "=" in line and line[0] not in "#;":
+            name, _, target = line.partition("=")
+            yield slot, name.strip(), target.partition("[")[0].strip()
+
+
+def _identity(distribution: metadata.Distribution) -> tuple[str, str]:
+    # `distribution.name` and `.version` would parse all of METADATA, README included, each.
+    text = _read(distribution, "METADATA") or _read(distribution, "PKG-INFO")
+    head = text.replace("\r\n", "\n").partition("\n\n")[0]
+    fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+    return fields.get("Name", "(a distribution without a name)").strip(), fields.get("Version", "?").strip()
+
+
+def _read(distribution: metadata.Distribution, file: str) -> str:
     try:
-        card = loader(target)
-        _check_card(card, slot, name)
+        return distribution.read_text(file) or ""
+    except (OSError, ValueError):  # unreadable, or no UTF-8: nothing to be found there
+        return ""
+
+
+def _with_card(record: Record, target: str, patience: _Patience) -> Record:
+    try:
+        if record.slot not in SLOTS:
+            raise PluginError(f"unknown slot {record.slot!r}{near(record.slot, SLOTS)}", plugin=record.name)
+        own = target.startswith(GROUP)
+        return _check_card(record, _resolve(target) if own else patience(lambda: _resolve(target)))
     except KeyboardInterrupt:
         raise
+    except _HungError as error:
+        return evolve(record, fault="broken", detail=f"importing {target} {error}", traceback=error.where)
     except BaseException as error:  # SystemExit too: vendor packages quit while being imported
-        lines = traceback.format_exception(error)
-        summary = str(error) if isinstance(error, PluginError) else lines[-1].strip()
-        return evolve(record, fault="broken", detail=summary, traceback="".join(lines))
-    incompatible = _incompatibility(card.api_version)
-    if incompatible:
-        return evolve(record, card=card, fault="incompatible", detail=incompatible)
-    return evolve(record, card=card)
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        return evolve(record, fault="broken", detail=_summary(error), traceback="".join(lines))
 
 
-def _check_card(card: object, slot: Slot, name: str) -> None:
+def _check_card(record: Record, card: object) -> Record:
     from accel_core.config.schema import RESERVED_NAMES
 
+    name, slot = record.name, record.slot
     if not isinstance(card, Card):
         raise PluginError(f"entry point {name} does not point at a Card but at {card!r}", plugin=name)
+    problem = incompatibility(card.api_version)
+    if problem:
+        return evolve(record, card=card, fault="incompatible", detail=problem)
     if (card.slot, card.name) != (slot, name):
         raise PluginError(
             f"entry point {GROUP}{slot}: {name} points at the card of {card.name!r} in slot {card.slot}",
             plugin=name,
         )
     if name in RESERVED_NAMES:
-        raise PluginError(f"{name!r} is a section of core's own config; take another name", plugin=name)
+        raise PluginError(f"{name!r} is a word of core's own config; take another name", plugin=name)
+    return evolve(record, card=card)
 
 
-def _incompatibility(api_version: str) -> str:
+def incompatibility(api_version: str) -> str:
+    """Why a plugin for that contract cannot be served here; empty if it can."""
     from accel_core.hookspecs import API_VERSION
 
-    match = re.fullmatch(r"(\d+)\.(\d+)", api_version)
-    if match is None:
-        return f"api_version {api_version!r} is not major.minor"
-    theirs = (int(match[1]), int(match[2]))
-    ours = tuple(map(int, API_VERSION.split(".")))
-    if theirs > ours:
-        return f"written for API {api_version}, this accel-core serves {API_VERSION}: pip install -U accel-core"
-    if theirs[0] < ours[0] - 1:
-        return f"written for API {api_version}, this accel-core serves {API_VERSION}: upgrade the plugin"
-    return ""
+    theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
+    if ours[0] - 1 <= theirs[0] and theirs <= ours:
+        return ""
+    remedy = "pip install -U accel-core" if theirs > ours else "upgrade the plugin"
+    return f"written for API {api_version}, this accel-core serves {API_VERSION}: {remedy}"
 
 
 def _refuse_clashes(records: Sequence[Record]) -> Iterator[Record]:
+    by_name: dict[str, list[Record]] = {}
     for record in records:
-        others = [other for other in records if other.name == record.name and other is not record]
-        if not others or record.distribution == "accel-core":
+        by_name.setdefault(record.name, []).append(record)
+    for record in records:
+        rivals = by_name[record.name]
+        if len(rivals) == 1 or record.fault == "blocked" or record.distribution == CORE:
             yield record
-        else:
-            rivals = " and ".join(sorted({record.origin, *(other.origin for other in others)}))
-            yield evolve(
-                record, card=None, fault="conflict", detail=f"{record.name!r} is provided by {rivals}; uninstall one"
-            )
+            continue
+        origins = sorted(rival.origin for rival in rivals)
+        loser = record.distribution if any(rival.distribution == CORE for rival in rivals) else "one of them"
+        detail = f"{record.name!r} is provided by {' and by '.join(origins)}; uninstall {loser}"
+        yield evolve(record, card=None, fault="conflict", detail=detail)
 
 
-class _CardLoader:
-    """Imports cards on a daemon thread, so that one that hangs costs seconds, not the listing."""
+class _HungError(Exception):
+    def __init__(self, seconds: float, where: str) -> None:
+        super().__init__(f"took longer than {seconds:g} s")
+        self.where = where
 
-    def __call__(self, target: str) -> Any:
-        if target.startswith("accel_core."):
-            return _resolve(target)
-        outcome: list[tuple[Any, BaseException | None]] = []
+
+class _Patience:
+    """Calls what may hang, on a daemon thread that does not keep the process from ending.
+
+    Each hang halves what is left for the others: a shelf of dead mounts costs twice one of them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = PATIENCE
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        answers: list[T] = []
+        errors: list[BaseException] = []
 
         def work() -> None:
             try:
-                outcome.append((_resolve(target), None))
-            except BaseException as error:  # handed over to the caller, who records it
-                outcome.append((None, error))
+                answers.append(call())
+            except BaseException as error:  # handed over to the caller's thread
+                errors.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join(CARD_IMPORT_SECONDS)
-        if not outcome:
-            raise PluginError(f"importing {target} took longer than {CARD_IMPORT_SECONDS:g} s")
-        value, error = outcome[0]
-        if error is not None:
-            raise error
-        return value
+        thread.join(self.seconds)
+        if errors:
+            raise errors[0]
+        if answers:
+            return answers[0]
+        where = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
+        error = _HungError(self.seconds, where)
+        self.seconds /= 2
+        raise error
+
+
+def _summary(error: BaseException) -> str:
+    """One line for a table; only core's own errors go without their type."""
+    first = str(error).partition("\n")[0]
+    if isinstance(error, PluginError):
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _resolve(path: str) -> Any:
     module, _, name = path.partition(":")
     value: Any = importlib.import_module(module.strip())
-    for part in name.strip().split("."):
+    for part in filter(None, name.strip().split(".")):
         value = getattr(value, part)
     return value
 
