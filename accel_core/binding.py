@@ -1,31 +1,30 @@
 """From plugin instances to callables: who owns a hook, who refines it, what lies below.
 
-pluggy registers and validates implementations; nothing is called through it, because its
+Specs and implementations carry pluggy's marks, but nothing is called through pluggy: its
 first-result call would run `backward` twice when a hook returns None, and its `tryfirst` beats
-our layers.
+our layers (docs/decisions).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final, TypeVar
 
 import pluggy
 from attrs import frozen
 
 from accel_core import hookspecs
 from accel_core.errors import PluginError
+from accel_core.hookspecs import Spec
 from accel_core.plugins import near
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from accel_core.hookspecs import Spec
-
-__all__ = ["LAYERS", "Binder", "Hooks", "Implementation", "Steps", "no_op"]
+__all__ = ["LAYERS", "Binder", "Hooks", "Implementation", "Registered", "Steps", "no_op"]
 
 LAYERS: Final[Mapping[str, int]] = {
     "base": 0,
@@ -48,36 +47,61 @@ def no_op(method: F) -> F:
 
 @frozen
 class Implementation:
-    """One plugin's method for one hook."""
+    """One plugin's method for one hook, with the spec's parameters."""
 
     plugin: str
     layer: int
     call: Callable[..., Any]
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is marked as doing nothing."""
+        return getattr(self.call, "accel_no_op", False)
+
 
 @frozen
 class Registered:
-    """A plugin instance and its implementations by hook name."""
+    """A plugin instance's implementations by hook name."""
 
     name: str
     layer: int
     methods: Mapping[str, Callable[..., Any]]
 
 
-class Binder:
-    """Validates plugin instances against the specs of a module and adapts their methods.
+@frozen
+class _Specs:
+    """What binding needs to know of the specs in a module; read once a process."""
 
-    One a run: a plugin instance may be registered once.
-    """
+    kinds: Mapping[str, Spec]
+    parameters: Mapping[str, tuple[str, ...]]
+    answers: Mapping[str, str]
+
+
+@cache
+def _read_specs(module: ModuleType) -> _Specs:
+    manager = pluggy.PluginManager("accel_core")
+    manager.add_hookspecs(module)
+    found = {
+        name: spec for name, value in vars(module).items() if (spec := getattr(value, "accel_spec", None))
+    }
+    specs = {name: getattr(manager.hook, name).spec for name in found}
+    return _Specs(
+        found,
+        {name: tuple(spec.argnames) for name, spec in specs.items()},
+        # Annotations are text (PEP 563): "Mapping[str, str]" -> "Mapping".
+        {
+            name: str(spec.function.__annotations__["return"]).partition("[")[0]
+            for name, spec in specs.items()
+        },
+    )
+
+
+class Binder:
+    """Checks plugin instances against the specs of a module and adapts their methods."""
 
     def __init__(self, specs: ModuleType = hookspecs) -> None:
-        self._manager = pluggy.PluginManager("accel_core")
-        self._manager.add_hookspecs(specs)
-        self.specs: dict[str, Spec] = {
-            name: function.accel_spec for name, function in vars(specs).items() if hasattr(function, "accel_spec")
-        }
-        self._parameters = {name: _parameters(getattr(specs, name)) for name in self.specs}
-        self._answers = {name: _answer_kind(getattr(specs, name)) for name in self.specs}
+        self._specs = _read_specs(specs)
+        self.specs: Mapping[str, Spec] = self._specs.kinds
 
     def register(self, plugin: object, *, name: str, slot: str, origin: str = "accel-core") -> Registered:
         """Check every hook of `plugin` and give its methods, adapted to the specs' parameters.
@@ -88,50 +112,57 @@ class Binder:
         """
         refuse = _Refusal(name, slot, origin)
         methods: dict[str, Callable[..., Any]] = {}
-        for attribute in dir(type(plugin)):
-            options = self._manager.parse_hookimpl_opts(plugin, attribute)
-            if options is None:
-                continue
-            hook = options.get("specname") or attribute
-            if hook not in self.specs:
-                raise refuse(hook, f"there is no such hook{near(hook, self.specs)}")
-            if options["tryfirst"] or options["trylast"] or options["wrapper"] or options["hookwrapper"]:
-                raise refuse(hook, "tryfirst, trylast and wrapper marks are refused: layers decide the order")
-            self._check_slot(refuse, hook, slot)
+        for attribute, mark in _marks(type(plugin), refuse).items():
+            hook = mark.get("specname") or attribute
+            self._check(refuse, hook, mark, slot)
+            if hook in methods:
+                raise refuse(hook, f"a second method implements it: {attribute}")
             methods[hook] = self._adapt(refuse, hook, getattr(plugin, attribute))
-        # pluggy's own validation and events; its message is kept as the cause.
-        try:
-            self._manager.register(plugin, f"{name}#{id(plugin)}")
-        except pluggy.PluginValidationError as error:
-            raise refuse("?", str(error)) from error
         return Registered(name, LAYERS[slot], methods)
 
     def hooks(self, registered: Sequence[Registered]) -> Hooks:
         """The hooks as answered by these plugins; order among equals is the order given."""
         return Hooks(self, sorted(registered, key=lambda plugin: plugin.layer))
 
-    def _check_slot(self, refuse: _Refusal, hook: str, slot: str) -> None:
+    def combine(self, hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
+        """One callable with the spec's parameters for what these implementations answer together."""
         spec = self.specs[hook]
+        if spec.kind == "owner":
+            return found[-1].call
+        busy = [implementation for implementation in found if not implementation.idle]
+        answer = "wrapper" if spec.kind == "wrapper" else self._specs.answers[hook]
+        if len(busy) == 1 and answer in _AS_IT_IS:
+            return busy[0].call
+        parameters = self._specs.parameters[hook]
+        if answer == "wrapper":
+            combined = _wrap(hook, busy, parameters.index(str(spec.refines)))
+        else:
+            combined = _ANSWERS[answer](hook, busy)
+        return _with_parameters(hook, parameters, parameters, combined)
+
+    def _check(self, refuse: _Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
+        if hook not in self.specs:
+            raise refuse(hook, f"there is no such hook{near(hook, self.specs)}")
+        spec = self.specs[hook]
+        order = [word for word in ("tryfirst", "trylast", "wrapper", "hookwrapper") if mark.get(word)]
+        if order:
+            raise refuse(
+                hook, f"the mark {order[0]} is refused: layers decide the order, `self.below` goes on"
+            )
         if slot == "tracker" and not spec.observer:
             raise refuse(hook, "a tracker implements observers only")
         if slot == "extension" and spec.kind == "owner":
             raise refuse(hook, "an extension implements no owner hook; make it a strategy, or refine a value")
 
     def _adapt(self, refuse: _Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        wanted = self._parameters[hook]
-        taken = []
-        for parameter in inspect.signature(method).parameters.values():
-            if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
-                raise refuse(hook, f"parameter {parameter} must be plain: no *, no default, no keyword-only")
-            if parameter.name not in wanted:
-                raise refuse(hook, f"the spec has no parameter {parameter.name!r}{near(parameter.name, wanted)}")
-            taken.append(parameter.name)
-        if tuple(taken) == wanted:
+        wanted = self._specs.parameters[hook]
+        taken = _plain_parameters(method) or _signature(refuse, hook, method)
+        for parameter in taken:
+            if parameter not in wanted:
+                raise refuse(hook, f"the spec has no parameter {parameter!r}{near(parameter, wanted)}")
+        if taken == wanted:
             return method
-        # A lambda costs 30 ns a call; a wrapper with *args would cost four times that.
-        source = f"lambda {', '.join(wanted)}: method({', '.join(f'{name}={name}' for name in taken)})"
-        adapter: Callable[..., Any] = eval(source, {"method": method})  # names come from our own specs
-        return adapter
+        return _with_parameters(hook, wanted, taken, method)
 
 
 class _Refusal:
@@ -145,6 +176,72 @@ class _Refusal:
             hook=hook,
             distribution=self.origin,
         )
+
+
+def _marks(cls: type, refuse: _Refusal) -> dict[str, Mapping[str, Any]]:
+    """Attribute -> the options that pluggy's marker left on it, inherited ones included.
+
+    pluggy's own walk costs ten times as much and does not see the mistake refused here.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for parent in reversed(cls.__mro__):
+        for attribute, value in vars(parent).items():
+            mark = getattr(value, "accel_core_impl", None)
+            if isinstance(mark, dict):
+                found[attribute] = mark
+            elif attribute in found and value is None:
+                del found[attribute]
+            elif attribute in found:
+                hook = str(found[attribute].get("specname") or attribute)
+                raise refuse(
+                    hook,
+                    f"{parent.__name__}.{attribute} overrides it unmarked; write @implements(hooks.{hook})",
+                )
+    return found
+
+
+def _plain_parameters(method: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of an ordinary method; nothing for any other callable, or if there are none."""
+    function = getattr(method, "__func__", None)
+    if not isinstance(function, FunctionType) or function.__defaults__:
+        return ()
+    code = function.__code__
+    varies = code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
+    if varies or code.co_kwonlyargcount or code.co_posonlyargcount:
+        return ()
+    return code.co_varnames[1 : code.co_argcount]
+
+
+def _signature(refuse: _Refusal, hook: str, method: Callable[..., Any]) -> tuple[str, ...]:
+    # Slower, but looks through decorators, and finds what is not plain.
+    parameters = inspect.signature(method).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+            raise refuse(
+                hook,
+                f"parameter {parameter} is not plain: write it without star, slash, default or keyword-only",
+            )
+    return tuple(parameter.name for parameter in parameters)
+
+
+def _with_parameters(
+    hook: str, wanted: Sequence[str], taken: Sequence[str], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`call`, which takes some of the spec's parameters in an order of its own, taking all of them.
+
+    Generated, because it stands in every step: a closure with *args costs four times as much.
+    """
+    code = _adapter_code(hook, tuple(wanted), tuple(taken))
+    adapter: Callable[..., Any] = eval(code, {"call": call})  # noqa: S307  all names in it are our specs'
+    adapter.__wrapped__ = call  # type: ignore[attr-defined]
+    adapter.accel_no_op = getattr(call, "accel_no_op", False)  # type: ignore[attr-defined]
+    return adapter
+
+
+@cache
+def _adapter_code(hook: str, wanted: tuple[str, ...], taken: tuple[str, ...]) -> CodeType:
+    source = f"lambda {', '.join(wanted)}: call({', '.join(taken)})"
+    return compile(source, f"<adapter of hook {hook}>", "eval")
 
 
 class Hooks:
@@ -171,39 +268,29 @@ class Hooks:
         found = self.implementations(hook)
         return found[-1] if found else None
 
+    def step(self, hook: str) -> Callable[..., Any] | None:
+        """What to call each step; None where all that would be called is marked as doing nothing."""
+        found = self.implementations(hook)
+        if self._binder.specs[hook].kind == "owner":
+            found = found[-1:]
+        return None if all(implementation.idle for implementation in found) else getattr(self, hook)
+
     def __getattr__(self, hook: str) -> Any:
-        if hook.startswith("_") or hook not in self._binder.specs:
-            raise AttributeError(f"there is no hook {hook!r}{near(hook, self._binder.specs)}", name=hook, obj=self)
-        resolved = self._resolve(hook)
+        if hook.startswith("_"):
+            raise AttributeError(hook)
+        specs = self._binder.specs
+        if hook not in specs:
+            raise AttributeError(f"there is no hook {hook!r}{near(hook, specs)}")
+        found = self.implementations(hook)
+        if not found and specs[hook].kind == "owner":
+            stack = " + ".join(plugin.name for plugin in self._registered) or "an empty stack"
+            raise PluginError(f"hook {hook}: nobody in {stack} implements it", hook=hook)
+        resolved = self._binder.combine(hook, found)
         setattr(self, hook, resolved)
         return resolved
 
-    def _resolve(self, hook: str) -> Callable[..., Any]:
-        spec = self._binder.specs[hook]
-        found = self.implementations(hook)
-        if spec.kind == "owner":
-            if not found:
-                raise PluginError(f"no plugin of this stack implements {hook}", hook=hook)
-            return found[-1].call
-        if spec.kind == "wrapper":
-            return _wrap(found, self._binder._parameters[hook], str(spec.refines))
-        return _ANSWERS[self._binder._answers[hook]](hook, found)
 
-
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    # Not inspect.signature: 60 specs a run, and a code object already knows.
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount]
-
-
-def _answer_kind(spec: Callable[..., Any]) -> str:
-    # Specs are annotated lazily (PEP 563), so the annotation is its source text.
-    return str(spec.__annotations__.get("return", "None")).partition("[")[0]
-
-
-def _wrap(found: Sequence[Implementation], parameters: Sequence[str], refined: str) -> Callable[..., Any]:
-    position = parameters.index(refined)
-
+def _wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[..., Any]:
     def refine(*arguments: Any) -> Any:
         values = list(arguments)
         for implementation in found:
@@ -219,11 +306,9 @@ def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[
         source: dict[str, str] = {}
         for implementation in found:
             for key, value in (implementation.call(*arguments) or {}).items():
-                if key in merged and merged[key] != value:
-                    raise PluginError(
-                        f"{hook}: {source[key]} says {key}={merged[key]!r}, {implementation.plugin} says {value!r}",
-                        plugin=implementation.plugin,
-                        hook=hook,
+                if key in merged and not _same(merged[key], value):
+                    raise _disagreement(
+                        hook, f"{key} = ", source[key], merged[key], implementation.plugin, value
                     )
                 merged[key] = value
                 source[key] = implementation.plugin
@@ -236,15 +321,18 @@ def _concatenate(hook: str, found: Sequence[Implementation]) -> Callable[..., li
     return lambda *arguments: [item for each in found for item in each.call(*arguments) or ()]
 
 
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def _enter(hook: str, found: Sequence[Implementation]) -> Callable[..., AbstractContextManager[Any]]:
-    @contextmanager
-    def call(*arguments: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            for implementation in found:
-                context = implementation.call(*arguments)
-                if context is not None:
-                    stack.enter_context(context)
-            yield
+    def call(*arguments: Any) -> AbstractContextManager[Any]:
+        contexts = [context for each in found if (context := each.call(*arguments)) is not None]
+        return contexts[0] if len(contexts) == 1 else _entered(contexts)
 
     return call
 
@@ -254,15 +342,7 @@ def _compose(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
         factories = [factory for each in found if (factory := each.call(*arguments)) is not None]
         if len(factories) < 2:
             return factories[0] if factories else None
-
-        @contextmanager
-        def composed() -> Iterator[None]:
-            with ExitStack() as stack:
-                for factory in factories:
-                    stack.enter_context(factory())
-                yield
-
-        return composed
+        return lambda: _entered(factory() for factory in factories)
 
     return call
 
@@ -271,13 +351,27 @@ def _agree(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         answers = [(each.plugin, answer) for each in found if (answer := each.call(*arguments)) is not None]
         for plugin, answer in answers[1:]:
-            if answer != answers[0][1]:
-                raise PluginError(
-                    f"{hook}: {answers[0][0]} says {answers[0][1]!r}, {plugin} says {answer!r}", plugin=plugin, hook=hook
-                )
+            if not _same(answers[0][1], answer):
+                raise _disagreement(hook, "", *answers[0], plugin, answer)
         return answers[0][1] if answers else None
 
     return call
+
+
+def _same(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except (RuntimeError, ValueError):  # arrays compare element by element: not one answer
+        return False
+
+
+def _disagreement(hook: str, what: str, one: str, first: Any, other: str, second: Any) -> PluginError:
+    answers = f"{one} answers {what}{reprlib.repr(first)}, {other} answers {what}{reprlib.repr(second)}"
+    return PluginError(
+        f"hook {hook}: {answers}\nonly one of them can be right: leave {one} or {other} out of the stack",
+        plugin=other,
+        hook=hook,
+    )
 
 
 _ANSWERS: Final[Mapping[str, Callable[[str, Sequence[Implementation]], Callable[..., Any]]]] = {
@@ -287,20 +381,22 @@ _ANSWERS: Final[Mapping[str, Callable[[str, Sequence[Implementation]], Callable[
     "Callable": _compose,
     "None": _agree,
 }
+_AS_IT_IS: Final = frozenset({"Callable", "None", "wrapper"})
+"""Answers that combining a single implementation would not change: it is called itself."""
 
 
 class Steps:
     """A unit's per-step hooks, bound: an attribute a hook, None where there is nothing to do."""
 
     __slots__ = tuple(
-        name for name, value in vars(hookspecs).items() if getattr(getattr(value, "accel_spec", None), "per_step", False)
+        name
+        for name, value in vars(hookspecs).items()
+        if getattr(getattr(value, "accel_spec", None), "per_step", False)
     )
 
     def __init__(self, hooks: Hooks) -> None:
         for hook in self.__slots__:
-            found = hooks.implementations(hook)
-            idle = not found or getattr(found[-1].call, "accel_no_op", False)
-            setattr(self, hook, None if idle else getattr(hooks, hook))
+            setattr(self, hook, hooks.step(hook))
 
     def __getattr__(self, hook: str) -> Any:  # for type checkers: slots are made from the specs
         raise AttributeError(hook)
