@@ -1,0 +1,22 @@
+"""Data parallelism on torch's DistributedDataParallel: a strategy plugin of accel-core.
+
+Importing this package imports neither torch nor its own modules (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_ddp.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+__all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}", name=name)
+    from accel_ddp import config
+
+    return getattr(config, name)

@@ -1,0 +1,20 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+
+__all__ = ["DDP"]
+
+DDP = Card(
+    name="ddp",
+    slot="strategy",
+    summary="Each process trains a copy of the model; gradients are averaged during backward.",
+    api_version="1.0",
+    priority=100,
+    distributed_type="MULTI_DEVICE",
+    offers={"no_sync", "join", "whole_weights"},
+    needs={"collectives.torch", "process_per_device"},
+    config="accel_ddp.config:DistributedDataParallelKwargs",
+    implementation="accel_ddp.strategy:DataParallel",
+)

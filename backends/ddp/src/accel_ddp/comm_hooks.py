@@ -1,0 +1,56 @@
+"""Communication hooks: what travels between ranks instead of the gradients themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from accel_ddp.config import POWER_SGD, DDPCommunicationHookType
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from accel_ddp.config import DistributedDataParallelKwargs
+
+__all__ = ["register"]
+
+Hook = Callable[..., Any]
+_Hook = DDPCommunicationHookType
+
+
+def _on_any_device(hook: Hook) -> Hook:
+    # torch refuses its bf16 hooks, by their names, where it knows no vendor library to carry them;
+    # its CPU backend and third parties' carry bf16 too. One that cannot raises in the collective.
+    @wraps(hook, assigned=())
+    def carried(state: Any, bucket: Any) -> Any:
+        return hook(state, bucket)
+
+    return carried
+
+
+HOOKS: Final[Mapping[DDPCommunicationHookType, Hook]] = {
+    _Hook.FP16: default_hooks.fp16_compress_hook,
+    _Hook.BF16: _on_any_device(default_hooks.bf16_compress_hook),
+    _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+WRAPPERS: Final[Mapping[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
+    _Hook.FP16: default_hooks.fp16_compress_wrapper,
+    _Hook.BF16: lambda hook: _on_any_device(default_hooks.bf16_compress_wrapper(hook)),
+}
+
+
+def register(model: DistributedDataParallel, config: DistributedDataParallelKwargs) -> None:
+    """Register the hook that the config names, if any, wrapped and with its state."""
+    if config.comm_hook is _Hook.NO:
+        return
+    hook = HOOKS[config.comm_hook]
+    if config.comm_wrapper is not _Hook.NO:
+        hook = WRAPPERS[config.comm_wrapper](hook)
+    state = None
+    if config.comm_hook in POWER_SGD:
+        state = powerSGD_hook.PowerSGDState(model.process_group, **config.comm_state_option)
+    model.register_comm_hook(state, hook)

@@ -1,0 +1,114 @@
+"""Each rank trains a copy of the model; DistributedDataParallel averages gradients in backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accel_core import AccelError, hooks, implements
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_ddp import comm_hooks
+from accel_ddp.config import DistributedDataParallelKwargs
+
+if TYPE_CHECKING:
+    from accel_core import Run, Unit, Window
+    from torch import nn
+
+__all__ = ["DataParallel"]
+
+_NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
+class DataParallel:
+    """Strategy `ddp`. In a world of one, and for models that train nothing, it wraps nothing."""
+
+    below: Any
+
+    def __init__(self, config: DistributedDataParallelKwargs | None, run: Run) -> None:
+        self.config = config or DistributedDataParallelKwargs()
+        self.run = run
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
+        """Collective: rank 0's parameters and buffers are copied to all ranks."""
+        if self.run.world.size == 1 or not any(p.requires_grad for p in model.parameters()):
+            return model
+        # Only what differs from torch's defaults, some of which warn when they are passed. No
+        # device_ids: batches are on the device already, and torch would walk each for nothing.
+        arguments = {k: v for k, v in self.config.to_kwargs().items() if k not in _NOT_TORCHS}
+        with warnings.catch_warnings():
+            # Its successor, forward_sync_buffers, would still copy rank 0's buffers at the start.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(model, **arguments)
+        comm_hooks.register(wrapped, self.config)
+        return wrapped
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+        inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
+        return unwrapped
+
+    @implements(hooks.no_sync)
+    def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        return _each_quiet(_parallel(models))
+
+    @implements(hooks.join)
+    def join(self, units: Sequence[Unit]) -> AbstractContextManager[Any]:
+        """Ranks that have run out shadow the others' collectives; weights are the last rank's."""
+        parallel = {model: unit for unit in units for model in _parallel(unit.wrapped)}
+        return _Uneven(parallel) if parallel else nullcontext()
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        # A reducer that outlives its process group aborts some processes at exit (plain torch on its
+        # CPU backend: 2 of 8). The model inside, which `unwrap_model` gives, works on.
+        for model in _parallel(unit.wrapped):
+            model.reducer = model.logger = None
+
+
+def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    return [model for model in models if isinstance(model, DistributedDataParallel)]
+
+
+@contextmanager
+def _each_quiet(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.no_sync())
+        yield
+
+
+class _Uneven(Join):
+    """torch's Join, without what it leaves behind (changed warning filters, joining enabled)."""
+
+    def __init__(self, models: Mapping[DistributedDataParallel, Unit]) -> None:
+        super().__init__(list(models))
+        self._checks = [
+            model.register_forward_pre_hook(partial(_refuse_short_window, unit.window))
+            for model, unit in models.items()
+        ]
+
+    def __exit__(self, *exception: Any) -> None:
+        for check in self._checks:
+            check.remove()
+        with warnings.catch_warnings():
+            super().__exit__(*exception)
+        Join(self._joinables, enable=False)
+
+
+def _refuse_short_window(window: Window, model: nn.Module, inputs: Any) -> None:
+    # This rank would reduce its gradients while others, in the midst of their windows, would not:
+    # collectives that never meet.
+    if window.boundary and window.index + 1 < window.size and torch.is_grad_enabled():
+        raise AccelError(
+            f"join: this rank's batches end after {window.index + 1} of the {window.size} micro-batches of"
+            " a window, and the other ranks may not be at the end of theirs\n"
+            f"set gradient_accumulation_steps: 1, or give each rank a multiple of {window.size} batches"
+        )
