@@ -17,20 +17,26 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from accel_core.binding import LAYERS, Binder, Hooks, Registered, Steps
+from accel_core.binding import Binder, Hooks, Registered, Steps
 from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, ConfigError, PluginError
 from accel_core.native.base import Base
 from accel_core.native.launcher import refuse_lonely_tasks
 from accel_core.plugins import Discovery, discover
 from accel_core.plugins import load as load_path
+from accel_core.prepare import Homes
 from accel_core.stack import Chosen, Stack, choose
 from accel_core.unit import Unit, Window
 from accel_core.world import Collectives, World
 
 if TYPE_CHECKING:
     from accel_core.config.schema import RunConfig
+    from torch import nn
+    from torch.optim import Optimizer
+
     from accel_core.data.loader import PreparedLoader
+    from accel_core.proxies import PreparedOptimizer
+    from accel_core.step import Accumulation
 
 __all__ = ["Run", "current"]
 
@@ -53,6 +59,10 @@ class Run:
     def __init__(self, *, python: Mapping[str, object] | None = None, objects: Sequence[object] = ()) -> None:
         self.ended = True  # until set-up is through, there is nothing to end
         self.units: list[Unit] = []
+        self.trained: list[Unit] = []
+        self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
+        self.homes = Homes()
+        self.accumulation: Accumulation | None = None
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
@@ -89,17 +99,45 @@ class Run:
         name = name or f"unit{len(self.units)}"
         if any(unit.name == name for unit in self.units):
             raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
-        registered = self._strategy(alias)
-        hooks = self._stack_hooks(registered)
+        hooks = self._hooks_of(alias)
         plugin = self.plugins[alias]
         window = Window(self.config.accumulation_steps)
         return Unit(
             name=name, run=self, strategy=alias, plugin=plugin, hooks=hooks, steps=Steps(hooks), window=window
         )
 
-    def trained_units(self) -> list[Unit]:
-        """The units that have an optimizer."""
-        return [unit for unit in self.units if unit.optimizers]
+    def unit_of_model(self, model: nn.Module) -> Unit | None:
+        """The unit of a model, given the user's module or what `prepare` returned for it."""
+        for unit in self.units:
+            if any(model is known for known in (*unit.wrapped, *unit.models)):
+                return unit
+        return None
+
+    def proxy_of(self, optimizer: object) -> PreparedOptimizer | None:
+        """What `prepare` returned for an optimizer; itself, if it is such a proxy."""
+        for given, proxy in self.optimizers:
+            if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
+                return proxy
+        return None
+
+    def absorb(self, unit: Unit, other: Unit) -> None:
+        """Join two units that an optimizer spans.
+
+        Raises:
+            ConfigError: their strategies differ, or both already train.
+        """
+        if unit.strategy != other.strategy or other.optimizers:
+            raise ConfigError(
+                f"an optimizer spans the units {unit.name!r} and {other.name!r}, which cannot be joined any more\n"
+                "prepare both models and all their optimizers in one call, with one strategy"
+            )
+        unit.models += other.models
+        unit.wrapped += other.wrapped
+        unit.detach += other.detach
+        unit.record_aliases()
+        self.units.remove(other)
+        for name, parameter in unit.all_names():
+            self.homes.add(parameter, unit, name)
 
     def end(self) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent."""
@@ -115,6 +153,8 @@ class Run:
         """Let each plugin drop what binds units to devices and groups."""
         for unit in self.units:
             unit.hooks.release(unit)
+            while unit.detach:
+                unit.detach.pop()()
 
     def require_alive(self) -> None:
         """Raises AccelError after `end_training`."""
@@ -174,39 +214,33 @@ class Run:
     def _load(self) -> None:
         self.binder = Binder()
         self.plugins: dict[str, object] = {}
-        base = self.binder.register(Base(self), name="base", slot="base")
-        self._layers: dict[str, Registered] = {"base": base}
+        self._lower = [self.binder.register(Base(self), name="base", slot="base")]
         for chosen in (self.stack.device, self.stack.precision):
-            self._layers[chosen.record.slot] = self._instance(chosen, chosen.name)
-        self._uppers = [self._instance(c, c.name) for c in (*self.stack.extensions, *self.stack.trackers)]
-        self.hooks: Hooks = self._stack_hooks(self._strategy(self.stack.default))
+            self._lower.append(self._instance(chosen, chosen.name))
+        self._strategies: dict[str, Registered] = {}
+        self._upper = [self._instance(c, c.name) for c in (*self.stack.extensions, *self.stack.trackers)]
+        self.hooks: Hooks = self._hooks_of(self.stack.default)
         reasons = self.hooks.refuse(self.config)
         if reasons:
             raise ConfigError(f"the stack {self.stack} refuses this config\n" + "\n".join(reasons), problems=reasons)
 
-    def _instance(self, chosen: Chosen, alias: str, config: object | None = None) -> Registered:
+    def _instance(self, chosen: Chosen, alias: str) -> Registered:
         card, record = chosen.card, chosen.record
         if card.implementation is None:
             raise PluginError(f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name)
-        plugin = load_path(record, card.implementation)(config or self.resolved.plugin_config(record, None), self)
+        config = self.resolved.plugin_config(record, alias if alias in self.config.strategies else None)
+        plugin = load_path(record, card.implementation)(config, self)
         registered = self.binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
-        layer = LAYERS[record.slot]
-        plugin.below = self.binder.hooks([r for r in self._layers.values() if r.layer < layer])
+        plugin.below = self.binder.hooks([lower for lower in self._lower if lower.layer < registered.layer])
         self.plugins[alias] = plugin
         return registered
 
-    def _strategy(self, alias: str) -> Registered:
-        """The strategy's instance, made on first use. One a (plugin, config)."""
-        key = f"strategy:{alias}"
-        if key not in self._layers:
+    def _hooks_of(self, alias: str) -> Hooks:
+        """The hooks with strategy `alias`, which is made on first use: one instance a (plugin, config)."""
+        if alias not in self._strategies:
             chosen = self.stack.strategies.get(alias) or self._late_strategy(alias)
-            named = alias if alias in self.config.strategies else None
-            lower = {name: layer for name, layer in self._layers.items() if not name.startswith("strategy:")}
-            config = self.resolved.plugin_config(chosen.record, named)
-            self._layers, kept = lower, self._layers
-            registered = self._instance(chosen, alias, config)
-            self._layers = {**kept, key: registered}
-        return self._layers[key]
+            self._strategies[alias] = self._instance(chosen, alias)
+        return self.binder.hooks([*self._lower, self._strategies[alias], *self._upper])
 
     def _late_strategy(self, alias: str) -> Chosen:
         record = discover().get(alias)
@@ -217,10 +251,6 @@ class Run:
                 "name it under strategies: in the config, or use an installed plugin's name (accel plugins)"
             )
         return Chosen(record, "asked for in prepare")
-
-    def _stack_hooks(self, strategy: Registered) -> Hooks:
-        lower = [self._layers[slot] for slot in ("base", "device", "precision")]
-        return self.binder.hooks([*lower, strategy, *self._uppers])
 
     def _idle(self, hook: str) -> bool:
         found = self.hooks.owner(hook)

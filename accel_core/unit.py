@@ -1,4 +1,4 @@
-"""A unit: what `prepare` makes and per-step hooks are bound for."""
+"""A unit: what `prepare` makes and per-step hooks are bound for; and its window of micro-batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
@@ -23,19 +25,22 @@ class Window:
     index: 0-based number of the current micro-batch in the window; -1 before the first.
     size: micro-batches a window has, unless the loader ends earlier.
     boundary: whether the current micro-batch is the window's last.
+    fresh: whether no backward has run in the current micro-batch yet.
     """
 
-    __slots__ = ("boundary", "index", "size")
+    __slots__ = ("boundary", "fresh", "index", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
         self.size = size
         self.boundary = True
+        self.fresh = True
 
     def advance(self, last: bool) -> None:
         """Go on to the next micro-batch; `last`: the loader has no further one."""
         self.index = index = 0 if self.boundary else self.index + 1
         self.boundary = last or index + 1 >= self.size
+        self.fresh = True
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
@@ -56,28 +61,43 @@ class Unit:
     plugin: Any
     hooks: Hooks
     steps: Steps
+    window: Window
     models: list[nn.Module] = field(factory=list)
     wrapped: list[nn.Module] = field(factory=list)
     optimizers: list[Optimizer] = field(factory=list)
     schedulers: list[Any] = field(factory=list)
-    window: Window = field(factory=Window)
     scaler: GradScaler | None = None
+    backward_is_strategys: bool = False
+    """Whether the strategy implements `backward` itself, so that no other unit can share a loss."""
     aliases: dict[str, str] = field(factory=dict)
     """Tied weights: alias -> the name under which the weight is kept."""
+    detach: list[Callable[[], None]] = field(factory=list)
+    """Take the autocast hooks off the models again."""
+    reduced: bool = False
+    """Whether `reduce_gradients` ran in this window."""
+    unscaled: set[Optimizer] = field(factory=set)
+    """The optimizers that were unscaled in this window."""
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, tied weights once. Names are those in the user's own models.
 
         A unit of several models prefixes each name with the model's number.
         """
-        return {name: parameter for name, parameter in self._named() if name not in self.aliases}
+        return {name: parameter for name, parameter in self.all_names() if name not in self.aliases}
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (self.qualify(number, name), parameter)
-            for number, model in enumerate(self.models)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        ]
+    def all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(canonical name, parameter), tied weights under each of their names."""
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                yield self.qualify(number, name), parameter
+
+    def record_aliases(self) -> None:
+        """Find tied weights: the first name of each keeps it, later names are aliases."""
+        first: dict[nn.Parameter, str] = {}
+        self.aliases = {}
+        for name, parameter in self.all_names():
+            if first.setdefault(parameter, name) != name:
+                self.aliases[name] = first[parameter]
 
     def qualify(self, number: int, name: str) -> str:
         """The canonical form of a name in the unit's model `number`."""

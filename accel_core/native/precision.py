@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp import GradScaler
@@ -68,7 +68,8 @@ class Float16(_Autocast):
 
     def __init__(self, config: Any, run: Run) -> None:
         super().__init__(config, run)
-        self._stepped: WeakSet[GradScaler] = WeakSet()
+        # Scaler -> the units that stepped with it since its last update.
+        self._stepped: WeakKeyDictionary[GradScaler, set[Unit]] = WeakKeyDictionary()
         self._steppers: dict[Optimizer, _Stepper] = {}
 
     @implements(hooks.grad_scaler)
@@ -85,13 +86,15 @@ class Float16(_Autocast):
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         scaler = self._scaler(unit)
-        if scaler in self._stepped and not self._others_accumulate(unit, scaler):
+        if scaler in self._stepped and not self._accumulating(scaler):
             self._settle(scaler)
         self.below.backward(unit, scaler.scale(loss), boundary, options)
 
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
-        self._scaler(unit).unscale_(self._stepper(unit, optimizer))  # type: ignore[arg-type]
+        scaler = self._scaler(unit)
+        scaler.unscale_(self._stepper(unit, optimizer))  # type: ignore[arg-type]
+        self._stepped.setdefault(scaler, set())
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -104,7 +107,7 @@ class Float16(_Autocast):
         stepper.applied = False
         self.below.mark_step("host_read")
         scaler.step(stepper)  # type: ignore[arg-type]
-        self._stepped.add(scaler)
+        self._stepped.setdefault(scaler, set()).add(unit)
         return stepper.applied
 
     @implements(hooks.save_state)
@@ -118,7 +121,7 @@ class Float16(_Autocast):
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         if unit.scaler is not None and "scaler" in entries:
             unit.scaler.load_state_dict(entries["scaler"].value)
-            self._stepped.discard(unit.scaler)
+            self._stepped.pop(unit.scaler, None)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
@@ -132,11 +135,13 @@ class Float16(_Autocast):
     def _settle(self, scaler: GradScaler) -> None:
         if scaler in self._stepped:
             scaler.update()
-            self._stepped.discard(scaler)
+            del self._stepped[scaler]
 
-    def _others_accumulate(self, unit: Unit, scaler: GradScaler) -> bool:
-        sharing: Sequence[Unit] = [u for u in self.run.units if u.scaler is scaler and u is not unit]
-        return any(p.grad is not None for u in sharing for p in u.named_parameters().values())
+    def _accumulating(self, scaler: GradScaler) -> bool:
+        """Whether a unit that shares the scaler is inside a window: a new scale would tear it."""
+        sharing = [unit for unit in self.run.units if unit.scaler is scaler]
+        waiting = [unit for unit in sharing if unit not in self._stepped[scaler]] if len(sharing) > 1 else []
+        return any(p.grad is not None for unit in waiting for p in unit.named_parameters().values())
 
     def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
         stepper = self._steppers.get(optimizer)

@@ -1,0 +1,255 @@
+"""How objects become units: classify, pair by identity, place, wrap, rebind, bind.
+
+Everything that can be wrong with what was given is found before anything is changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accel_core.autocasting import attach
+from accel_core.binding import LAYERS
+from accel_core.data.loader import PreparedLoader, prepare_loader
+from accel_core.errors import AccelError, ConfigError
+from accel_core.proxies import PreparedOptimizer, PreparedScheduler
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["Homes", "prepare"]
+
+
+class Homes:
+    """Which unit a parameter belongs to, and under which name; by identity, old and new ones."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, tuple[weakref.ref[nn.Parameter], Unit, str]] = {}
+
+    def add(self, parameter: nn.Parameter, unit: Unit, name: str) -> None:
+        """Remember that `parameter` is, or was, `name` of `unit`."""
+        self._homes[id(parameter)] = (weakref.ref(parameter), unit, name)
+
+    def unit_of(self, parameter: nn.Parameter) -> Unit | None:
+        """The unit, or None for a parameter that no prepared model has."""
+        home = self._homes.get(id(parameter))
+        return home[1] if home and home[0]() is parameter else None
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The canonical name of a parameter that has a unit."""
+        return self._homes[id(parameter)][2]
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self._homes.clear()
+
+
+def prepare(
+    run: Run,
+    objects: Sequence[Any],
+    *,
+    strategy: str | None = None,
+    name: str | None = None,
+    placement: Sequence[bool] | None = None,
+) -> list[Any]:
+    """The prepared form of each object, in the order given. Collective.
+
+    Raises:
+        AccelError: an object of no known kind, an optimizer of unknown parameters, a scheduler of
+            an unknown optimizer.
+    """
+    run.require_alive()
+    places = list(placement) if placement is not None else [run.config.device_placement] * len(objects)
+    if len(places) != len(objects):
+        raise ConfigError(f"device_placement has {len(places)} entries for {len(objects)} objects; give one each")
+    kinds = [_kind(run, thing, number) for number, thing in enumerate(objects)]
+    of_kind: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "dataloader")}
+    for kind, thing in zip(kinds, objects, strict=True):
+        if kind is not None:
+            of_kind[kind].append(thing)
+    groups = _groups(run, of_kind["model"], of_kind["optimizer"])
+    _check_schedulers(run, of_kind["scheduler"], of_kind["optimizer"])
+    if name is not None and len(groups) != 1:
+        raise ConfigError(f"name={name!r} needs objects of exactly one unit, got {len(groups)}; prepare them one by one")
+    placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
+    for group in groups:
+        group.build(run, strategy, name, placed)
+    run.trained = [unit for unit in run.units if unit.optimizers]
+    return [
+        None if kind is None else _prepared(run, kind, thing, placed[id(thing)])
+        for kind, thing in zip(kinds, objects, strict=True)
+    ]
+
+
+def _kind(run: Run, thing: Any, number: int) -> str | None:
+    if thing is None:
+        return None
+    kind: str | None = run.hooks.kind_of(thing)
+    if kind is None:
+        raise AccelError(
+            f"prepare: argument {number + 1} is a {type(thing).__module__}.{type(thing).__qualname__}, which no"
+            " plugin of this run knows how to prepare\n"
+            "leave it out of prepare(...) and use it as it is; models, optimizers, schedulers and dataloaders go in"
+        )
+    return kind
+
+
+class _Group:
+    """New models and optimizers that belong together, and the unit they complete, if there is one."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self.unit = unit
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+
+    def build(self, run: Run, strategy: str | None, name: str | None, placed: Mapping[int, bool]) -> None:
+        unit = self.unit or run.make_unit(name, strategy)
+        if strategy is not None and unit.strategy != strategy:
+            raise ConfigError(
+                f"prepare(strategy={strategy!r}): these objects belong to unit {unit.name!r}, prepared with"
+                f" {unit.strategy!r}\nprepare all objects of a unit with the same strategy"
+            )
+        if self.models:
+            _add_models(run, unit, self.models, placed)
+        for optimizer in self.optimizers:
+            _add_optimizer(run, unit, optimizer)
+        if unit not in run.units:
+            run.units.append(unit)
+
+
+def _groups(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[_Group]:
+    """Pair optimizers with models by the identity of parameters."""
+    new = [model for model in models if run.unit_of_model(model) is None]
+    home = {parameter: number for number, model in enumerate(new) for parameter in model.parameters()}
+    groups: list[_Group] = [_Group() for _ in new]
+    for group, model in zip(groups, new, strict=True):
+        group.models.append(model)
+    of_unit: dict[Unit, _Group] = {}
+    for optimizer in optimizers:
+        if isinstance(optimizer, PreparedOptimizer) or run.proxy_of(optimizer) is not None:
+            continue
+        mine: list[_Group] = []
+        for parameter in _parameters(optimizer):
+            if parameter in home:
+                group = groups[home[parameter]]
+            else:
+                unit = run.homes.unit_of(parameter)
+                if unit is None:
+                    raise _homeless(optimizer, parameter)
+                group = of_unit.setdefault(unit, _Group(unit))
+            if group not in mine:
+                mine.append(group)
+        if not mine:
+            raise AccelError(f"prepare: the {type(optimizer).__name__} holds no parameter")
+        _join(run, mine, groups, of_unit)
+        mine[0].optimizers.append(optimizer)
+    distinct: list[_Group] = []
+    for group in [*groups, *of_unit.values()]:
+        if group not in distinct:
+            distinct.append(group)
+    return distinct
+
+
+def _join(run: Run, mine: list[_Group], groups: list[_Group], of_unit: dict[Unit, _Group]) -> None:
+    """One optimizer over several models makes them one unit."""
+    mine.sort(key=lambda group: group.unit is None)
+    first = mine[0]
+    for other in mine[1:]:
+        if other.unit is not None:
+            assert first.unit is not None
+            run.absorb(first.unit, other.unit)
+            of_unit[other.unit] = first
+        first.models += other.models
+        first.optimizers += other.optimizers
+        groups[:] = [first if group is other else group for group in groups]
+
+
+def _homeless(optimizer: Optimizer, parameter: nn.Parameter) -> AccelError:
+    return AccelError(
+        f"prepare: the {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no"
+        " prepared model has; its gradient would not be reduced and its state could not be saved by name\n"
+        "prepare the model it belongs to in the same call or before, or register it in a module"
+    )
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _check_schedulers(run: Run, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]) -> None:
+    coming = list(optimizers)
+    for scheduler in schedulers:
+        if isinstance(scheduler, PreparedScheduler):
+            continue
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not any(optimizer is known for known in coming) and run.proxy_of(optimizer) is None:
+            raise AccelError(
+                f"prepare: the {type(scheduler).__name__} schedules an optimizer that was not prepared\n"
+                "prepare its optimizer in the same call or before"
+            )
+
+
+def _add_models(run: Run, unit: Unit, models: Sequence[nn.Module], placed: Mapping[int, bool]) -> None:
+    unit.models += models
+    before = dict(unit.all_names())
+    unit.record_aliases()
+    for model in models:
+        number = unit.models.index(model)
+        if placed.get(id(model), True):
+            model = unit.hooks.place_model(unit, model, run.device)
+        wrapped = unit.hooks.wrap_model(unit, model)
+        unit.wrapped.append(wrapped)
+        unit.models[number] = inner = unit.hooks.unwrap_model(unit, wrapped, True)
+        detach = attach(inner, unit.hooks.autocast(unit))
+        if detach is not None:
+            unit.detach.append(detach)
+    for name, parameter in unit.all_names():
+        run.homes.add(before[name], unit, name)
+        run.homes.add(parameter, unit, name)
+    owner = unit.hooks.owner("backward")
+    unit.backward_is_strategys = owner is not None and owner.layer == LAYERS["strategy"]
+    unit.scaler = unit.hooks.grad_scaler(unit)
+
+
+def _add_optimizer(run: Run, unit: Unit, optimizer: Optimizer) -> None:
+    now = dict(unit.all_names())
+    for group in optimizer.param_groups:
+        renewed = [now[run.homes.name_of(parameter)] for parameter in group["params"]]
+        if any(new is not old for new, old in zip(renewed, group["params"], strict=True)):
+            if optimizer.state:
+                raise AccelError(
+                    f"prepare: the {type(optimizer).__name__} already has state, and preparing its model replaced"
+                    " the parameters\nprepare the optimizer before its first step, then load_state"
+                )
+            group["params"] = renewed
+    inner = unit.hooks.wrap_optimizer(unit, optimizer)
+    unit.optimizers.append(inner)
+    run.optimizers.append((optimizer, PreparedOptimizer(inner, unit)))
+
+
+def _prepared(run: Run, kind: str, thing: Any, place: bool) -> Any:
+    if kind == "model":
+        unit = run.unit_of_model(thing)
+        assert unit is not None
+        return thing if thing in unit.wrapped else unit.wrapped[unit.models.index(thing)]
+    if kind == "optimizer":
+        return thing if isinstance(thing, PreparedOptimizer) else run.proxy_of(thing)
+    if kind == "scheduler":
+        return thing if isinstance(thing, PreparedScheduler) else _scheduler(run, thing)
+    if isinstance(thing, PreparedLoader):
+        return thing
+    loader = prepare_loader(thing, run, device_placement=place)
+    run.loaders.append(loader)
+    return loader
+
+
+def _scheduler(run: Run, scheduler: Any) -> PreparedScheduler:
+    optimizer = run.proxy_of(scheduler.optimizer)
+    assert optimizer is not None
+    optimizer.unit.schedulers.append(scheduler)
+    return PreparedScheduler(scheduler, [optimizer], follows=run.config.step_scheduler_with_optimizer)

@@ -1,0 +1,134 @@
+"""What `prepare` returns for optimizers and schedulers: thin objects that know their unit's window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_core import step
+
+if TYPE_CHECKING:
+    from accel_core.unit import Unit
+
+__all__ = ["PreparedOptimizer", "PreparedScheduler"]
+
+
+class PreparedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose `step` and `zero_grad` do nothing inside a window.
+
+    Everything else is the inner optimizer's. A copy or pickle of it is one of the inner optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
+        # Not Optimizer.__init__: groups and state live in the inner optimizer.
+        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients, at the boundary of a window."""
+        unit = self.unit
+        if unit.window.boundary:
+            self.applied = step.step(unit, self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless a window still has to apply them."""
+        step.zero_grad(self.unit, self.optimizer, set_to_none)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step at a boundary was skipped (overflow under a loss scale)."""
+        return not self.applied
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inner optimizer's."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The inner optimizer's."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "unit"):  # not set yet: an object being copied
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared{self.optimizer!r}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.optimizer,)
+
+
+class PreparedScheduler(LRScheduler):
+    """A learning-rate scheduler that steps once per applied optimizer step.
+
+    Inside a window, and after a skipped step, `step` does nothing. With
+    `step_scheduler_with_optimizer=False` it is left to the user.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], *, follows: bool) -> None:
+        # Not LRScheduler.__init__: it would step the inner optimizer's rate once more.
+        self.__dict__.update(scheduler=scheduler, _optimizers=tuple(optimizers), _follows=follows)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the inner scheduler, if its optimizer was applied at this boundary."""
+        if self._follows:
+            for optimizer in self._optimizers:
+                if not (optimizer.unit.window.boundary and optimizer.applied):
+                    return
+        self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner scheduler's."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inner scheduler's."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> list[Any]:
+        """The inner scheduler's."""
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[Any]:
+        """The inner scheduler's."""
+        rates: list[Any] = self.scheduler.get_lr()
+        return rates
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("scheduler", "_optimizers", "_follows"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.scheduler,)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,175 @@
+"""The order of a step, over a unit's bound hooks. Only this module counts micro-batches.
+
+forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -> after -> zero
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "step", "unscale", "zero_grad"]
+
+
+class Accumulation:
+    """The context of `accumulate(*models)`: one micro-batch of these units' windows.
+
+    Made once for a set of models and entered each micro-batch; nests with others.
+    """
+
+    def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
+        self.run = run
+        self.units = tuple(units)
+        self.trained = tuple(unit for unit in units if unit.optimizers)
+        options = run.config.accumulation
+        self._ends_with_loader = options.sync_with_dataloader
+        self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
+        self._outer: list[Accumulation | None] = []
+        self._silenced: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        run = self.run
+        active = run.active_loaders
+        last = self._ends_with_loader and bool(active) and active[-1].last
+        for unit in self.units:
+            unit.window.advance(last)
+        self._outer.append(run.accumulation)
+        run.accumulation = self
+        if self.units:
+            run.window = self.units[-1].window
+            if self._quiet and not run.window.boundary:
+                self._silence()
+
+    def __exit__(self, *exception: object) -> None:
+        self.run.accumulation = self._outer.pop()
+        if self._silenced:
+            self._silenced.pop().__exit__(*exception)  # type: ignore[arg-type]
+
+    def _silence(self) -> None:
+        silenced = ExitStack()
+        for unit, models in self._quiet:
+            if not unit.window.boundary:
+                silenced.enter_context(unit.steps.no_sync(unit, models))
+        self._silenced.append(silenced)
+
+
+def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
+    quiet = []
+    for unit in units:
+        if unit.steps.no_sync is not None:
+            quiet.append((unit, [w for w in unit.wrapped if w in models] or unit.wrapped))
+    return quiet
+
+
+def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, Any]) -> None:
+    """Gradients of `loss` for the units it trains, divided by the window's size inside a window.
+
+    Raises:
+        AccelError: nothing requires a gradient, or several strategies want to do it.
+    """
+    if not loss.requires_grad:
+        raise AccelError(
+            "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
+            " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
+        )
+    accumulation = run.accumulation
+    units: Sequence[Unit]
+    if unit is not None:
+        units = (unit,)
+    elif accumulation is not None:
+        units = accumulation.trained or accumulation.units
+    else:
+        units = run.trained
+    if accumulation is not None and units and units[0].window.size != 1:
+        loss = loss / units[0].window.size
+    if not units:
+        loss.backward(**options)
+        return
+    doing = units[0] if len(units) == 1 else _one_of(units)
+    for each in units:
+        each.window.fresh = each.reduced = False
+        if each.unscaled:
+            each.unscaled.clear()  # the window they were unscaled for ended without a step
+    doing.steps.backward(doing, loss, doing.window.boundary, options)
+    if run.mark_step is not None:
+        run.mark_step("backward")
+
+
+def _one_of(units: Sequence[Unit]) -> Unit:
+    """The unit whose strategy does the backward of a loss that several units share."""
+    owners = [unit for unit in units if unit.backward_is_strategys]
+    if len(owners) > 1:
+        names = ", ".join(f"{unit.name} ({unit.strategy})" for unit in owners)
+        raise AccelError(
+            f"backward: the strategies of {len(owners)} units do their own backward: {names}\n"
+            "say whose loss this is: accelerator.backward(loss, model=...)"
+        )
+    for unit in units[1:]:
+        unit.scaler = units[0].scaler  # one loss has one scale
+    return owners[0] if owners else units[0]
+
+
+def unscale(unit: Unit) -> None:
+    """Reduce and unscale the unit's gradients, once a window."""
+    steps = unit.steps
+    if steps.reduce_gradients is not None and not unit.reduced:
+        unit.reduced = True
+        steps.reduce_gradients(unit, None)
+    if steps.unscale is not None:
+        for optimizer in unit.optimizers:
+            if optimizer not in unit.unscaled:
+                unit.unscaled.add(optimizer)
+                steps.unscale(unit, optimizer)
+
+
+def clip_norm(unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor | None:
+    """Clip at a window's boundary; None inside it, where gradients are partial."""
+    if not unit.window.boundary:
+        return None
+    unscale(unit)
+    norm: Tensor = unit.steps.clip_grad_norm(unit, parameters, max_norm, norm_type)
+    return norm
+
+
+def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
+    """Clamp at a window's boundary; nothing inside it."""
+    if unit.window.boundary:
+        unscale(unit)
+        unit.steps.clip_grad_value(unit, parameters, value)
+
+
+def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """Apply the optimizer at a window's boundary; whether it was applied."""
+    if not unit.window.boundary:
+        return False
+    steps = unit.steps
+    if steps.reduce_gradients is not None and not unit.reduced:
+        unit.reduced = True
+        steps.reduce_gradients(unit, None)
+    applied: bool = steps.optimizer_step(unit, optimizer, closure)
+    unit.unscaled.discard(optimizer)
+    if steps.after_step is not None:
+        steps.after_step(unit, optimizer, applied)
+    if unit.run.mark_step is not None:
+        unit.run.mark_step("step")
+    return applied
+
+
+def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+    """Clear gradients, unless a window has gradients of earlier micro-batches still to apply.
+
+    So `zero_grad` may stand before the forward or after the step: both mean the same.
+    """
+    window = unit.window
+    if window.boundary and not (window.fresh and window.index > 0):
+        unit.steps.zero_grad(unit, optimizer, set_to_none)
