@@ -1,0 +1,42 @@
+"""A device in pure Python: what every accelerator does, on a machine that has none.
+
+`SimulatedDevice` is an ordinary device plugin with an ordinary card. It is declared by no installed
+distribution, so that nobody meets it by accident: `write_distribution` declares it, in a folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from accel_core.hookspecs import API_VERSION
+from accel_core.plugins import Card
+
+__all__ = ["CARD", "DISTRIBUTION", "write_distribution"]
+
+DISTRIBUTION: Final = "accel-simulated"
+
+CARD: Final = Card(
+    name="sim",
+    slot="device",
+    summary="The simulated device of the conformance kit: CPU memory behind torch's PrivateUse1 type.",
+    api_version=API_VERSION,
+    offers={"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"},
+    torch_device="sim",
+    implementation="accel_core.testing.simulated.plugin:SimulatedDevice",
+)
+
+
+def write_distribution(
+    folder: Path, name: str = DISTRIBUTION, entry_points: str | None = None, version: str = "0.1"
+) -> Path:
+    """Declare plugins without installing anything: metadata of a distribution, found once `folder` is on the path.
+
+    `entry_points` is the text of an entry_points.txt; without it the simulated device is declared.
+    """
+    entry_points = entry_points or f"[accel_core.device]\n{CARD.name} = {__name__}:CARD\n"
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    return folder

@@ -1,0 +1,259 @@
+"""The simulated device for torch: a tensor that keeps its numbers in a CPU tensor, and `torch.NAME`.
+
+Like an accelerator it refuses operands from another device, counts the bytes it holds and the times
+the host reads from it, and draws random numbers. Unlike one it draws them from the CPU's generator:
+torch cannot make a generator for a device without C++.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from accel_core.errors import AccelError
+from accel_core.testing.simulated.autocast import register_autocast
+
+__all__ = ["DeviceModule", "SimulatedTensor", "simulate", "unwrap"]
+
+aten: Final = torch.ops.aten
+_CROSS_DEVICE: Final = frozenset(
+    {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.index_put_.default, aten.index.Tensor}
+)
+
+
+class SimulatedTensor(Tensor):
+    """A tensor on the simulated device."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> SimulatedTensor:
+        """Wrap a CPU tensor, sharing its storage."""
+        made: SimulatedTensor = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=module().device(),
+        )
+        made.inner = inner
+        module().memory.hold(inner.untyped_storage())
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{self.inner!r}".removesuffix(")") + f", device='{self.device}')"
+
+    def tolist(self) -> Any:
+        """Values as Python numbers; torch refuses this to subclasses."""
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, dict(kwargs or {}))
+
+
+def unwrap(value: Any) -> Any:
+    """The CPU tensor of a simulated one; anything else as it is."""
+    return value.inner if isinstance(value, SimulatedTensor) else value
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on the inner tensors; wrap what comes out, unless it was asked for on the host."""
+    device = kwargs.get("device")
+    to_host = device is not None and torch.device(device).type != module().name
+    if device is not None and not to_host:
+        kwargs["device"] = torch.device("cpu")
+    if func not in _CROSS_DEVICE:
+        _refuse_strangers(func, args, kwargs)
+    inner_args, inner_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    out = func(*inner_args, **inner_kwargs)
+    if func is aten._local_scalar_dense.default or to_host:
+        module().read()
+        return out
+    if func is aten.copy_.default and not isinstance(args[0], SimulatedTensor):
+        module().read()
+        return args[0]
+    wrapped = pytree.tree_map(lambda each: SimulatedTensor(each) if isinstance(each, Tensor) else each, out)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _refuse_strangers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, SimulatedTensor) and leaf.dim() > 0:
+            raise RuntimeError(
+                f"{func}: Expected all tensors to be on the same device, but found at least two devices,"
+                f" {module().device()} and {leaf.device}!"
+            )
+
+
+class _Memory:
+    """Bytes of the storages that live on the device."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        self.peak = 0
+        self._held: set[int] = set()
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._held:
+            return
+        self._held.add(key)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.allocated -= size
+
+
+class DeviceModule:
+    """`torch.NAME`: what torch and device plugins ask of a device's module.
+
+    A process sees one device, as where the launcher masks the others: torch's device guard for
+    Python devices knows index 0 only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.memory = _Memory()
+        self.host_reads = 0
+        self.on_host_read: Callable[[], None] | None = None
+        """Called before the host gets to see a value of the device."""
+
+    def device(self) -> torch.device:
+        """The one device."""
+        return torch.device(self.name, 0)
+
+    def read(self) -> None:
+        """Count a value that goes to the host."""
+        self.host_reads += 1
+        if self.on_host_read is not None:
+            self.on_host_read()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        if index != 0:
+            raise RuntimeError(f"invalid device ordinal {index}: a process sees one {self.name} device")
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing is ever pending."""
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.memory.allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.memory.peak
+
+    def manual_seed(self, seed: int) -> None:
+        """The device draws from the CPU's generator, which torch.manual_seed has seeded by now."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """The same."""
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+_module: DeviceModule | None = None
+_libraries: list[torch.library.Library] = []  # a registration lives as long as its library
+
+
+def module() -> DeviceModule:
+    """The module of the simulated device of this process.
+
+    Raises:
+        AccelError: `simulate` was not called.
+    """
+    if _module is None:
+        raise AccelError("no device is simulated in this process\ncall accel_core.testing.simulated.device.simulate()")
+    return _module
+
+
+def simulate(name: str = "sim", communication: str = "simccl") -> DeviceModule:
+    """Give torch a device type of this name, and torch.distributed a backend for it.
+
+    Once a process: torch's type for third parties can be named only once. A second call with the
+    same name changes nothing.
+
+    Raises:
+        AccelError: this process simulates a device of another name, or torch is too old.
+    """
+    global _module
+    if _module is not None:
+        if _module.name != name:
+            raise AccelError(f"this process simulates {_module.name!r}; {name!r} needs a process of its own")
+        return _module
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    except ImportError as error:
+        raise AccelError(
+            f"torch {torch.__version__} cannot have a device written in Python\nsimulate it with torch >= 2.10"
+        ) from error
+    from accel_core.testing.simulated.group import register_group
+
+    _module = DeviceModule(name)
+    _setup_privateuseone_for_python_backend(name, backend_module=_module)
+    # Module.to would otherwise put a plain parameter around each simulated tensor.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    _register_factories()
+    _libraries.extend(register_autocast(name))
+    register_group(name, communication)
+    return _module
+
+
+def _register_factories() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+
+    def empty(size: Any, dtype: Any = None, *rest: Any, **options: Any) -> Tensor:
+        return SimulatedTensor(torch.empty(size, dtype=dtype))
+
+    def empty_strided(size: Any, stride: Any, dtype: Any = None, *rest: Any, **options: Any) -> Tensor:
+        return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        unwrap(target).copy_(unwrap(source))
+        return target
+
+    for name, kernel in {
+        "empty.memory_format": empty,
+        "empty_strided": empty_strided,
+        "_copy_from": copy_from,
+    }.items():
+        library.impl(name, kernel, "PrivateUse1")

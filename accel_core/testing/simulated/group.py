@@ -1,0 +1,67 @@
+"""torch.distributed for the simulated device: a process group in Python over the CPU's one.
+
+It counts the collectives it carries, which is how the kit knows what a strategy communicates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+from torch.utils import _pytree as pytree
+
+__all__ = ["COLLECTIVES", "SimulatedGroup", "register_group"]
+
+COLLECTIVES: Final[Counter[str]] = Counter()
+"""Operation -> calls in this process, over all simulated groups."""
+
+# Old and new names of one operation, as far as this torch has them.
+_OPERATIONS: Final = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
+    *("allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter", "send", "recv"),
+)
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """Carries simulated tensors, and plain ones too, for it is the only backend of its group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self.inner = dist.ProcessGroup(store, rank, size)
+        self.inner._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+        self.inner._set_default_backend(kind)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch asks by this name
+        """The name it is registered under."""
+        return "simulated"
+
+
+def _forward(operation: str) -> Any:
+    from accel_core.testing.simulated.device import unwrap
+
+    def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
+        COLLECTIVES[operation] += 1
+        inner_args, inner_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+        getattr(self.inner, operation)(*inner_args, **inner_kwargs).wait()
+        # Inner tensors share the storage, so `args` hold the result; torch's reducer wants it as a future.
+        done: Future[Any] = Future()
+        done.set_result(args[0] if args else [])
+        return _create_work_from_future(done)
+
+    return call
+
+
+def register_group(device: str, communication: str) -> None:
+    """Make `communication` the name of torch.distributed's backend for tensors on `device`."""
+    for operation in _OPERATIONS:
+        if hasattr(dist.ProcessGroup, operation):
+            setattr(SimulatedGroup, operation, _forward(operation))
+    dist.Backend.register_backend(communication, SimulatedGroup, devices=[device])

@@ -1,0 +1,33 @@
+"""The simulated device as a plugin. Importing it makes torch know the device, as a vendor's library would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import hooks, implements
+from accel_core.testing.simulated.device import simulate
+
+if TYPE_CHECKING:
+    from accel_core import Run, World
+
+__all__ = ["SimulatedDevice"]
+
+simulate()
+
+
+class SimulatedDevice:
+    """One device a process; all else is what torch's modules say, so the base layer's."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        return torch.device("sim", 0)
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        return {"sim": "simccl"}

@@ -1,0 +1,210 @@
+"""The simulated device: does what an accelerator does, refuses what an accelerator refuses."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_core.testing.processes import ProcessError, run_processes
+
+
+def simulated(name: str = "sim") -> Any:
+    from accel_core.testing.simulated.device import simulate
+
+    return simulate(name)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(device: str, steps: int, precision: torch.dtype | None, foreach: bool | None) -> list[float]:
+    if device != "cpu":
+        simulated(device)
+    model = network().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(6, 4, generator=generator).to(device)
+        y = torch.randint(0, 3, (6,), generator=generator).to(device)
+        with torch.autocast(device, dtype=precision, enabled=precision is not None):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_it_trains_bitwise_like_the_cpu(foreach: bool) -> None:
+    (ours,) = run_processes(train, "sim", 6, None, foreach, world=1)
+    assert ours == train("cpu", 6, None, foreach)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_it_autocasts(precision: torch.dtype) -> None:
+    (ours,) = run_processes(train, "sim", 6, precision, None, world=1)
+    assert ours != train("cpu", 6, None, None)
+    assert ours == pytest.approx(train("cpu", 6, precision, None), abs=0.05)
+
+
+def test_it_takes_another_name() -> None:
+    (ours,) = run_processes(train, "pretend", 3, None, None, world=1)
+    assert ours == train("cpu", 3, None, None)
+
+
+def two_names() -> None:
+    simulated("one")
+    simulated("one")
+    simulated("two")
+
+
+def test_a_process_simulates_one_name() -> None:
+    with pytest.raises(ProcessError, match="this process simulates 'one'; 'two' needs a process of its own"):
+        run_processes(two_names, world=1)
+
+
+def current() -> tuple[str, int, str]:
+    module = simulated()
+    return str(torch.accelerator.current_accelerator()), module.device_count(), str(torch.ones(2, device="sim"))
+
+
+def test_torch_takes_it_for_its_accelerator() -> None:
+    assert run_processes(current, world=1) == [("sim", 1, "tensor([1., 1.], device='sim:0')")]
+
+
+def mix_devices() -> None:
+    simulated()
+    torch.ones(3, device="sim") + torch.ones(3)
+
+
+def test_operands_of_two_devices_are_refused() -> None:
+    with pytest.raises(ProcessError, match="at least two devices, sim:0 and cpu"):
+        run_processes(mix_devices, world=1)
+
+
+def bytes_held() -> list[int]:
+    module = simulated()
+    found = [module.memory_allocated()]
+    tensor = torch.zeros(1000, device="sim")
+    view = tensor[:10]
+    found.append(module.memory_allocated())
+    del tensor
+    gc.collect()
+    found.append(module.memory_allocated())
+    del view
+    gc.collect()
+    return [*found, module.memory_allocated(), module.max_memory_allocated()]
+
+
+def test_it_counts_the_bytes_it_holds() -> None:
+    assert run_processes(bytes_held, world=1) == [[0, 4000, 4000, 0, 4000]]
+
+
+def host_reads() -> list[int]:
+    module = simulated()
+    counts = []
+    x = torch.ones(3, device="sim")
+    x.mul_(2).sum()
+    for read in (lambda: None, x.sum().item, x.cpu, x.tolist, lambda: torch.zeros(3).copy_(x), lambda: bool(x[0])):
+        before = module.host_reads
+        read()
+        counts.append(module.host_reads - before)
+    return counts
+
+
+def test_it_counts_what_the_host_reads() -> None:
+    assert run_processes(host_reads, world=1) == [[0, 1, 1, 1, 1, 1]]
+
+
+def views_are_live() -> list[list[float]]:
+    simulated()
+    x = torch.zeros(4, device="sim")
+    x[1:3].copy_(torch.tensor([1.0, 2.0]))
+    x.narrow(0, 3, 1).fill_(5)
+    return [x.tolist(), x.cpu().tolist()]
+
+
+def test_views_write_through() -> None:
+    assert run_processes(views_are_live, world=1) == [[[0, 1, 2, 5], [0, 1, 2, 5]]]
+
+
+def random_streams() -> tuple[bool, bool]:
+    module = simulated()
+    torch.manual_seed(3)
+    first = torch.randn(4, device="sim").cpu()
+    state = module.get_rng_state()
+    second = torch.randn(4, device="sim").cpu()
+    module.set_rng_state(state)
+    again = torch.randn(4, device="sim").cpu()
+    torch.manual_seed(3)
+    return torch.equal(again, second), torch.equal(torch.randn(4, device="sim").cpu(), first)
+
+
+def test_its_random_stream_is_seeded_saved_and_restored() -> None:
+    assert run_processes(random_streams, world=1) == [(True, True)]
+
+
+def communicate() -> dict[str, Any]:
+    simulated()
+    from accel_core.testing.simulated.group import COLLECTIVES
+
+    dist.init_process_group("cpu:gloo,sim:simccl")
+    rank = dist.get_rank()
+    total = torch.ones(2, device="sim") * (rank + 1)
+    dist.all_reduce(total)
+    everyone = [torch.zeros(1, device="sim") for _ in range(2)]
+    dist.all_gather(everyone, torch.full((1,), float(rank), device="sim"))
+    plain = torch.ones(1)
+    dist.all_reduce(plain)
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    model = network().to("sim")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    COLLECTIVES.clear()
+    with parallel.no_sync():
+        parallel(torch.randn(3, 4, device="sim")).sum().backward()
+    quiet = COLLECTIVES["allreduce"]
+    parallel(torch.randn(3, 4, device="sim")).sum().backward()
+    dist.destroy_process_group()
+    return {
+        "reduced": total.tolist(),
+        "gathered": [each.item() for each in everyone],
+        "plain": plain.item(),
+        "objects": objects,
+        "allreduce": (quiet, COLLECTIVES["allreduce"]),
+        "gradient": model[0].weight.grad.sum().item(),
+    }
+
+
+def test_ranks_communicate_and_train_on_it() -> None:
+    first, second = run_processes(communicate)
+    assert first["reduced"] == [3.0, 3.0]
+    assert first["gathered"] == [0.0, 1.0]
+    assert first["plain"] == 2.0
+    assert first["objects"] == [{"rank": 0}, {"rank": 1}]
+    assert first["allreduce"] == (0, 1)
+    assert first == second
+
+
+def loaded_by_the_card() -> list[str]:
+    before = set(sys.modules)
+    import accel_core.testing.simulated
+
+    assert accel_core.testing.simulated.CARD.name == "sim"
+    return sorted(set(sys.modules) - before)
+
+
+def test_its_card_declares_it_without_making_it() -> None:
+    (modules,) = run_processes(loaded_by_the_card, world=1)
+    assert "accel_core.testing.simulated.device" not in modules
