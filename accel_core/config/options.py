@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 from attrs import NOTHING, Attribute, frozen
 
-__all__ = ["Option", "describe", "option"]
+__all__ = ["Option", "default_of", "describe", "option"]
 
 _KEY: Final = "accel_core.option"
 
@@ -70,6 +70,14 @@ def describe(attribute: Attribute[Any]) -> Option:
     """What `option` was told of a field; an empty description for a plain attrs field."""
     found = attribute.metadata.get(_KEY)
     return found if isinstance(found, Option) else Option()
+
+
+def default_of(attribute: Attribute[Any], instance: object) -> Any:
+    """The default of a field, as `instance` would get it; NOTHING where it is required."""
+    default: Any = attribute.default
+    if default is NOTHING or not hasattr(default, "takes_self"):
+        return default
+    return default.factory(instance) if default.takes_self else default.factory()
 
 
 def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-import attrs
 from attrs import Factory, field, fields, frozen
 
-from accel_core.config.options import option
+from accel_core.config.options import default_of, option
 from accel_core.errors import ConfigError
 
 __all__ = [
@@ -42,15 +41,8 @@ class KwargsHandler:
         return {
             a.alias: value
             for a in fields(type(self))
-            if (value := getattr(self, a.name)) != _default(a, self)
+            if (value := getattr(self, a.name)) != default_of(a, self)
         }
-
-
-def _default(attribute: attrs.Attribute[Any], instance: object) -> Any:
-    default: Any = attribute.default
-    if not isinstance(default, Factory):  # type: ignore[arg-type]
-        return default
-    return default.factory(instance) if default.takes_self else default.factory()
 
 
 @frozen(kw_only=True)

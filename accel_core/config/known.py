@@ -1,0 +1,45 @@
+"""What core may say of plugins that are not installed: data, generated from the workspace.
+
+Install hints quote this list only, never what somebody typed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+__all__ = ["Known", "known"]
+
+
+@frozen(kw_only=True)
+class Known:
+    """A first-party plugin: its name, slot, options, and the distribution that ships it."""
+
+    name: str
+    slot: str
+    distribution: str
+    keys: tuple[str, ...] = ()
+
+
+@cache
+def known() -> dict[str, Known]:
+    """Name -> first-party plugin, installed or not. Read on first use; empty where the data is missing."""
+    import yaml
+
+    path = Path(__file__).parent.parent / "known.yaml"
+    if not path.is_file():
+        return {}
+    data = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+    rows: list[dict[str, Any]] = data["plugins"] if isinstance(data, dict) else data
+    return {
+        row["name"]: Known(
+            name=row["name"],
+            slot=row["slot"],
+            distribution=row["distribution"],
+            keys=tuple(row.get("keys") or ()),
+        )
+        for row in rows
+    }

@@ -1,0 +1,274 @@
+"""Plain values, as YAML, JSON or a shell gives them, into typed options, strictly; and back.
+
+Nothing is guessed: "false" is no bool, 3.9 no int. Only text from a shell (`Text`) is read by the
+type it is meant for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable as AbstractCallable
+from datetime import timedelta
+from enum import Enum
+from functools import cache
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+import attrs
+from attrs import Attribute
+
+from accel_core.config.options import default_of, describe
+
+__all__ = ["Mismatch", "Text", "convert", "leaves", "options_of", "plain", "section_class"]
+
+Path = tuple[str, ...]
+
+_NUMBER: Final = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NAMES: Final = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+
+class Text(str):
+    """A value from the environment or a flag: read by the type it is meant for."""
+
+    __slots__ = ()
+
+
+class Mismatch(Exception):
+    """A value is not of its option's type; the message says what was expected and found."""
+
+
+def options_of(cls: type) -> Mapping[str, tuple[Attribute[Any], Any]]:
+    """Name -> (attrs field, resolved type) of a config class; a python_only option's type is Any."""
+    return _options_of(cls)
+
+
+@cache
+def _options_of(cls: Any) -> Mapping[str, tuple[Attribute[Any], Any]]:
+    found = {}
+    for attribute in attrs.fields(cls):
+        if not attribute.init:
+            continue
+        kind = attribute.type
+        if describe(attribute).python_only:
+            kind = Any  # may name what only type checkers import
+        elif isinstance(kind, str):
+            home = next(c for c in cls.__mro__ if attribute.name in vars(c).get("__annotations__", ()))
+            named = types.SimpleNamespace(__annotations__={"it": kind})
+            kind = get_type_hints(named, vars(sys.modules[home.__module__]))["it"]
+        found[attribute.alias] = (attribute, kind)
+    return found
+
+
+def section_class(kind: Any) -> type | None:
+    """The attrs class behind an option that is itself a section, `X` or `X | None`."""
+    candidates = [kind, *(get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ())]
+    return next((c for c in candidates if isinstance(c, type) and attrs.has(c)), None)
+
+
+def convert(raw: Any, kind: Any) -> Any:
+    """`raw` as a value of type `kind`.
+
+    Raises:
+        Mismatch: it is not one.
+    """
+    if isinstance(raw, Text):
+        return _from_text(str(raw), kind)
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return _first(raw, kind)
+    if origin is Literal:
+        if raw in get_args(kind) and any(type(raw) is type(choice) for choice in get_args(kind)):
+            return raw
+        raise _mismatch(raw, kind)
+    if origin in _CONTAINERS:
+        return _CONTAINERS[origin](raw, kind)
+    return _scalar(raw, kind)
+
+
+def _scalar(raw: Any, kind: Any) -> Any:
+    if kind is Any or kind is object:
+        return raw
+    if kind is None or kind is type(None):
+        kind = type(None)
+    if kind is float and type(raw) is int:
+        return float(raw)
+    if kind is timedelta and type(raw) in (int, float):
+        return timedelta(seconds=raw)
+    if isinstance(kind, type) and issubclass(kind, Enum) and not isinstance(raw, Enum):
+        return _enum(raw, kind)
+    if kind is str and isinstance(raw, os.PathLike):
+        return os.fspath(raw)
+    if (
+        isinstance(kind, type)
+        and isinstance(raw, kind)
+        and not (isinstance(raw, bool) and kind in (int, float))
+    ):
+        return raw
+    raise _mismatch(raw, kind)
+
+
+def _enum(raw: Any, kind: type[Enum]) -> Enum:
+    found = next((member for member in kind if member.value == raw), None)
+    if found is None:
+        raise Mismatch(f"expected one of {', '.join(repr(m.value) for m in kind)}, got {show(raw)}")
+    return found
+
+
+def _first(raw: Any, kind: Any) -> Any:
+    for member in get_args(kind):
+        try:
+            return convert(raw, member)
+        except Mismatch:
+            continue
+    raise _mismatch(raw, kind)
+
+
+def _sequence(raw: Any, kind: Any) -> Any:
+    if isinstance(raw, str) or not isinstance(raw, Sequence):
+        raise _mismatch(raw, kind)
+    item = (get_args(kind) or (Any,))[0]
+    values = []
+    for number, each in enumerate(raw):
+        try:
+            values.append(convert(each, item))
+        except Mismatch as mismatch:
+            raise Mismatch(f"item {number + 1}: {mismatch}") from None
+    return values if get_origin(kind) is list else tuple(values)
+
+
+def _mapping(raw: Any, kind: Any) -> dict[Any, Any]:
+    if not isinstance(raw, Mapping):
+        raise _mismatch(raw, kind)
+    key_kind, value_kind = get_args(kind) or (Any, Any)
+    values = {}
+    for key, each in raw.items():
+        try:
+            values[convert(key, key_kind)] = convert(each, value_kind)
+        except Mismatch as mismatch:
+            raise Mismatch(f"{key}: {mismatch}") from None
+    return values
+
+
+def _callable(raw: Any, kind: Any) -> Any:
+    if callable(raw):
+        return raw
+    raise _mismatch(raw, kind)
+
+
+_CONTAINERS: Final[Mapping[Any, Callable[[Any, Any], Any]]] = {
+    tuple: _sequence,
+    list: _sequence,
+    Sequence: _sequence,
+    dict: _mapping,
+    Mapping: _mapping,
+    AbstractCallable: _callable,
+}
+
+
+def _from_text(text: str, kind: Any) -> Any:
+    # What the text looks like first, then the text itself: `no` is False for a bool, "no" for a
+    # str, and both for neither a list, where a shell's `a,b` is meant.
+    attempts = [_looks_like(text), text]
+    if "[" not in text:
+        attempts.append([part.strip() for part in text.split(",") if part.strip()])
+    for attempt in attempts:
+        try:
+            return convert(attempt, kind)
+        except Mismatch:
+            continue
+    raise _mismatch(text, kind)
+
+
+def _looks_like(text: str) -> Any:
+    import yaml
+
+    if _NUMBER.fullmatch(text) and "e" in text.lower():
+        return float(text)  # YAML 1.1 takes 1e-4 for text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, str) and text[:1] not in "'\"" else value
+
+
+def _mismatch(raw: Any, kind: Any) -> Mismatch:
+    message = f"expected {_name(kind)}, got {show(raw)}"
+    accepts = set(get_args(kind)) | {kind}
+    if isinstance(raw, bool) and (str in accepts or get_origin(kind) is Literal):
+        message += "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
+    elif isinstance(raw, str) and accepts & {int, float} and _NUMBER.fullmatch(raw):
+        if "e" in raw.lower():
+            message += f"; YAML reads {raw} as text: write {float(raw)!r}" if "." in repr(float(raw)) else ""
+        else:
+            message += "; remove the quotes"
+    elif isinstance(raw, str) and get_origin(kind) in (tuple, list, Sequence):
+        message += f"; write [{raw}]"
+    return Mismatch(message)
+
+
+def _name(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_name(member) for member in arguments if member is not type(None))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
+    if origin in (tuple, list, Sequence):
+        return "a list"
+    if origin in (dict, Mapping):
+        return "a mapping"
+    if kind is timedelta:
+        return "a number of seconds"
+    return _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
+
+
+def show(raw: Any) -> str:
+    """A value as its user wrote it, in an error."""
+    if raw is None or isinstance(raw, bool):
+        return {None: "null", True: "true", False: "false"}[raw]
+    if isinstance(raw, Mapping):
+        return "a mapping"
+    if isinstance(raw, (list, tuple)):
+        return "a list"
+    return repr(str(raw)) if isinstance(raw, str) else f"{raw!r}"
+
+
+def plain(value: Any) -> Any:
+    """A typed value as JSON holds it: `convert` gives the value back.
+
+    What no text can hold becomes its name.
+    """
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    if attrs.has(type(value)):
+        return {alias: plain(getattr(value, a.name)) for alias, (a, _) in options_of(type(value)).items()}
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+
+
+def leaves(instance: object, path: Path = (), *, changed: bool = False) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of each option of a config object, sections within it entered.
+
+    changed: only those that differ from their class's default.
+    """
+    for alias, (attribute, kind) in options_of(type(instance)).items():
+        value = getattr(instance, attribute.name)
+        if section_class(kind) and attrs.has(type(value)):
+            yield from leaves(value, (*path, alias), changed=changed)
+        elif not changed or value != default_of(attribute, instance):
+            yield (*path, alias), value
