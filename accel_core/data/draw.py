@@ -1,0 +1,129 @@
+"""What an epoch's order is drawn from: agreed by all readers, recorded, and drawn again on resume.
+
+Seeds and states are drawn where plain PyTorch draws them, so that one process sees the same order
+and the same generators afterwards.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from accel_core.data.order import opening
+from accel_core.data.position import Drawn, Progress
+
+__all__ = ["Draw", "decode", "encode", "unmoved"]
+
+_MODULUS = 2**63  # seeds travel as int64
+
+
+@frozen(kw_only=True)
+class Draw:
+    """How the epochs of one loader get their orders.
+
+    items: the sampler (or the user's batch sampler) that the order comes from.
+    agree: replaces a tensor's content by that of the world's first rank; None in a world of one.
+    follows: this rank is not that first one.
+    seedable: derive each epoch's seed from (data_seed, epoch) instead of drawing it.
+    """
+
+    items: Any
+    agree: Callable[[Tensor], Tensor] | None = None
+    follows: bool = False
+    seedable: bool = False
+    data_seed: int | None = None
+    _initial: list[int] = field(factory=list, init=False)
+
+    def open(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
+        """(the first `wanted` items of the epoch's order, the items after `progress.start`).
+
+        Collective where the order is random. Sets `progress.drawn`.
+        """
+        if type(self.items) is SequentialSampler:
+            return opening(self.items, wanted, progress.start)
+        if _plain_random(self.items) and (self.items.generator is None or self.seedable):
+            return opening(self._seeded(progress), wanted, progress.start)
+        with self._pinned(progress):
+            return opening(self.items, wanted, progress.start)
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The user's own generator that the order is drawn from, if any."""
+        for holder in (self.items, getattr(self.items, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                return generator
+        return None
+
+    def _seeded(self, progress: Progress) -> Iterable[int]:
+        if progress.drawn is None:
+            progress.drawn = self._seed(progress.epoch)
+        sampler = copy.copy(self.items)
+        sampler.generator = torch.Generator().manual_seed(int(progress.drawn))
+        return sampler  # type: ignore[no-any-return]
+
+    def _seed(self, epoch: int) -> int:
+        if self.seedable:
+            if not self._initial:
+                given = torch.initial_seed() if self.data_seed is None else self.data_seed
+                self._initial.append(self._agreed(given % _MODULUS))
+            return (self._initial[0] + epoch) % _MODULUS
+        # The very draw of RandomSampler.__iter__: every rank makes it, the first one's counts.
+        return self._agreed(int(torch.empty((), dtype=torch.int64).random_().item()))
+
+    def _agreed(self, seed: int) -> int:
+        return seed if self.agree is None else int(self.agree(torch.tensor([seed])).item())
+
+    @contextmanager
+    def _pinned(self, progress: Progress) -> Iterator[None]:
+        """The sampler draws from the epoch's own state; who must not be moved by that is put back."""
+        own = self.generator
+        generator = own or torch.default_generator
+        before = generator.get_state()
+        if isinstance(progress.drawn, str):
+            generator.set_state(decode(progress.drawn))
+        elif self.seedable or progress.drawn is not None:
+            progress.drawn = self._seed(progress.epoch) if progress.drawn is None else progress.drawn
+            generator.manual_seed(int(progress.drawn))
+        else:
+            state = before if self.agree is None else self.agree(before.clone())
+            generator.set_state(state)
+            progress.drawn = encode(state)
+        yield
+        # Ranks that follow keep their own default stream (dropout needs it); a resumed epoch is drawn
+        # once more, though its streams have moved on since; a lazy sampler draws from its own for ever.
+        lazy = own is not None and getattr(self.items, "replacement", False)
+        if (progress.resumed and not lazy) or (own is None and (self.seedable or self.follows)):
+            generator.set_state(before)
+
+
+def _plain_random(sampler: Any) -> bool:
+    return isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__
+
+
+def encode(state: Tensor) -> str:
+    """A generator's state (uint8) as text."""
+    return base64.b64encode(bytes(state.tolist())).decode("ascii")
+
+
+def decode(text: str) -> Tensor:
+    """The generator state that `encode` wrote."""
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@contextmanager
+def unmoved(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
+    """Generators, and torch's default one, are afterwards as they were before."""
+    held = [torch.default_generator, *generators.values()]
+    states = [generator.get_state() for generator in held]
+    yield
+    for generator, state in zip(held, states, strict=True):
+        generator.set_state(state)

@@ -1,0 +1,141 @@
+"""The global order and how it is dealt to readers: pure functions, no torch.
+
+One epoch is one order of samples, cut into batches. A *round* is what all readers take together:
+`readers` batches, or one batch that they split. Reader r takes batch (or slice) r of each round, so
+the order never depends on how many readers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Final, TypeVar
+
+from attrs import frozen
+
+__all__ = ["COMPLETE", "Deal", "cut", "opening", "with_last"]
+
+T = TypeVar("T")
+
+COMPLETE: Final = -1
+"""Said of a round that holds no padding."""
+
+
+@frozen(kw_only=True)
+class Deal:
+    """How rounds are dealt. Picklable, so that DataLoader workers can deal too.
+
+    reader, readers: whose share, of how many (the topology's).
+    batch_size: samples of a batch; None where batches vary (a batch sampler of the user's own).
+    split: a round is one batch, split between the readers, instead of a batch for each.
+    even: pad the last round with samples from the start of the order, so that each reader has one.
+    drop_last: leave out a last round that is not complete.
+    """
+
+    reader: int = 0
+    readers: int = 1
+    batch_size: int | None = 1
+    split: bool = False
+    even: bool = True
+    drop_last: bool = False
+
+    @property
+    def batches(self) -> int:
+        """Batches in a round."""
+        return 1 if self.split else self.readers
+
+    @property
+    def samples(self) -> int | None:
+        """Samples in a complete round, where batches have a size."""
+        return None if self.batch_size is None else self.batches * self.batch_size
+
+    @property
+    def wanted(self) -> int:
+        """Samples (without a batch size: batches) from the start of the order that padding may need."""
+        if self.readers == 1 or self.drop_last or not self.even:
+            return 0
+        return self.samples or self.batches
+
+    def shares(self, batches: Iterable[Sequence[T]], head: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
+        """(this reader's batch, real samples in its round) of each round it takes part in.
+
+        The second is COMPLETE unless the round is padded. `head`: the first `wanted` samples of the
+        order (without a batch size: batches).
+        """
+        if self.readers == 1:
+            yield from ((batch, COMPLETE) for batch in batches)
+            return
+        for group, last in with_last(cut(batches, self.batches)):
+            if self._complete(group) or not (last or self.split):
+                yield self._own(group), COMPLETE
+            elif self.even and not self.drop_last:
+                yield self._padded(group, head)
+            elif not self.drop_last and (share := self._own(group)):
+                yield share, COMPLETE
+
+    def length(self, batches: int, samples: int | None = None) -> int:
+        """How many shares this reader gets of `batches` batches (of `samples` samples, where known)."""
+        whole, over = divmod(batches, self.batches)
+        if self.split:
+            short = samples is not None and self.batch_size is not None and samples % self.batch_size
+            if not short or (self.even and not self.drop_last):
+                return batches
+            return batches - (self.drop_last or short <= self.reader * self._slice)
+        if not over or self.drop_last:
+            return whole
+        return whole + (self.even or self.reader < over)
+
+    @property
+    def _slice(self) -> int:
+        assert self.batch_size is not None
+        return self.batch_size // self.readers if self.split else self.batch_size
+
+    def _complete(self, group: Sequence[Sequence[T]]) -> bool:
+        return len(group) == self.batches and (self.batch_size is None or len(group[-1]) == self.batch_size)
+
+    def _own(self, group: Sequence[Sequence[T]]) -> Sequence[T]:
+        if self.split:
+            return group[0][self.reader * self._slice : (self.reader + 1) * self._slice]
+        return group[self.reader] if self.reader < len(group) else ()
+
+    def _padded(self, group: Sequence[Sequence[T]], head: Sequence[T]) -> tuple[Sequence[T], int]:
+        real = sum(map(len, group))
+        if self.batch_size is None:
+            whole = list(islice(chain(group, cycle(head)), self.readers))
+            return whole[self.reader], real  # type: ignore[return-value]
+        samples = list(islice(chain(*group, cycle(head)), self.samples))
+        return samples[self.reader * self._slice : (self.reader + 1) * self._slice], real
+
+
+def cut(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:
+    """Runs of `size` items; the last may be shorter, unless it is dropped."""
+    iterator = iter(items)
+    while len(run := list(islice(iterator, size))) == size:
+        yield run
+    if run and not drop_last:
+        yield run
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last: known by reading one item ahead."""
+    iterator = iter(items)
+    for item in iterator:
+        break
+    else:
+        return
+    for following in iterator:
+        yield item, False
+        item = following
+    yield item, True
+
+
+def opening(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iterator[T]]:
+    """(the first `count` items, all items but the first `skip`).
+
+    Reads at least one item here and now: that is when samplers draw.
+    """
+    iterator = iter(items)
+    head = list(islice(iterator, max(count, 1)))
+    rest = chain(head, iterator)
+    next(islice(rest, skip, skip), None)
+    return head[:count], rest
