@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
-from accel_core import KwargsHandler, option
 from attrs import frozen
+
+from accel_core import KwargsHandler, option
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
@@ -65,7 +66,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         help="Dtype to which gradients are cast before comm_hook sees them.",
     )
     comm_state_option: Mapping[str, Any] = option(
-        factory=dict, help="Arguments of torch's PowerSGDState, for comm_hook power_sgd and batched_power_sgd."
+        factory=dict,
+        help="Arguments of torch's PowerSGDState, for comm_hook power_sgd and batched_power_sgd.",
     )
 
     def __attrs_post_init__(self) -> None:

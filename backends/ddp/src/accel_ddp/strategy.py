@@ -9,16 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accel_core import AccelError, hooks, implements
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_core import AccelError, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
 
 if TYPE_CHECKING:
-    from accel_core import Run, Unit, Window
     from torch import nn
+
+    from accel_core import Run, Unit, Window
 
 __all__ = ["DataParallel"]
 
@@ -60,8 +61,11 @@ class DataParallel:
         return _each_quiet(_parallel(models))
 
     @implements(hooks.join)
-    def join(self, units: Sequence[Unit]) -> AbstractContextManager[Any]:
-        """Ranks that have run out shadow the others' collectives; weights are the last rank's."""
+    def join(self, units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
+        """Ranks that have run out shadow the others' collectives; weights are the last rank's.
+
+        How loaders share out batches (`even_batches`) is core's business.
+        """
         parallel = {model: unit for unit in units for model in _parallel(unit.wrapped)}
         return _Uneven(parallel) if parallel else nullcontext()
 
@@ -70,7 +74,7 @@ class DataParallel:
         # A reducer that outlives its process group aborts some processes at exit (plain torch on its
         # CPU backend: 2 of 8). The model inside, which `unwrap_model` gives, works on.
         for model in _parallel(unit.wrapped):
-            model.reducer = model.logger = None
+            model.reducer = model.logger = None  # type: ignore[assignment]
 
 
 def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
@@ -95,11 +99,11 @@ class _Uneven(Join):
             for model, unit in models.items()
         ]
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for check in self._checks:
             check.remove()
         with warnings.catch_warnings():
-            super().__exit__(*exception)
+            super().__exit__(*exception)  # type: ignore[arg-type]
         Join(self._joinables, enable=False)
 
 

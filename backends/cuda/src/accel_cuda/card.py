@@ -1,0 +1,33 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+from accel_cuda.machine import probe
+
+__all__ = ["CUDA"]
+
+CUDA = Card(
+    name="cuda",
+    slot="device",
+    summary="NVIDIA GPUs, each process on one.",
+    api_version="1.0",
+    priority=100,
+    shadows=("native",),
+    distributed_type="MULTI_GPU",
+    torch_device="cuda",
+    offers={
+        "bf16",
+        "collectives.torch",
+        "float64",
+        "fp16",
+        "memory_stats",
+        "process_per_device",
+        "rng",
+    },
+    probe=probe,
+    verify="accel_cuda.device:verify",
+    launch="accel_cuda.machine:CudaLaunch",
+    config="accel_cuda.config:CudaConfig",
+    implementation="accel_cuda.device:CudaDevice",
+)

@@ -1,0 +1,123 @@
+"""CUDA devices. The base layer runs them already; here is only what it cannot know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from accel_core import ConfigError, hooks, implements
+from accel_cuda import machine
+from accel_cuda.affinity import set_numa_affinity
+from accel_cuda.config import CudaConfig
+
+if TYPE_CHECKING:
+    from accel_core import Run, World
+
+__all__ = ["CudaDevice", "verify"]
+
+SWITCHES: Final = ("tf32", "cudnn_benchmark", "deterministic")
+_live: WeakSet[CudaDevice] = WeakSet()
+
+
+def verify() -> str | None:
+    """None if torch can really compute on a GPU here, else why not."""
+    if not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} finds no usable GPU (driver {machine.driver_version()});"
+            " nvidia-smi says whether the driver works and is new enough for this torch"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    built_for = [arch for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+    if built_for and not any(_runs(arch, major, minor) for arch in built_for):
+        return f"this torch was built for {', '.join(built_for)}, the GPU is an sm_{major}{minor}"
+    return None
+
+
+def _runs(architecture: str, major: int, minor: int) -> bool:
+    # Code for sm_XY runs on every chip of generation X that is at least X.Y.
+    version = int("".join(filter(str.isdigit, architecture)))
+    return version // 10 == major and version % 10 <= minor
+
+
+class CudaDevice:
+    """Device `cuda`."""
+
+    below: Any
+
+    def __init__(self, config: CudaConfig | None, run: Run) -> None:
+        self.config = config or CudaConfig()
+        self.run = run
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        device: torch.device = self.below.select_device(world)
+        self._claim_switches()
+        _set_switches(self.config)
+        return device
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        # Older chips only emulate bf16, slower than fp32.
+        return able if torch.cuda.get_device_capability(device) >= (8, 0) else able - {"bf16"}
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        if not dist.is_nccl_available():
+            raise ConfigError(
+                f"torch {torch.__version__} was built without NCCL, which carries tensors between GPUs\n"
+                "set process_group.backend: gloo (slow), or train in one process: accel launch -n 1"
+            )
+        return {"cuda": "nccl"}
+
+    @implements(hooks.set_affinity)
+    def set_affinity(self, world: World) -> None:
+        if self.config.numa_affinity:
+            set_numa_affinity(world.local_rank)
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {
+            "CUDA driver": machine.driver_version() or "none",
+            "CUDA of torch": str(torch.version.cuda),
+            machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
+        }
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                about = torch.cuda.get_device_properties(index)
+                memory = about.total_memory / 2**30
+                report[f"GPU {index}"] = f"{about.name}, sm_{about.major}{about.minor}, {memory:.1f} GiB"
+        return report
+
+    @implements(hooks.run_ended)
+    def run_ended(self) -> None:
+        _live.discard(self)
+
+    def _claim_switches(self) -> None:
+        for other in _live:
+            for name in SWITCHES:
+                ours, theirs = getattr(self.config, name), getattr(other.config, name)
+                if None not in (ours, theirs) and ours != theirs:
+                    raise ConfigError(
+                        f"cuda.{name}: {ours} here, {theirs} in another run of this process, which has one"
+                        " such switch\nuse one value, or end the other run first (end_training)"
+                    )
+        _live.add(self)
+
+
+def _set_switches(config: CudaConfig) -> None:
+    # Not torch's newer `fp32_precision`: once that is used, reading the older names raises, and much
+    # code reads them. These set both.
+    cudnn = torch.backends.cudnn
+    if config.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        cudnn.allow_tf32 = config.tf32
+    if config.cudnn_benchmark is not None:
+        cudnn.benchmark = config.cudnn_benchmark
+    if config.deterministic is not None:
+        cudnn.deterministic = config.deterministic

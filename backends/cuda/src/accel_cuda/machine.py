@@ -1,0 +1,93 @@
+"""What this machine has, from files and the environment alone: no torch, no CUDA library."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_core import hooks, implements
+from accel_cuda.config import CudaConfig
+
+if TYPE_CHECKING:
+    from accel_core import RunConfig, World
+
+__all__ = ["CudaLaunch", "driver_version", "gpu_count", "probe", "torch_build"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ROOT = Path("/")
+"""Where /proc and /dev are; tests have a tree of their own."""
+
+
+def probe() -> str | None:
+    """None if a GPU can be expected here, else why not."""
+    build = torch_build()
+    if build is None:
+        return "torch is not installed"
+    if build == "hip":
+        return "torch is a ROCm build; the native device plugin runs its GPUs"
+    if build != "cuda":
+        return "torch is a CPU build; install one with CUDA (pytorch.org/get-started)"
+    if driver_version() is None:
+        return "no NVIDIA driver is loaded (there is neither /proc/driver/nvidia nor /dev/dxg)"
+    if os.environ.get(VISIBLE) is not None and gpu_count() == 0:
+        return f"{VISIBLE}={os.environ[VISIBLE]!r} hides every GPU"
+    if gpu_count() == 0:
+        return "the NVIDIA driver is loaded, but this machine or container is given no GPU (no /dev/nvidia0)"
+    return None
+
+
+def torch_build() -> str | None:
+    """`cuda`, `hip` or `cpu`: what the installed torch was built for; None if there is no torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    # Wheels, conda packages and vendors' images number their builds differently; all write this.
+    text = Path(spec.origin).with_name("version.py").read_text()
+    for build in ("cuda", "hip"):
+        if re.search(rf"^{build}\b[^=]*= *['\"]", text, re.MULTILINE):
+            return build
+    return "cpu"
+
+
+def driver_version() -> str | None:
+    """The kernel module's version, "unknown" where only WSL's stand-in is found, None without either."""
+    file = ROOT / "proc/driver/nvidia/version"
+    if file.exists():
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
+        return found[0] if found else "unknown"
+    return "unknown" if (ROOT / "dev/dxg").exists() else None
+
+
+def gpu_count() -> int:
+    """How many GPUs a process of this environment sees."""
+    visible = os.environ.get(VISIBLE)
+    # Under WSL no GPU has a node of its own; one is what such machines have.
+    there = len(list((ROOT / "dev").glob("nvidia[0-9]*"))) or int((ROOT / "dev/dxg").exists())
+    if visible is None:
+        return there
+    # CUDA reads the list up to the first entry that names no device.
+    count = 0
+    for entry in visible.split(","):
+        if (entry.strip().isdecimal() and int(entry) >= there) or not re.match(r"\s*(\d|GPU-|MIG-)", entry):
+            break
+        count += 1
+    return count
+
+
+class CudaLaunch:
+    """What the launcher, and the run before torch's first CUDA call, ask of this device."""
+
+    @implements(hooks.visible_devices)
+    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
+        return VISIBLE, gpu_count()
+
+    @implements(hooks.launch_environment)
+    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
+        options = config.plugins.get("cuda")
+        if isinstance(options, CudaConfig) and options.deterministic:
+            return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it when it is first used
+        return {}
