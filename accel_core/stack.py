@@ -136,6 +136,16 @@ class _Chooser:
         return Chosen(native.record, f"torch runs {kind}, and no installed plugin is named after it")
 
     def strategy(self, asked: str, processes: int) -> Chosen:
+        given = self._by_object("strategy")
+        if given and asked not in ("auto", *(chosen.name for chosen in given)) or len(given) > 1:
+            names = ", ".join(chosen.name for chosen in given)
+            raise ConfigError(
+                f"Accelerator was given the config of {names}, but strategy is {asked!r}"
+                f" ({self.resolved.origins.get('strategy', 'default')})\n"
+                "ask for one of them: name it, or leave the other's config object out"
+            )
+        if given:
+            return given[0]
         if asked != "auto":
             if asked == "single" and processes > 1:
                 raise ConfigError(
@@ -152,6 +162,11 @@ class _Chooser:
                 f"strategy: auto found no strategy for {processes} processes\n{self._install_hint('strategy')}"
             )
         return best
+
+    def _by_object(self, slot: Slot) -> list[Chosen]:
+        """Plugins that are asked for by a config object given in Python."""
+        records = [self.discovery.get(name) for name in self.resolved.objects]
+        return [Chosen(record, "its config object was given in Python") for record in records if record and record.slot == slot]
 
     def _best(self, slot: Slot) -> Chosen | None:
         """The usable plugin of highest priority, unless another usable one shadows it."""
