@@ -1,0 +1,124 @@
+"""What is installed is what was meant to be: plugins, wheels, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import accel_core
+from accel_core.plugins import discover
+
+PLUGINS = {
+    "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun"},
+    "accel-ddp": {"ddp"},
+    "accel-cuda": {"cuda"},
+}
+# tox says what its environment must hold; elsewhere it is what happens to be installed.
+EXPECTED = os.environ.get("ACCEL_TEST_DISTRIBUTIONS")
+NAMES = (
+    EXPECTED.split(",")
+    if EXPECTED
+    else [name for name in PLUGINS if importlib.util.find_spec(name.replace("-", "_"))]
+)
+MODULES = [name.replace("-", "_") for name in NAMES]
+
+LIGHT = [
+    "accel_core",
+    "accel_core.plugins",
+    "accel_core.binding",
+    "accel_core.hookspecs",
+    "accel_core.errors",
+]
+LIGHT_PACKAGES = ["accel_core.config", "accel_core.cli"]
+
+
+def light_modules() -> list[str]:
+    found = list(LIGHT)
+    for package in LIGHT_PACKAGES:
+        folder = Path(accel_core.__file__).parent / package.rpartition(".")[2]
+        found += [package, *(f"{package}.{module.name}" for module in pkgutil.iter_modules([str(folder)]))]
+    return found
+
+
+def run(code: str, *, torch: bool = True) -> str:
+    # A torch that raises stands for a machine without one, or whose vendor has broken it.
+    refuse = "" if torch else "import sys; sys.modules['torch'] = None\n"
+    result = subprocess.run(
+        [sys.executable, "-c", refuse + code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_discovered_plugins_are_exactly_those_of_the_installed_distributions() -> None:
+    ours = [record for record in discover().records if record.distribution in PLUGINS]
+
+    assert {record.name for record in ours} == set().union(*(PLUGINS[name] for name in NAMES))
+    assert {record.status for record in ours} <= {"available", "unavailable"}
+
+
+@pytest.mark.skipif(EXPECTED is None, reason="tox sets ACCEL_TEST_DISTRIBUTIONS; this is no such environment")
+@pytest.mark.parametrize("module", MODULES)
+def test_tests_run_on_wheels_and_not_on_the_checkout(module: str) -> None:
+    spec = importlib.util.find_spec(module)
+
+    assert spec is not None
+    assert spec.origin is not None
+    assert "site-packages" in Path(spec.origin).parts
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_distribution_is_typed_and_its_version_is_its_modules(module: str) -> None:
+    imported = importlib.import_module(module)
+
+    assert metadata.version(module.replace("_", "-")) == imported.__version__
+    assert (Path(imported.__file__ or "").parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("module", light_modules())
+def test_a_module_used_before_workers_start_imports_without_torch(module: str) -> None:
+    run(f"import {module}", torch=False)
+
+
+def test_listing_all_plugins_imports_no_torch() -> None:
+    code = """
+import sys
+from accel_core.plugins import discover
+print([record.status for record in discover().records], "torch" in sys.modules)
+"""
+
+    assert run(code).endswith("False\n")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_a_distribution_imports_nothing_of_its_own_but_what_it_needs(module: str) -> None:
+    code = (
+        f"import {module}, sys; print(sorted(m for m in sys.modules if m.startswith(('torch', '{module}.'))))"
+    )
+
+    assert run(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_of_a_distribution_can_be_loaded(module: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("public names need torch, which this environment leaves out")
+    imported = importlib.import_module(module)
+
+    assert [name for name in imported.__all__ if getattr(imported, name, None) is None] == []
+
+
+def test_the_command_explains_itself_without_torch() -> None:
+    listed = run(
+        "from accel_core.cli import main; import sys; sys.argv = ['accel', '--help']; main()", torch=False
+    )
+
+    assert "launch" in listed
+    assert "plugins" in listed
