@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TypeVar
 
@@ -73,14 +74,13 @@ def _run_script(path: str) -> None:
     # A module of its own stays in sys.modules, so that spawned DataLoader workers, pickle and
     # handlers at exit find `__main__`; runpy.run_path would take it away again.
     main_module = ModuleType("__main__")
-    full = os.path.abspath(path)
-    main_module.__dict__.update(__file__=full, __builtins__=builtins, __spec__=None)
+    full = Path(path).absolute()
+    main_module.__dict__.update(__file__=str(full), __builtins__=builtins, __spec__=None)
     sys.modules["__main__"] = main_module
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(full)
-    with open(full, "rb") as source:
-        code = compile(source.read(), full, "exec", dont_inherit=True)
-    exec(code, main_module.__dict__)
+        sys.path[0] = str(full.parent)
+    code = compile(full.read_bytes(), str(full), "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)  # noqa: S102  # what `python script.py` does
 
 
 def _run_module(name: str) -> None:
@@ -88,8 +88,9 @@ def _run_module(name: str) -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    # The first frames are this file's and runpy's; the user's story starts after them.
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    # The first frames are this package's and runpy's; the user's story starts after them.
+    ours = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return trace
 
@@ -101,8 +102,8 @@ def _note(message: str, trace: str) -> bool:
         return False
     now = time.time()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    note = {"message": {"message": message, "extraInfo": extra}}
+    Path(path).write_text(json.dumps(note), encoding="utf-8")
     return True
 
 

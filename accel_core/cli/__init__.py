@@ -1,0 +1,88 @@
+"""`accel`: one module a command, imported when it is called; plugins may add commands."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from accel_core.errors import AccelError, LaunchError
+
+if TYPE_CHECKING:
+    from accel_core.plugins import Record
+
+__all__ = ["accel", "main"]
+
+BUILT_IN: Final = {
+    "launch": ("accel_core.cli.launch:launch", "Start a script on one or many processes."),
+    "config": ("accel_core.cli.config:config", "Check, show and write configuration files."),
+    "plugins": ("accel_core.cli.plugins:plugins", "List what is installed, and say what is wrong with it."),
+    "env": ("accel_core.cli.env:env", "Describe this machine, for bug reports."),
+}
+
+
+class _Lazy(click.Group):
+    """Knows its commands by name and summary; imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*BUILT_IN, *_commands()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in BUILT_IN:
+            module, _, name = BUILT_IN[cmd_name][0].partition(":")
+            return _checked(getattr(import_module(module), name), cmd_name)
+        record = _commands().get(cmd_name)
+        return None if record is None else _load(record)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from accel_core.plugins import near
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            hint = near(args[0], self.list_commands(ctx))
+            raise click.UsageError(f"there is no command {args[0]!r}{hint}", ctx) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, summary) for name, (_, summary) in BUILT_IN.items()]
+        rows += [(name, record.card.summary) for name, record in _commands().items() if record.card]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _commands() -> dict[str, Record]:
+    from accel_core.plugins import discover
+
+    return {record.name: record for record in discover().of("command") if record.status == "available"}
+
+
+def _load(record: Record) -> click.Command:
+    from accel_core.plugins import load
+
+    assert record.card is not None
+    return _checked(load(record, record.card.implementation or ""), record.name)
+
+
+def _checked(command: object, name: str) -> click.Command:
+    if not isinstance(command, click.Command):
+        raise AccelError(f"the command {name} is no click command but {command!r}")
+    return command
+
+
+@click.command("accel", cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="accel-core", prog_name="accel")
+def accel() -> None:
+    """Train on any hardware, under any parallel strategy."""
+
+
+def main() -> None:
+    """The console script: errors of ours are printed without a traceback."""
+    try:
+        accel(prog_name="accel", windows_expand_args=False)
+    except AccelError as error:
+        print(f"accel: {error}", file=sys.stderr)
+        sys.exit(error.exit_code if isinstance(error, LaunchError) else 1)

@@ -12,20 +12,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
-
-from attrs import frozen
 
 from accel_core import hookspecs as hooks
 from accel_core.errors import LaunchError
 from accel_core.hookspecs import Job, implements
+from accel_core.native.failure import Failure, first_failure
 from accel_core.worker import guard
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 __all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
@@ -33,8 +32,6 @@ __all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
 LOCAL: Final = "127.0.0.1"
 PATIENCE: Final = 900.0
 """Seconds that nodes wait for each other."""
-AGENT_KILLS_AFTER: Final = 30
-"""Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
 TASK_COUNTS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -67,7 +64,7 @@ class TorchrunLauncher:
         """Run `job.argv` in each worker; 128 + n after a signal, else the first failing rank's code."""
         outcome = _run_agent(job, job.argv[0], job.argv[1:])
         if isinstance(outcome, Failure):
-            print(outcome.report, file=sys.stderr)
+            sys.stderr.write(f"{outcome.report}\n")
             return outcome.exit_code
         return outcome if isinstance(outcome, int) else 0
 
@@ -79,7 +76,7 @@ class TorchrunLauncher:
             raise LaunchError(outcome.report, exit_code=outcome.exit_code, rank=outcome.rank)
         if isinstance(outcome, int):
             raise KeyboardInterrupt
-        return [pickle.loads(outcome[rank]) for rank in sorted(outcome)]
+        return [pickle.loads(outcome[rank]) for rank in sorted(outcome)]  # noqa: S301  # our own workers'
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -129,7 +126,9 @@ def _run_agent(
     with TemporaryDirectory(prefix="accel-") as notes, _environment(job), _quiet_agent(), _signals(job):
         meet = _meeting_point(job)
         try:
-            returned: dict[int, Any] = elastic_launch(_config(job, meet, notes, start_method), entrypoint)(*args)
+            returned: dict[int, Any] = elastic_launch(_config(job, meet, notes, start_method), entrypoint)(
+                *args
+            )
         except ChildFailedError as error:
             return first_failure(error.failures)
         except SignalException as error:
@@ -171,19 +170,18 @@ def _notes(folder: str, restarts: int) -> Any:
             if self.last is not None:
                 attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
                 reason = _earliest_note(self.last.error_files.values())
-                print(f"accel: a worker failed{reason}; restart {attempt} of {restarts}", file=sys.stderr)
+                sys.stderr.write(f"accel: a worker failed{reason}; restart {attempt} of {restarts}\n")
             self.last = super().reify(envs)
             return self.last
 
     return Notes(log_dir=folder)
 
 
-def _earliest_note(paths: Sequence[str] | Any) -> str:
+def _earliest_note(paths: Iterable[str]) -> str:
     found = []
-    for path in paths:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                message = json.load(file)["message"]
+    for path in map(Path, paths):
+        if path.exists():
+            message = json.loads(path.read_text(encoding="utf-8"))["message"]
             found.append((message["extraInfo"]["time"], message["message"].splitlines()[0]))
     return f" ({min(found)[1]})" if found else ""
 
@@ -228,7 +226,9 @@ def _c10d(endpoint: str, address: str, *, is_host: bool) -> dict[str, Any]:
 def _split(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
-        raise LaunchError(f"--rendezvous {endpoint!r} is not HOST:PORT\nfor example --rendezvous 10.0.0.1:29500")
+        raise LaunchError(
+            f"--rendezvous {endpoint!r} is not HOST:PORT\nfor example --rendezvous 10.0.0.1:29500"
+        )
     return host, int(port)
 
 
@@ -305,7 +305,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def _store_lacks_libuv() -> bool:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False, use_libuv=True)
@@ -317,18 +317,18 @@ def _store_lacks_libuv() -> bool:
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
     """Keep the agent's log lines from the terminal, unless LOGLEVEL asks for them."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    if "LOGLEVEL" in os.environ:
-        yield
-        return
     silence = logging.NullHandler()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(silence)
+    noisy = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    propagated = [logger.propagate for logger in noisy]
+    for logger in noisy:
+        logger.propagate = "LOGLEVEL" in os.environ
+        logger.addHandler(silence)
     try:
         yield
     finally:
-        logger.removeHandler(silence)
-        logger.propagate = propagate
+        for logger, propagate in zip(noisy, propagated, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(silence)
 
 
 @contextmanager
@@ -337,73 +337,15 @@ def _signals(job: Job) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    signals = [
+        getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+    ]
+    before = [signal.getsignal(number) for number in signals]
+    if job.nodes > 1:
+        # Inside torch's store no Python handler runs; nothing is lost before the workers exist.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
-
-
-# -- failures ------------------------------------------------------------------------------------
-
-
-@frozen(kw_only=True)
-class Failure:
-    """How one worker ended."""
-
-    rank: int
-    local_rank: int
-    exit_code: int
-    """As a shell reports it: 128 + n for signal n."""
-    message: str
-    traceback: str
-
-    @property
-    def report(self) -> str:
-        """The traceback, then one line that names the rank."""
-        return f"{self.traceback}rank {self.rank} (local {self.local_rank}) {self.message}"
-
-
-def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """Of all failed ranks the one whose failure made the others fail."""
-    noted = [time for failure in failures.values() if (time := _note_of(failure).get("time"))]
-    earliest = min(noted, default=float("inf"))
-
-    def order(rank: int) -> tuple[int, float]:
-        failure = failures[rank]
-        at = _note_of(failure).get("time")
-        if at is not None:
-            return 1, at
-        if failure.exitcode in (-signal.SIGTERM, -signal.SIGABRT) or failure.timestamp > earliest + AGENT_KILLS_AFTER - 5:
-            return 2, failure.timestamp  # ended by the agent, or aborted because a peer was gone
-        return 0, failure.timestamp  # gone without a word: the others noticed before the agent did
-
-    rank = min(failures, key=order)
-    return _describe(rank, failures[rank])
-
-
-def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
-    message = failure.error_file_data["message"]
-    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-    return {**extra, "message": message["message"]} if extra else {}
-
-
-def _describe(rank: int, failure: ProcessFailure) -> Failure:
-    note, code = _note_of(failure), failure.exitcode
-    if note.get("py_callstack"):
-        message = f"failed: {note['message'].splitlines()[0]}"
-    elif code < 0:
-        message = f"was killed by {failure.signal_name()}"
-        if -code == signal.SIGKILL:
-            message += "\nthe system kills processes when memory runs out: see `dmesg`"
-    else:
-        message = f"exited with code {code}"
-    return Failure(
-        rank=rank,
-        local_rank=failure.local_rank,
-        exit_code=128 - code if code < 0 else code,
-        message=message,
-        traceback=note.get("py_callstack", ""),
-    )
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

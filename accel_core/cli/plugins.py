@@ -1,0 +1,190 @@
+"""`accel plugins`: what is installed and whether it works here; `doctor` looks closer, `check` tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from accel_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accel_core.plugins import Discovery, Record, Slot
+
+__all__ = ["examine", "plugins", "table"]
+
+DOCTOR_SECONDS: Final = 60.0
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a plugin, in a list.")
+@click.option("--why", is_flag=True, help="Say in words what would be chosen on this machine, and why.")
+@click.pass_context
+def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
+    """List the installed plugins.
+
+    --why explains the choice, `doctor` examines the installation of one plugin, and `check` runs
+    the conformance tests on it.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from accel_core.plugins import discover
+
+    discovery = discover()
+    if as_json:
+        print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2))
+    elif why:
+        print("\n".join(_explain(discovery)))
+    else:
+        print("\n".join(table(discovery)))
+
+
+def _ordered(discovery: Discovery) -> list[Record]:
+    from accel_core.plugins import SLOTS
+
+    return [record for slot in SLOTS for record in discovery.of(slot)]
+
+
+def _facts(record: Record) -> dict[str, object]:
+    card = record.card
+    return {
+        "name": record.name,
+        "slot": record.slot,
+        "status": record.status,
+        "reason": record.reason,
+        "distribution": record.distribution,
+        "version": record.version,
+        "summary": card.summary if card else "",
+        "api_version": card.api_version if card else None,
+        "priority": card.priority if card else None,
+        "offers": sorted(card.offers) if card else [],
+        "needs": sorted(card.needs) if card else [],
+    }
+
+
+def table(discovery: Discovery) -> Iterator[str]:
+    """The lines of the listing, header first."""
+    header = ("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")
+    rows = [header]
+    for record in _ordered(discovery):
+        about = record.reason or (record.card.summary if record.card else "")
+        rows.append((record.name, record.slot, record.status, record.origin, about.splitlines()[0]))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+
+
+def _explain(discovery: Discovery) -> Iterator[str]:
+    yield from _explain_auto(
+        discovery, "device", "taken by `device: auto`; explicit names always get their plugin"
+    )
+    yield from _explain_auto(
+        discovery, "strategy", "taken by `strategy: auto` when there are several processes"
+    )
+    yield from _explain_auto(discovery, "launcher", "the one named by launch.launcher")
+    for record in _ordered(discovery):
+        if record.fault:
+            yield f"{record.name} ({record.origin}) is {record.fault}: {record.detail}"
+            yield from (f"    {line}" for line in record.traceback.splitlines())
+
+
+def _explain_auto(discovery: Discovery, slot: Slot, how: str) -> Iterator[str]:
+    yield f"{slot}: {how}"
+    taken = False
+    records = [record for record in discovery.of(slot) if record.card]
+    shadowed = {name for r in records if r.status == "available" and r.card for name in r.card.shadows}
+    for record in records:
+        assert record.card is not None
+        if record.status != "available":
+            verdict = f"cannot be used here: {record.reason}"
+        elif record.card.priority is None:
+            verdict = "usable, but only when named"
+        elif record.name in shadowed:
+            verdict = "usable, but another usable plugin stands in for it"
+        elif taken:
+            verdict = "usable, of lower priority"
+        else:
+            verdict, taken = "the first that is usable", True
+        priority = "" if record.card.priority is None else f", priority {record.card.priority}"
+        yield f"  {record.name} ({record.origin}{priority}): {verdict}"
+
+
+def _find(name: str) -> Record:
+    from accel_core.plugins import discover, near
+
+    discovery = discover()
+    record = discovery.get(name)
+    if record is None:
+        names = [each.name for each in discovery.records]
+        raise PluginError(
+            f"no plugin {name!r} is installed{near(name, names)}\n`accel plugins` lists them", plugin=name
+        )
+    return record
+
+
+@plugins.command()
+@click.argument("name")
+@click.option(
+    "--timeout", default=DOCTOR_SECONDS, show_default=True, help="Seconds until its imports count as hung."
+)
+def doctor(name: str, timeout: float) -> None:
+    """Import everything plugin NAME is made of, in a child process, and ask it whether it can be used."""
+    record = _find(name)
+    print(f"{record.slot} {record.name}, {record.origin}: {record.status}")
+    if record.reason:
+        print(record.traceback or f"  {record.reason}")
+    if record.card is None:
+        sys.exit(1)
+    code = f"from accel_core.cli.plugins import examine; examine({name!r})"
+    try:
+        ended = subprocess.run([sys.executable, "-c", code], timeout=timeout, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        print(f"  it did not finish within {timeout:g} s: the import above hangs")
+        sys.exit(1)
+    sys.exit(0 if ended.returncode == 0 and record.status == "available" else 1)
+
+
+def examine(name: str) -> None:
+    """The doctor's child: import what the card names, one by one; exit 1 at the first that fails."""
+    from accel_core.plugins import load
+
+    record = _find(name)
+    assert record.card is not None
+    for what in ("launch", "config", "implementation", "verify"):
+        path = getattr(record.card, what)
+        if path is None:
+            continue
+        print(f"  {what}: {path} ... ", end="", flush=True)
+        try:
+            found = load(record, path)
+        except PluginError as error:
+            print(f"failed\n{_trace(error.__cause__)}")
+            sys.exit(1)
+        reason = found() if what == "verify" else None
+        print(reason or "ok")
+        if reason:
+            sys.exit(1)
+
+
+def _trace(error: BaseException | None) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error)) if error else ""
+
+
+@plugins.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("stack")
+@click.option("--world", default="1,2", show_default=True, help="World sizes to test.")
+@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
+def check(stack: str, world: str, pytest_args: tuple[str, ...]) -> None:
+    """Run the conformance tests on STACK: a plugin's name, or several joined by +."""
+    for name in stack.split("+"):
+        _find(name)
+    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing"]
+    command += ["--accel-stack", stack, "--accel-world", world, *pytest_args]
+    sys.exit(subprocess.run(command, check=False).returncode)  # noqa: S603

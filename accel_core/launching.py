@@ -1,0 +1,201 @@
+"""From a merged config to a job: how many workers, with which environment, by which launcher.
+
+Imports torch only to count devices that no plugin counts. `auto` is never resolved here: this
+machine may be a login node; the workers choose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved
+from accel_core.errors import ConfigError, LaunchError
+from accel_core.hookspecs import Job
+from accel_core.plugins import Discovery, load, near
+from accel_core.world import World
+
+if TYPE_CHECKING:
+    from accel_core.binding import Hooks
+    from accel_core.config.schema import RunConfig
+    from accel_core.plugins import Record
+
+__all__ = ["Launch"]
+
+
+@frozen
+class Launch:
+    """What the launcher may say of a run before its workers exist."""
+
+    resolved: Resolved
+    discovery: Discovery
+
+    @property
+    def config(self) -> RunConfig:
+        """The merged config, `auto` left as it is."""
+        return self.resolved.config
+
+    def line(self, processes: int | str) -> str:
+        """What starts, in one line."""
+        from accel_core import __version__
+
+        config, launch = self.config, self.config.launch
+        count = f"{processes} process{'' if processes == 1 else 'es'}"
+        if launch.nodes > 1:
+            total = launch.nodes * processes if isinstance(processes, int) else "auto"
+            count = f"{launch.nodes} nodes x {processes} = {total} processes"
+        precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
+        stack = " + ".join([config.device, config.strategy, precision, *config.extensions])
+        file = f"config {self.resolved.file}" if self.resolved.file else "no config file"
+        return f"accel {'.'.join(__version__.split('.')[:2])}: {count}, {stack}, {file}"
+
+    def doubts(self) -> Iterator[str]:
+        """Why the plugins named cannot be used on this machine; workers elsewhere may not mind."""
+        for record in self._named():
+            if record.status != "available":
+                reason = f"not usable on this machine ({record.reason})"
+                yield f"{record.name}: {reason}; fine if the job runs elsewhere"
+
+    def processes(self) -> int:
+        """Workers on this node: what was asked, or the visible devices of the kind asked for.
+
+        Raises:
+            LaunchError: more workers than the device asked for can serve.
+        """
+        asked = self.config.launch.processes_per_node
+        if self.config.device == "auto":
+            return asked if asked != "auto" else self._visible() or 1
+        if self.config.device.partition(":")[0] == "cpu":
+            return 1 if asked == "auto" else asked
+        visible = self._visible()
+        if asked == "auto":
+            return visible or 1
+        self._refuse_too_many(asked, visible)
+        return asked
+
+    def _refuse_too_many(self, asked: int, visible: int | None) -> None:
+        device, record = self.config.device, self._device()
+        if (
+            asked > 1
+            and record is not None
+            and record.card
+            and "process_per_device" not in record.card.offers
+        ):
+            raise LaunchError(
+                f"{asked} processes were asked for; {device} trains in one process\nuse -n 1, or --device cpu"
+            )
+        if visible is not None and asked > visible:
+            raise LaunchError(
+                f"{asked} processes a node were asked for, on {device}; this machine shows {visible} of them\n"
+                f"use -n {visible or 1}, or -n auto, or --device cpu"
+            )
+
+    def environment(self, processes: int) -> dict[str, str]:
+        """What vendor libraries want to find, where the user has not set it; and the run's id."""
+        launch = self.config.launch
+        world = World(size=launch.nodes * processes, local_size=processes, nodes=launch.nodes)
+        wanted: dict[str, str] = {"ACCEL_RUN_ID": os.environ.get("ACCEL_RUN_ID") or self._run_id()}
+        for record in self._guessed():
+            light = _light(record)
+            if hasattr(light, "launch_environment"):
+                wanted.update(light.launch_environment(self.config, world))
+        return {name: value for name, value in wanted.items() if name not in os.environ}
+
+    def _run_id(self) -> str:
+        # Launchers of one job know each other by nothing but the place where they meet.
+        meeting = self.config.launch.rendezvous
+        if self.config.launch.nodes == 1 or meeting is None:
+            return uuid.uuid4().hex
+        return hashlib.blake2b(f"{meeting}/{self.config.launch.nodes}".encode(), digest_size=16).hexdigest()
+
+    @contextmanager
+    def job(self, argv: Sequence[str], processes: int | None = None) -> Iterator[Job]:
+        """The job, while the file with the merged config exists."""
+        launch, count = self.config.launch, processes or self.processes()
+        with TemporaryDirectory(prefix="accel-") as folder:
+            handover = Path(folder, "config.json")
+            handover.write_text(self.resolved.handover(), encoding="utf-8")
+            yield Job(
+                argv=tuple(argv),
+                nodes=launch.nodes,
+                node_rank=launch.node_rank,
+                processes_per_node=count,
+                rendezvous=launch.rendezvous,
+                max_restarts=launch.max_restarts,
+                environment={**self.environment(count), HANDOVER_VARIABLE: str(handover)},
+            )
+
+    def launcher(self) -> Hooks:
+        """The hooks of the launcher plugin that the config names."""
+        from accel_core.binding import Binder
+
+        name = self.config.launch.launcher
+        record = self.discovery.get(name)
+        launchers = [each.name for each in self.discovery.of("launcher")]
+        if record is None or record.slot != "launcher" or record.card is None or record.status != "available":
+            found = (
+                f"cannot be used: {record.reason}" if record else f"is not installed{near(name, launchers)}"
+            )
+            origin = self.resolved.origins.get("launch.launcher", "default")
+            raise ConfigError(f"the launcher {name!r} ({origin}) {found}\ninstalled: {', '.join(launchers)}")
+        options = self.resolved.plugin_config(record)
+        plugin = load(record, record.card.implementation or "")(options, None)
+        binder = Binder()
+        return binder.hooks([binder.register(plugin, name=name, slot="launcher", origin=record.origin)])
+
+    # -- which devices are here ------------------------------------------------------------------
+
+    def _visible(self) -> int | None:
+        """Devices that this machine shows of the kind asked for; None if nothing can tell."""
+        record = self._device()
+        light = _light(record) if record else None
+        if light is not None and hasattr(light, "visible_devices"):
+            return int(light.visible_devices(self.config)[1])
+        return _count_by_torch(self.config.device)
+
+    def _device(self) -> Record | None:
+        """The device plugin named; with auto, the first whose probe is content."""
+        if self.config.device != "auto":
+            record = self.discovery.get(self.config.device.partition(":")[0])
+            return record if record and record.slot == "device" else None
+        usable = (r for r in self.discovery.of("device") if r.card and r.card.priority is not None)
+        return next((record for record in usable if record.status == "available"), None)
+
+    def _named(self) -> Iterator[Record]:
+        config = self.config
+        names = [config.device.partition(":")[0], config.strategy, config.mixed_precision, *config.extensions]
+        for name in names:
+            record = self.discovery.get(name)
+            if record is not None:
+                yield record
+
+    def _guessed(self) -> list[Record]:
+        device = self._device()
+        others = [record for record in self._named() if record.slot != "device"]
+        return [record for record in (device, *others) if record is not None]
+
+
+def _light(record: Record) -> Any:
+    """An instance of the card's `launch` class, or None."""
+    if record.card is None or record.card.launch is None or record.status != "available":
+        return None
+    return load(record, record.card.launch)()
+
+
+def _count_by_torch(device: str) -> int | None:
+    import torch
+
+    if device == "auto":
+        return torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    try:
+        return int(torch.get_device_module(device.partition(":")[0]).device_count())
+    except (RuntimeError, AttributeError):
+        return None  # torch does not know it; the worker will say so with the reasons

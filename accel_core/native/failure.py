@@ -1,0 +1,80 @@
+"""How workers ended, and which of them ended first: the one to tell the user about."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+__all__ = ["Failure", "first_failure"]
+
+AGENT_KILLS_AFTER: Final = 30
+"""Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
+
+
+@frozen(kw_only=True)
+class Failure:
+    """How one worker ended."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    """As a shell reports it: 128 + n for signal n."""
+    message: str
+    traceback: str
+
+    @property
+    def report(self) -> str:
+        """The traceback, then one line that names the rank."""
+        return f"{self.traceback}rank {self.rank} (local {self.local_rank}) {self.message}"
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
+    """Of all failed ranks the one whose failure made the others fail."""
+    noted = [time for failure in failures.values() if (time := _note_of(failure).get("time"))]
+    earliest = min(noted, default=float("inf"))
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        at = _note_of(failure).get("time")
+        if at is not None:
+            return 1, at
+        if (
+            failure.exitcode in (-signal.SIGTERM, -signal.SIGABRT)
+            or failure.timestamp > earliest + AGENT_KILLS_AFTER - 5
+        ):
+            return 2, failure.timestamp  # ended by the agent, or aborted because a peer was gone
+        return 0, failure.timestamp  # gone without a word: the others noticed before the agent did
+
+    rank = min(failures, key=order)
+    return _describe(rank, failures[rank])
+
+
+def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
+    message = failure.error_file_data["message"]
+    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return {**extra, "message": message["message"]} if extra else {}
+
+
+def _describe(rank: int, failure: ProcessFailure) -> Failure:
+    note, code = _note_of(failure), failure.exitcode
+    if note.get("py_callstack"):
+        message = f"failed: {note['message'].splitlines()[0]}"
+    elif code < 0:
+        message = f"was killed by {failure.signal_name()}"
+        if -code == signal.SIGKILL:
+            message += "\nthe system kills processes when memory runs out: see `dmesg`"
+    else:
+        message = f"exited with code {code}"
+    return Failure(
+        rank=rank,
+        local_rank=failure.local_rank,
+        exit_code=128 - code if code < 0 else code,
+        message=message,
+        traceback=note.get("py_callstack", ""),
+    )

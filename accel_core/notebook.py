@@ -1,0 +1,63 @@
+"""Launching a function: the same workers as `accel launch`, from a notebook or a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["notebook_launcher"]
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: str | int | None = None,
+    max_restarts: int = 0,
+    *,
+    device: str | None = None,
+    strategy: str | None = None,
+    config: str | None = None,
+) -> Sequence[Any]:
+    """Run `function(*args)` in `num_processes` new processes of this machine and wait for them.
+
+    Make the Accelerator, the model and every tensor inside `function`. On Linux the processes are
+    forked, so a function of a notebook cell will do; elsewhere it must come from a module.
+
+    Args:
+        function: called in each worker.
+        args: its arguments.
+        num_processes: how many workers; None: what `accel.yaml` says, else one a visible device.
+        mixed_precision: "no", "fp16", "bf16" or a precision plugin; None: what `accel.yaml` says.
+        use_port: port of 127.0.0.1 where the workers meet; None: a free one.
+        max_restarts: how often failed workers are started again.
+        device: device plugin, torch device type, or "auto".
+        strategy: strategy plugin or "auto".
+        config: the YAML file to read instead of `accel.yaml`.
+
+    Returns:
+        What each rank's call returned, in rank order. It must pickle.
+
+    Raises:
+        ConfigError: the settings are wrong.
+        LaunchError: a worker failed; the message holds the first failing rank's traceback.
+    """
+    from accel_core.config.resolve import load
+    from accel_core.launching import Launch
+    from accel_core.plugins import discover
+
+    given = {
+        "launch.processes_per_node": num_processes,
+        "launch.rendezvous": None if use_port is None else f"127.0.0.1:{use_port}",
+        "launch.max_restarts": max_restarts or None,
+        "mixed_precision": mixed_precision,
+        "device": device,
+        "strategy": strategy,
+    }
+    discovery = discover()
+    python = {path: value for path, value in given.items() if value is not None}
+    plan = Launch(load(python=python, file=config, discovery=discovery), discovery)
+    with plan.job(()) as job:
+        results: Sequence[Any] = plan.launcher().launch_function(function, tuple(args), job)
+    return results
