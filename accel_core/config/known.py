@@ -26,14 +26,11 @@ class Known:
 
 @cache
 def known() -> dict[str, Known]:
-    """Name -> first-party plugin, installed or not. Read on first use; empty where the data is missing."""
+    """Name -> first-party plugin, installed or not. Read on first use."""
     import yaml
 
     path = Path(__file__).parent.parent / "known.yaml"
-    if not path.is_file():
-        return {}
-    data = yaml.safe_load(path.read_text(encoding="utf-8")) or []
-    rows: list[dict[str, Any]] = data["plugins"] if isinstance(data, dict) else data
+    rows: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["plugins"]
     return {
         row["name"]: Known(
             name=row["name"],

@@ -28,8 +28,9 @@ class Option:
         """Why a value of the right type is still wrong; None if it is not."""
         if value is None:
             return None
-        if self.choices and value not in self.choices:
-            return f"expected one of {', '.join(map(repr, self.choices))}, got {value!r}"
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if self.choices and item not in self.choices:
+                return f"expected one of {', '.join(map(repr, self.choices))}, got {item!r}"
         if self.minimum is not None and isinstance(value, (int, float)) and value < self.minimum:
             return f"must be at least {self.minimum:g}, got {value!r}"
         return None
@@ -46,7 +47,9 @@ def option(
     python_only: bool = False,
     converter: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Declare an option of a config class, as in `limit: int = option(25, help="...", unit="MiB")`.
+    """Declare a field of a config class that users may set.
+
+    As in `bucket_cap_mb: int = option(25, help="Size of a bucket.", unit="MiB")`.
 
     Args:
         default: its value when nobody gives one; may not depend on the environment. Left out: the

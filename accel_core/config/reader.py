@@ -14,11 +14,22 @@ from attrs import define, evolve, field, frozen
 from accel_core.config.known import known
 from accel_core.config.options import describe
 from accel_core.config.schema import RunConfig
-from accel_core.config.structure import Mismatch, Path, Text, convert, options_of, section_class
+from accel_core.config.structure import MismatchError, Path, Text, convert, options_of, section_class, show
 from accel_core.errors import PluginError
 from accel_core.plugins import Discovery, Record, load, near
 
-__all__ = ["CORE", "Layer", "Problem", "Reader", "Setting", "Source", "spell"]
+__all__ = [
+    "CORE",
+    "Layer",
+    "Problem",
+    "Reader",
+    "Setting",
+    "Source",
+    "load_class",
+    "mapping_in",
+    "merge",
+    "spell",
+]
 
 Source = Literal["file", "environment", "flag", "python", "proposal"]
 
@@ -34,6 +45,11 @@ class Setting:
     source: Source
     origin: str
     over: str = ""
+
+    @property
+    def described(self) -> str:
+        """The origin, and what it won over."""
+        return f"{self.origin} (over {self.over})" if self.over else self.origin
 
 
 @frozen
@@ -88,27 +104,12 @@ class Reader:
         """The config class of an installed plugin; None if it has no options or cannot be read."""
         if name not in self._classes:
             record = self.discovery.get(name)
-            self._classes[name] = self._load_class(record) if record else None
+            try:
+                self._classes[name] = load_class(record) if record and not record.fault else None
+            except PluginError as error:  # who chooses the plugin gets the error, nobody else
+                self._classes[name] = None
+                self.notes[f"options of {name} cannot be read: {str(error).splitlines()[1]}"] = None
         return self._classes[name]
-
-    def section(self, path: Path) -> tuple[Path, type] | None:
-        """(its own path, class) of the section that an option's path lies in."""
-        if path[0] == "strategies" and len(path) > 1 and path[1] in self.named:
-            cls, depth = self.options_class(self.named[path[1]]), 2
-        else:
-            cls, depth = section_class(CORE.get(path[0])) or self.options_class(path[0]), 1
-        return (path[:depth], cls) if cls else None
-
-    def _load_class(self, record: Record) -> type | None:
-        if record.fault or record.card is None or record.card.config is None:
-            return None
-        try:
-            cls: type = load(record, record.card.config)
-            options_of(cls)
-        except (PluginError, NameError) as error:  # who chooses the plugin gets the error, nobody else
-            self.notes[f"section {record.name} is not read: {str(error).splitlines()[-1]}"] = None
-            return None
-        return cls
 
     # -- the walk: each step yields (path, setting) pairs or adds a problem ---------------------------
 
@@ -157,11 +158,11 @@ class Reader:
 
     def _entries(self, layer: Layer, path: Path, raw: Any) -> list[tuple[str, Any]]:
         if isinstance(raw, Text):
-            raw = _mapping_in(raw)
+            raw = mapping_in(raw)
         if raw is None:  # a section whose keys are all commented out
             return []
         if not isinstance(raw, Mapping):
-            self._problem(layer, path, f"is a section: expected keys and values, got {raw!r}")
+            self._problem(layer, path, f"is a section: expected keys and values, got {show(raw)}")
             return []
         return [(str(key), value) for key, value in raw.items()]
 
@@ -171,7 +172,7 @@ class Reader:
             return
         attribute, kind = options_of(cls)[path[-1]]
         inner = section_class(kind)
-        if inner and (raw is None or isinstance(raw, (Mapping, Text))):
+        if inner and not isinstance(raw, inner):
             yield from self._section(layer, path, inner, raw)
             return
         about = describe(attribute)
@@ -184,10 +185,10 @@ class Reader:
             )
             return
         try:
-            if layer.source == "python" and attribute.converter:
+            if layer.source == "python" and callable(attribute.converter):
                 raw = attribute.converter(raw)
             value = convert(raw, kind)
-        except (Mismatch, TypeError, ValueError) as mismatch:  # a converter's, of a wrong type
+        except (MismatchError, TypeError, ValueError) as mismatch:  # a converter's, of a wrong type
             self._problem(layer, path, str(mismatch))
             return
         objection = about.objection(value)
@@ -208,10 +209,8 @@ class Reader:
             self._installed_but_unread(layer, path[:1], record)
         elif name in known():
             it = known()[name]
-            self.notes[
-                f"section {name} ({layer.origin(path[:1])}) is kept unread: {it.slot} {name} is not installed;"
-                f" pip install {it.distribution}"
-            ] = None
+            missing = f"{it.slot} {name} is not installed; pip install {it.distribution}"
+            self.notes[f"section {name} ({layer.origin(path[:1])}) is kept unread: {missing}"] = None
         else:
             self._problem(layer, path[:1], f"unknown key{self._hint(path[:1], RunConfig)}")
 
@@ -250,11 +249,35 @@ class Reader:
                 yield f"{it.name} (not installed: pip install {it.distribution})"
 
 
+def load_class(record: Record) -> type | None:
+    """The config class that a plugin's card names.
+
+    Raises:
+        PluginError: it cannot be imported, or is not made of options.
+    """
+    if record.card is None or record.card.config is None:
+        return None
+    cls: type = load(record, record.card.config)
+    try:
+        options_of(cls)
+    except Exception as error:  # NameError, TypeError, NotAnAttrsClassError: annotations are code
+        raise PluginError(
+            f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config} is no class of options\n"
+            f"{type(error).__name__}: {error}\n"
+            "a config class is frozen attrs; annotations are resolved, so what only type checkers import belongs"
+            " into option(python_only=True)",
+            plugin=record.name,
+            distribution=record.origin,
+        ) from error
+    return cls
+
+
 class _Nested(dict[str, Any]):
     """A mapping that was spelt as a dotted path: only sections may be entered that way."""
 
 
-def _mapping_in(text: str) -> Any:
+def mapping_in(text: str) -> Any:
+    """What a shell wrote for a whole section: `{nodes: 2}`."""
     import yaml
 
     try:

@@ -11,18 +11,30 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any, Final
 
-from attrs import NOTHING, field, frozen
+from attrs import NOTHING, evolve, field, frozen
 
 from accel_core.config.layers import environment_layer, flag_layer, python_layers
-from accel_core.config.reader import CORE, Layer, Problem, Reader, Setting, merge, spell
+from accel_core.config.reader import (
+    CORE,
+    Layer,
+    Problem,
+    Reader,
+    Setting,
+    Source,
+    load_class,
+    mapping_in,
+    merge,
+    spell,
+)
 from accel_core.config.schema import Proposal, RunConfig
-from accel_core.config.structure import Path, options_of, plain, section_class
+from accel_core.config.structure import Path, Text, options_of, plain, section_class
 from accel_core.errors import ConfigError
 from accel_core.plugins import Discovery, Record
 
-__all__ = ["HANDOVER_VARIABLE", "Resolved", "load"]
+__all__ = ["HANDOVER_VARIABLE", "Resolved", "find_file", "load"]
 
 HANDOVER_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 FILE_VARIABLE: Final = "ACCEL_CONFIG"
@@ -51,10 +63,7 @@ class Resolved:
     @property
     def origins(self) -> Mapping[str, str]:
         """Dotted path -> who set it, for whatever is not a default."""
-        return {
-            spell(path): f"{setting.origin} (over {setting.over})" if setting.over else setting.origin
-            for path, setting in self.settings.items()
-        }
+        return {spell(path): setting.described for path, setting in self.settings.items()}
 
     @property
     def tree(self) -> Mapping[str, Any]:
@@ -72,21 +81,15 @@ class Resolved:
 
         Raises:
             ConfigError: it has a required option that nobody gave.
-            PluginError: its config class cannot be imported.
+            PluginError: its config class cannot be used.
         """
         if alias is not None and alias in self._strategies:
             return self._strategies[alias]
         if record.name in self.config.plugins:
             return self.config.plugins[record.name]
-        if record.card is None or record.card.config is None:
-            return None
-        cls = self._reader.options_class(record.name)
-        if cls is None:
-            from accel_core.plugins import load as load_path
-
-            cls = load_path(record, record.card.config)
+        cls = load_class(record)
         problems: list[Problem] = []
-        config: object = _instance(cls, (record.name,), {}, None, problems)
+        config: object = _instance(cls, (record.name,), {}, None, problems) if cls else None
         _raise_if_any(problems)
         return config
 
@@ -96,14 +99,12 @@ class Resolved:
         Raises:
             ConfigError: two want different values, or one contradicts what somebody set.
         """
-        settings, problems = dict(self.settings), self._reader.problems
+        reader, settings = evolve(self._reader, problems=[]), dict(self.settings)
         for name in dict.fromkeys(selected):
             for proposal in self._proposals(name, discovery):
-                self._propose(settings, name, proposal)
-        _raise_if_any(problems)
-        if settings == self.settings:
-            return self
-        return _assemble(self._reader, settings, self._bases, self)
+                _propose(reader, settings, name, proposal)
+        _raise_if_any(reader.problems)
+        return _assemble(reader, settings, self._bases, self)
 
     def _proposals(self, name: str, discovery: Discovery) -> Sequence[Proposal]:
         record = discovery.get(name)
@@ -111,18 +112,9 @@ class Resolved:
         propose = getattr(config, "propose", None)
         return propose(self.config) if propose else ()
 
-    def _propose(self, settings: Settings, name: str, proposal: Proposal) -> None:
-        place = tuple(proposal.path.split("."))
-        layer = Layer("proposal", [(place, proposal.value)], lambda _: f"{name}: {proposal.reason}")
-        for path, setting in self._reader.read(layer).items():
-            before = settings.setdefault(path, setting)
-            if before.value != setting.value:
-                message = f"wants {setting.value!r}, but it is {before.value!r} by {before.origin}"
-                self._reader.problems.append(Problem(setting.origin, path, message))
-
     def handover(self) -> str:
         """What a launcher gives its workers instead of file, environment and flags: JSON text."""
-        rows = [[path, plain(s.value), s.source, s.origin, s.over] for path, s in self.settings.items()]
+        rows = [(path, plain(s.value), s.source, s.described) for path, s in self.settings.items()]
         return json.dumps({"file": self.file, "settings": rows}, indent=1)
 
 
@@ -154,7 +146,11 @@ def load(
     reader = Reader(discovery)
     settings: Settings = {}
     bases: dict[Path, object] = {}
-    name, layers = _outer_layers(reader, flags or {}, file, environment, directory)
+    if environment.get(HANDOVER_VARIABLE):
+        name, layers = _handed_over(environment[HANDOVER_VARIABLE])
+    else:
+        name = find_file(file, environment, directory)
+        layers = _outer_layers(flags or {}, name, directory, environment, reader.problems)
     layers += python_layers(python or {}, objects, reader, bases)
     reader.named = _named_strategies(layers)
     for layer in layers:
@@ -165,6 +161,16 @@ def load(
     return _assemble(reader, settings, bases, _Facts(file=name, objects=given))
 
 
+def _propose(reader: Reader, settings: Settings, name: str, proposal: Proposal) -> None:
+    place = tuple(proposal.path.split("."))
+    layer = Layer("proposal", [(place, proposal.value)], lambda _: f"{name}: {proposal.reason}")
+    for path, setting in reader.read(layer).items():
+        before = settings.setdefault(path, setting)
+        if before.value != setting.value:
+            message = f"wants {setting.value!r}, but it is {before.value!r} by {before.origin}"
+            reader.problems.append(Problem(setting.origin, path, message))
+
+
 @frozen(kw_only=True)
 class _Facts:
     """What `_assemble` takes over as it is."""
@@ -173,14 +179,43 @@ class _Facts:
     objects: Sequence[str]
 
 
+def find_file(
+    file: str | None, environment: Mapping[str, str] = os.environ, directory: str | os.PathLike[str] = "."
+) -> str | None:
+    """The file that is read: `file`, else what ACCEL_CONFIG names, else accel.yaml where there is one."""
+    named = file or environment.get(FILE_VARIABLE)
+    return named or (FILE_NAME if FilePath(directory, FILE_NAME).exists() else None)
+
+
 def _outer_layers(
-    reader: Reader,
     flags: Mapping[str, str],
-    file: str | None,
-    environment: Mapping[str, str],
+    name: str | None,
     directory: str | os.PathLike[str],
-) -> tuple[str | None, list[Layer]]:
-    return None, [environment_layer(environment), flag_layer(flags)]
+    environment: Mapping[str, str],
+    problems: list[Problem],
+) -> list[Layer]:
+    layers = [environment_layer(environment), flag_layer(flags)]
+    if name is None:
+        return layers
+    from accel_core.config.yamlfile import read_yaml  # PyYAML costs 30 ms, and most tests have no file
+
+    return [read_yaml(name, FilePath(directory), problems), *layers]
+
+
+def _handed_over(name: str) -> tuple[str | None, list[Layer]]:
+    """The layers that the launcher read; one a setting, for each has its own source and origin."""
+    try:
+        data = json.loads(FilePath(name).read_text(encoding="utf-8"))
+        return data["file"], [_handed_layer(*row) for row in data["settings"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{HANDOVER_VARIABLE} names {name}, which is no config of a launcher ({type(error).__name__}: {error})\n"
+            f"unset {HANDOVER_VARIABLE}; `accel launch` sets it for its workers only"
+        ) from error
+
+
+def _handed_layer(path: Sequence[str], value: Any, source: Source, origin: str) -> Layer:
+    return Layer(source, [(tuple(path), value)], lambda _: origin)
 
 
 def _named_strategies(layers: Sequence[Layer]) -> dict[str, str]:
@@ -195,6 +230,8 @@ def _named_strategies(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _walk(path: Path, raw: Any) -> list[tuple[Path, Any]]:
+    if isinstance(raw, Text) and len(path) < 3:
+        raw = mapping_in(raw)
     if path[0] == "strategies" and isinstance(raw, Mapping):
         return [found for key, value in raw.items() for found in _walk((*path, str(key)), value)]
     return [(path, raw)]
@@ -264,7 +301,9 @@ def _instance(cls: type, path: Path, settings: Settings, base: Any, problems: li
         elif inner and any(p[: len(place)] == place for p in mine):
             values[alias] = _instance(inner, place, mine, None, problems)
         elif attribute.default is NOTHING:
-            problems.append(Problem(_whose(mine), place, "required key missing"))
+            problems.append(
+                Problem(_whose(mine), place, f"required key missing; set it in section {spell(path)}")
+            )
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:  # a check of the class itself, over several options
@@ -280,7 +319,7 @@ def _at(instance: Any, path: Path) -> Any:
 
 
 def _whose(settings: Mapping[Path, Setting]) -> str:
-    return next((setting.origin for setting in settings.values()), "nobody gave it")
+    return next((setting.origin for setting in settings.values()), "")
 
 
 def _raise_if_any(problems: list[Problem]) -> None:

@@ -239,7 +239,7 @@ class RunConfig:
             return steps
         if steps not in (1, section):
             raise ConfigError(
-                f"gradient_accumulation_steps is {steps}, accumulation.num_steps is {section}; set one of them"
+                f"gradient_accumulation_steps is {steps}, accumulation.num_steps is {section}\nset one of them"
             )
         return section
 

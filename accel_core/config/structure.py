@@ -18,11 +18,11 @@ from functools import cache
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
-from attrs import Attribute
+from attrs import NOTHING, Attribute
 
 from accel_core.config.options import default_of, describe
 
-__all__ = ["Mismatch", "Text", "convert", "leaves", "options_of", "plain", "section_class"]
+__all__ = ["MismatchError", "Text", "convert", "leaves", "options_of", "plain", "section_class"]
 
 Path = tuple[str, ...]
 
@@ -42,7 +42,7 @@ class Text(str):
     __slots__ = ()
 
 
-class Mismatch(Exception):
+class MismatchError(Exception):
     """A value is not of its option's type; the message says what was expected and found."""
 
 
@@ -78,7 +78,7 @@ def convert(raw: Any, kind: Any) -> Any:
     """`raw` as a value of type `kind`.
 
     Raises:
-        Mismatch: it is not one.
+        MismatchError: it is not one.
     """
     if isinstance(raw, Text):
         return _from_text(str(raw), kind)
@@ -119,29 +119,29 @@ def _scalar(raw: Any, kind: Any) -> Any:
 def _enum(raw: Any, kind: type[Enum]) -> Enum:
     found = next((member for member in kind if member.value == raw), None)
     if found is None:
-        raise Mismatch(f"expected one of {', '.join(repr(m.value) for m in kind)}, got {show(raw)}")
+        raise MismatchError(f"expected one of {', '.join(repr(m.value) for m in kind)}, got {show(raw)}")
     return found
 
 
 def _first(raw: Any, kind: Any) -> Any:
-    for member in get_args(kind):
-        try:
-            return convert(raw, member)
-        except Mismatch:
-            continue
-    raise _mismatch(raw, kind)
+    value = next((v for member in get_args(kind) if (v := _attempt(raw, member)) is not NOTHING), NOTHING)
+    if value is NOTHING:
+        raise _mismatch(raw, kind)
+    return value
+
+
+def _attempt(raw: Any, kind: Any) -> Any:
+    try:
+        return convert(raw, kind)
+    except MismatchError:
+        return NOTHING
 
 
 def _sequence(raw: Any, kind: Any) -> Any:
     if isinstance(raw, str) or not isinstance(raw, Sequence):
         raise _mismatch(raw, kind)
     item = (get_args(kind) or (Any,))[0]
-    values = []
-    for number, each in enumerate(raw):
-        try:
-            values.append(convert(each, item))
-        except Mismatch as mismatch:
-            raise Mismatch(f"item {number + 1}: {mismatch}") from None
+    values = [_item(f"item {number}", each, item) for number, each in enumerate(raw, 1)]
     return values if get_origin(kind) is list else tuple(values)
 
 
@@ -149,13 +149,14 @@ def _mapping(raw: Any, kind: Any) -> dict[Any, Any]:
     if not isinstance(raw, Mapping):
         raise _mismatch(raw, kind)
     key_kind, value_kind = get_args(kind) or (Any, Any)
-    values = {}
-    for key, each in raw.items():
-        try:
-            values[convert(key, key_kind)] = convert(each, value_kind)
-        except Mismatch as mismatch:
-            raise Mismatch(f"{key}: {mismatch}") from None
-    return values
+    return {_item("key", key, key_kind): _item(str(key), each, value_kind) for key, each in raw.items()}
+
+
+def _item(label: str, raw: Any, kind: Any) -> Any:
+    try:
+        return convert(raw, kind)
+    except MismatchError as mismatch:
+        raise MismatchError(f"{label}: {mismatch}") from None
 
 
 def _callable(raw: Any, kind: Any) -> Any:
@@ -177,15 +178,13 @@ _CONTAINERS: Final[Mapping[Any, Callable[[Any, Any], Any]]] = {
 def _from_text(text: str, kind: Any) -> Any:
     # What the text looks like first, then the text itself: `no` is False for a bool, "no" for a
     # str, and both for neither a list, where a shell's `a,b` is meant.
-    attempts = [_looks_like(text), text]
+    attempts: list[Any] = [_looks_like(text), text]
     if "[" not in text:
         attempts.append([part.strip() for part in text.split(",") if part.strip()])
-    for attempt in attempts:
-        try:
-            return convert(attempt, kind)
-        except Mismatch:
-            continue
-    raise _mismatch(text, kind)
+    value = next((v for attempt in attempts if (v := _attempt(attempt, kind)) is not NOTHING), NOTHING)
+    if value is NOTHING:
+        raise _mismatch(text, kind)
+    return value
 
 
 def _looks_like(text: str) -> Any:
@@ -200,7 +199,7 @@ def _looks_like(text: str) -> Any:
     return text if isinstance(value, str) and text[:1] not in "'\"" else value
 
 
-def _mismatch(raw: Any, kind: Any) -> Mismatch:
+def _mismatch(raw: Any, kind: Any) -> MismatchError:
     message = f"expected {_name(kind)}, got {show(raw)}"
     accepts = set(get_args(kind)) | {kind}
     if isinstance(raw, bool) and (str in accepts or get_origin(kind) is Literal):
@@ -212,7 +211,7 @@ def _mismatch(raw: Any, kind: Any) -> Mismatch:
             message += "; remove the quotes"
     elif isinstance(raw, str) and get_origin(kind) in (tuple, list, Sequence):
         message += f"; write [{raw}]"
-    return Mismatch(message)
+    return MismatchError(message)
 
 
 def _name(kind: Any) -> str:
