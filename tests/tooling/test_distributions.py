@@ -51,7 +51,7 @@ def run(code: str, *, torch: bool = True) -> str:
     # A torch that raises stands for a machine without one, or whose vendor has broken it.
     refuse = "" if torch else "import sys; sys.modules['torch'] = None\n"
     result = subprocess.run(
-        [sys.executable, "-c", refuse + code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-I", "-c", refuse + code], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
