@@ -1,6 +1,6 @@
 """Run a function in a world of clean processes, each started as a launcher would start it.
 
-Processes are forked from a server that has imported torch and nothing else, so each starts in some
+Processes are forked from a server that has imported torch and done nothing else, so each starts in some
 20 ms and knows nothing of the one before: no process group, no renamed device, no seeded generator.
 """
 
@@ -38,6 +38,8 @@ R = TypeVar("R")
 GRACE_SECONDS: Final = 2.0
 """How long the others may run on once a rank has failed: they wait for it in a collective."""
 OUTPUT_LINES: Final = 40
+PRELOADED: Final = ("torch", "torch.distributed.tensor", "torch._dynamo")
+"""What nearly every task would import: torch's optimizers alone load the last two, for two seconds."""
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
@@ -189,7 +191,7 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    context.set_forkserver_preload([*PRELOADED, __name__])
     return context
 
 

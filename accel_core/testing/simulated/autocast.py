@@ -32,7 +32,9 @@ def register_autocast(name: str) -> list[torch.library.Library]:
     return [everything, operators]
 
 
-def _register(library: torch.library.Library, operator: str, name: str, dtype: Callable[[], torch.dtype]) -> None:
+def _register(
+    library: torch.library.Library, operator: str, name: str, dtype: Callable[[], torch.dtype]
+) -> None:
     packet, _, overload = operator.partition(".")
     function = getattr(getattr(torch.ops.aten, packet), overload or "default")
     excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)

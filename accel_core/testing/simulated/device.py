@@ -23,7 +23,13 @@ __all__ = ["DeviceModule", "SimulatedTensor", "simulate", "unwrap"]
 
 aten: Final = torch.ops.aten
 _CROSS_DEVICE: Final = frozenset(
-    {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.index_put_.default, aten.index.Tensor}
+    {
+        aten._to_copy.default,
+        aten.copy_.default,
+        aten._copy_from.default,
+        aten.index_put_.default,
+        aten.index.Tensor,
+    }
 )
 
 
@@ -201,7 +207,9 @@ def module() -> DeviceModule:
         AccelError: `simulate` was not called.
     """
     if _module is None:
-        raise AccelError("no device is simulated in this process\ncall accel_core.testing.simulated.device.simulate()")
+        raise AccelError(
+            "no device is simulated in this process\ncall accel_core.testing.simulated.device.simulate()"
+        )
     return _module
 
 

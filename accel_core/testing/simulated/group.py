@@ -36,7 +36,9 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
         self.inner = dist.ProcessGroup(store, rank, size)
-        self.inner._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+        self.inner._register_backend(
+            torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout)
+        )
         self.inner._set_default_backend(kind)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch asks by this name
