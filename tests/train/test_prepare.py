@@ -1,0 +1,139 @@
+"""`prepare` pairs by identity, in any order and number of calls, and refuses what it cannot know."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from problems import batches, net
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from accel_core import AccelError, ConfigError
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_objects_come_back_prepared_in_the_order_given(accelerator, order):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    objects = [model, optimizer, StepLR(optimizer, 1), DataLoader(batches(2), batch_size=None)]
+    kinds = [nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DataLoader]
+    prepared = accelerator.prepare(*(objects[i] for i in order))
+    assert all(isinstance(thing, kinds[i]) for thing, i in zip(prepared, order, strict=True))
+
+
+def test_one_process_leaves_the_model_the_users_object(accelerator):
+    model = net()
+    assert accelerator.prepare(model) is model
+
+
+def test_none_passes(accelerator):
+    assert accelerator.prepare(None, None) == (None, None)
+
+
+@pytest.mark.parametrize("thing", ["hello", {"a": 1}, torch.utils.data.TensorDataset(torch.ones(2))])
+def test_an_unknown_object_is_refused_by_number_and_type(accelerator, thing):
+    with pytest.raises(AccelError, match=rf"argument 2 is a .*{type(thing).__name__}.*\n.*use it as it is"):
+        accelerator.prepare(net(), thing)
+    assert accelerator.run.units == []
+
+
+def test_an_optimizer_prepared_later_completes_the_unit_of_its_parameters(accelerator):
+    model = accelerator.prepare(net())
+    accelerator.prepare(SGD(model.parameters(), lr=0.1))
+    (unit,) = accelerator.run.units
+    assert (len(unit.models), len(unit.optimizers)) == (1, 1)
+
+
+def test_an_optimizer_over_two_models_makes_them_one_unit(accelerator):
+    a, b = net(0), net(1)
+    accelerator.prepare(a, b, SGD([*a.parameters(), *b.parameters()], lr=0.1))
+    (unit,) = accelerator.run.units
+    assert [name for name in unit.named_parameters() if name.endswith("0.bias")] == ["0.0.bias", "1.0.bias"]
+
+
+def test_a_late_optimizer_joins_two_prepared_models(accelerator):
+    a, b = accelerator.prepare(net(0), net(1))
+    accelerator.prepare(SGD([*a.parameters(), *b.parameters()], lr=0.1))
+    assert len(accelerator.run.units) == 1
+
+
+def test_optimizers_of_two_models_make_two_units(accelerator):
+    a, b = net(0), net(1)
+    accelerator.prepare(SGD(b.parameters(), lr=0.1), a, SGD(a.parameters(), lr=0.1), b)
+    assert [len(unit.optimizers) for unit in accelerator.run.units] == [1, 1]
+    assert accelerator.run.unit_of_model(a) is not accelerator.run.unit_of_model(b)
+
+
+def test_two_optimizers_may_share_a_model(accelerator):
+    model = net()
+    accelerator.prepare(model, SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1))
+    assert [len(unit.optimizers) for unit in accelerator.run.units] == [2]
+
+
+def test_preparing_again_gives_the_same_objects(accelerator):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    first = accelerator.prepare(model, optimizer)
+    assert accelerator.prepare(model, optimizer) == first
+    assert accelerator.prepare(*first) == first
+
+
+def test_an_optimizer_of_an_unprepared_model_is_refused(accelerator):
+    with pytest.raises(AccelError, match=r"shape \(16, 6\) that no prepared model has"):
+        accelerator.prepare(SGD(net().parameters(), lr=0.1))
+
+
+def test_a_loose_parameter_in_an_optimizer_is_refused(accelerator):
+    model, loose = net(), nn.Parameter(torch.ones(3))
+    with pytest.raises(AccelError, match=r"shape \(3,\)"):
+        accelerator.prepare(model, SGD([*model.parameters(), loose], lr=0.1))
+
+
+def test_a_scheduler_of_an_unprepared_optimizer_is_refused(accelerator):
+    model = net()
+    with pytest.raises(AccelError, match="StepLR schedules an optimizer that was not prepared"):
+        accelerator.prepare(model, StepLR(SGD(model.parameters(), lr=0.1), 1))
+
+
+def test_tied_weights_have_one_name(accelerator):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    accelerator.prepare(model)
+    (unit,) = accelerator.run.units
+    assert (list(unit.named_parameters()), unit.aliases) == (["0.weight"], {"1.weight": "0.weight"})
+
+
+def test_units_can_be_named(accelerator):
+    accelerator.prepare(net(), name="student")
+    with pytest.raises(ConfigError, match="already has a unit 'student'"):
+        accelerator.prepare(net(1), name="student")
+
+
+def test_an_unknown_strategy_is_refused_with_those_there_are(accelerator):
+    with pytest.raises(ConfigError, match=r"strategy='singel'\): no such strategy; this run has single"):
+        accelerator.prepare(net(), strategy="singel")
+
+
+def test_a_run_that_has_ended_refuses_more(accelerator):
+    accelerator.end_training()
+    with pytest.raises(AccelError, match="this run has ended"):
+        accelerator.prepare(net())
+
+
+def test_free_memory_forgets_everything(accelerator):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model, optimizer)
+    assert accelerator.free_memory(*prepared) == [None, None]
+    assert accelerator.run.units == []
+    accelerator.prepare(model, optimizer)
+    assert len(accelerator.run.units) == 1
+
+
+def test_evaluation_mode_prepares_without_training(accelerator):
+    model = accelerator.prepare_model(net(), evaluation_mode=True)
+    assert accelerator.run.unit_of_model(model).strategy == "single"

@@ -1,0 +1,183 @@
+"""Only core counts micro-batches; inside a window step, zero_grad, clip and schedulers do nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import batches, net
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from accel_core import AccelError, GradientAccumulationPlugin
+
+
+def boundaries(accelerator, count, loader_length=None):
+    model = net()
+    model, loader = accelerator.prepare(model, DataLoader(batches(count), batch_size=None))
+    seen = []
+    for _ in loader:
+        with accelerator.accumulate(model):
+            seen.append(accelerator.sync_gradients)
+    return seen
+
+
+def test_every_nth_micro_batch_is_a_boundary(accelerator_of):
+    assert boundaries(accelerator_of(gradient_accumulation_steps=2), 6) == [False, True] * 3
+
+
+def test_the_loaders_end_ends_the_window(accelerator_of):
+    assert boundaries(accelerator_of(gradient_accumulation_steps=4), 6) == [False, False, False, True, False, True]
+
+
+def test_the_loaders_end_can_be_ignored(accelerator_of):
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    seen = boundaries(accelerator_of(gradient_accumulation_plugin=plugin), 6)
+    assert seen == [False, False, False, True, False, False]
+
+
+def test_an_evaluation_loop_inside_does_not_end_the_window(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, train, evaluation = accelerator.prepare(
+        net(), DataLoader(batches(4), batch_size=None), DataLoader(batches(3), batch_size=None)
+    )
+    seen = []
+    for _ in train:
+        for number, _ in enumerate(evaluation):
+            if number == 1:
+                break
+        with accelerator.accumulate(model):
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, True, False, True]
+
+
+def test_windows_of_two_units_do_not_disturb_each_other(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    a, b = accelerator.prepare(net(0), net(1))
+    seen = []
+    for _ in range(4):
+        for model in (a, b):
+            with accelerator.accumulate(model):
+                seen.append(accelerator.sync_gradients)
+    assert seen == [False, False, True, True, False, False, True, True]
+
+
+def test_accumulate_nests(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    a, b = accelerator.prepare(net(0), net(1))
+    with accelerator.accumulate(a):
+        with accelerator.accumulate(b):
+            assert accelerator.run.accumulation.units == (accelerator.run.unit_of_model(b),)
+        assert accelerator.run.accumulation.units == (accelerator.run.unit_of_model(a),)
+    assert accelerator.run.accumulation is None
+
+
+def test_step_zero_grad_clip_and_scheduler_do_nothing_inside_a_window(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, StepLR(optimizer, 1, gamma=0.5))
+    before = [p.clone() for p in model.parameters()]
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batches(1)[0][0]).sum())
+        gradients = [p.grad.clone() for p in model.parameters()]
+        assert accelerator.clip_grad_norm_(model.parameters(), 1e-6) is None
+        accelerator.clip_grad_value_(model.parameters(), 1e-6)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    assert scheduler.get_last_lr() == [0.1]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_zero_grad_may_stand_before_the_forward_or_after_the_step(accelerator_of, first):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = net()
+    plain = SGD(reference.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches(4)):
+        with accelerator.accumulate(model):
+            if first:
+                optimizer.zero_grad()
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            if not first:
+                optimizer.zero_grad()
+        (F.mse_loss(reference(x), y) / 2).backward()
+        if number % 2:
+            plain.step()
+            plain.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_a_bad_batch_can_be_dropped_at_the_boundary(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for x, _ in batches(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_backward_outside_accumulate_divides_by_nothing(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    model(batches(1)[0][0]).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    accelerator.backward(model(batches(1)[0][0]).sum())
+    assert all(torch.equal(g, p.grad) for g, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_backward_of_a_loss_without_gradient_says_why(accelerator):
+    with pytest.raises(AccelError, match=r"does not require a gradient.*\n.*outside torch.no_grad"):
+        accelerator.backward(torch.ones(()))
+
+
+def test_clipping_parameters_of_no_unit_says_so(accelerator):
+    with pytest.raises(AccelError, match="belong to no unit"):
+        accelerator.clip_grad_norm_(net().parameters(), 1.0)
+
+
+def test_accumulate_of_an_unprepared_model_says_so(accelerator):
+    with pytest.raises(AccelError, match="has not prepared the Sequential"):
+        accelerator.accumulate(net())
+
+
+def test_the_window_can_be_set_by_hand(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.sync_gradients = True
+        accelerator.backward(model(batches(1)[0][0]).sum())
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+def test_forward_backward_equals_the_loop(accelerator_of):
+    def loss_of(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1]), len(batch[0])
+
+    data = batches(3)
+    reference = net()
+    losses = [F.mse_loss(reference(x), y) for x, y in data]
+    (sum(losses) / 3).backward()
+    accelerator = accelerator_of()
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    output = accelerator.forward_backward(model, data, loss_of, microbatches=3)
+    assert output.outputs == (8, 8, 8)
+    torch.testing.assert_close(output.loss, sum(losses).detach() / 3)
+    for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad)
+    optimizer.step()
