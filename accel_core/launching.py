@@ -83,18 +83,14 @@ class Launch:
 
     def _refuse_too_many(self, asked: int, visible: int | None) -> None:
         device, record = self.config.device, self._device()
-        if (
-            asked > 1
-            and record is not None
-            and record.card
-            and "process_per_device" not in record.card.offers
-        ):
+        offers = record.card.offers if record and record.card else {"process_per_device"}
+        if asked > 1 and "process_per_device" not in offers:
             raise LaunchError(
-                f"{asked} processes were asked for; {device} trains in one process\nuse -n 1, or --device cpu"
+                f"{asked} processes were asked for; {device} trains in one\nuse -n 1, or --device cpu"
             )
         if visible is not None and asked > visible:
             raise LaunchError(
-                f"{asked} processes a node were asked for, on {device}; this machine shows {visible} of them\n"
+                f"{asked} processes a node were asked for; this machine shows {visible} {device} device(s)\n"
                 f"use -n {visible or 1}, or -n auto, or --device cpu"
             )
 

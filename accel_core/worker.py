@@ -26,6 +26,7 @@ __all__ = ["guard", "main"]
 
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
+PACKAGE = str(Path(__file__).parent) + os.sep
 PR_SET_PDEATHSIG = 1
 
 
@@ -50,7 +51,7 @@ def guard(call: Callable[[], R]) -> R:
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noted, not swallowed: the process ends here
         error.__traceback__ = _without_ours(error.__traceback__)
-        text = "".join(traceback.format_exception(error))
+        text = _render(error)
         if not _note("".join(traceback.format_exception_only(error)).strip(), text):
             sys.stderr.write(text)
         if sys.excepthook is not sys.__excepthook__:  # the script's own, such as a tracker's
@@ -89,10 +90,20 @@ def _run_module(name: str) -> None:
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     # The first frames are this package's and runpy's; the user's story starts after them.
-    ours = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
+    ours = (PACKAGE, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return trace
+
+
+def _render(error: BaseException) -> str:
+    story = traceback.TracebackException.from_exception(error)
+    if type(error).__module__ == "accel_core.errors":
+        # The message says it all: neither our frames nor what we caught would help the reader.
+        theirs = [frame for frame in story.stack if not frame.filename.startswith(PACKAGE)]
+        story.stack = traceback.StackSummary.from_list(theirs)
+        story.__cause__, story.__suppress_context__ = None, True
+    return "".join(story.format())
 
 
 def _note(message: str, trace: str) -> bool:

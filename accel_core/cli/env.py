@@ -78,9 +78,7 @@ def _report_in_child() -> None:
     try:
         subprocess.run([sys.executable, "-c", code], timeout=REPORT_SECONDS, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
-        print(
-            f"the import above did not finish within {REPORT_SECONDS:g} s; `accel plugins doctor NAME` looks closer"
-        )
+        print(f"not finished within {REPORT_SECONDS:g} s; `accel plugins doctor NAME` looks closer")
 
 
 def report() -> None:
@@ -90,34 +88,29 @@ def report() -> None:
     print("torch ... ", end="", flush=True)
     try:
         import torch
-    except BaseException as error:  # half-installed vendor libraries make torch's import fail in any way
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # half-installed vendor libraries make torch's import fail in any way
         print(f"cannot be imported: {type(error).__name__}: {error}")
         return
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = f"{torch.accelerator.device_count()} x {found}" if found else "no accelerator"
     print(f"{torch.__version__}, {devices}, {torch.get_num_threads()} threads")
     for record in discover().records:
-        if (
-            record.status == "available"
-            and record.card
-            and record.card.implementation
-            and record.slot != "command"
-        ):
-            _report_plugin(record.name)
+        if record.status == "available" and record.card is not None and record.slot != "command":
+            _report_plugin(record, record.card)
 
 
-def _report_plugin(name: str) -> None:
-    from accel_core.plugins import discover, load
+def _report_plugin(record: Record, card: Card) -> None:
+    from accel_core.plugins import load
 
-    record = discover().get(name)
-    assert record is not None
-    assert record.card is not None
-    print(f"{name} ... ", end="", flush=True)
+    print(f"{record.name} ... ", end="", flush=True)
     try:
-        cls = load(record, record.card.implementation or "")
-        options = load(record, record.card.config)() if record.card.config else None
+        cls = load(record, card.implementation or "")
+        options = load(record, card.config)() if card.config else None
         lines = cls(options, None).environment_report() if hasattr(cls, "environment_report") else {}
-    except BaseException as error:  # a stranger's code, which may even quit; the report goes on
+    except (Exception, SystemExit) as error:  # a stranger's code, built without a run; the report goes on
         print(f"{type(error).__name__}: {error}")
         return
-    print("ok" if not lines else "; ".join(f"{key}: {value}" for key, value in lines.items()))
+    print("; ".join(f"{key}: {value}" for key, value in lines.items()) or "ok")

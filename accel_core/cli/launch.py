@@ -130,12 +130,7 @@ def _advise(flag: str, known: Mapping[str, click.Parameter]) -> tuple[str, int]:
 @click.option("--config", metavar="FILE", help="Else $ACCEL_CONFIG, else ./accel.yaml if there is one.")
 @click.option("--dry-run", is_flag=True, help="Say what would be started, and start nothing.")
 def launch(
-    ctx: click.Context,
-    config: str | None,
-    dry_run: bool,
-    dotted: dict[str, str],
-    target: list[str],
-    **own: str | None,
+    config: str | None, dry_run: bool, dotted: dict[str, str], target: list[str], **own: str | None
 ) -> None:
     """Start a Python SCRIPT, or a module with -m MODULE, on one or many processes."""
     from accel_core.config.resolve import load
