@@ -312,7 +312,7 @@ def _refuse_clashes(records: Sequence[Record]) -> Iterator[Record]:
             continue
         origins = sorted(rival.origin for rival in rivals)
         loser = record.distribution if any(rival.distribution == CORE for rival in rivals) else "one of them"
-        detail = f"{record.name!r} is provided by {' and by '.join(origins)}; uninstall {loser}"
+        detail = f"{record.name!r} is provided by {' and '.join(origins)}; uninstall {loser}"
         yield evolve(record, card=None, fault="conflict", detail=detail)
 
 

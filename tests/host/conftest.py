@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import card_source, write_distribution
+
+from accel_core.plugins import Record, discover
+
+
+@pytest.fixture
+def toy_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """`toy_distribution(name, entry_points=..., modules=...)` installs one for the time of a test."""
+
+    def install(name: str, *, folder: str = "site", **contents: Any) -> Path:
+        site = tmp_path / folder
+        info = write_distribution(site, name, **contents)
+        monkeypatch.syspath_prepend(site)
+        return info
+
+    yield install
+    for module, value in list(sys.modules.items()):
+        if str(getattr(value, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[module]
+
+
+@pytest.fixture
+def toy_plugin(toy_distribution: Callable[..., Path]) -> Callable[..., Record]:
+    """`toy_plugin(name, slot, source=...)` installs `accel-NAME` with one plugin and discovers it."""
+
+    def install(name: str, slot: str = "strategy", *, source: str | None = None, **arguments: str) -> Record:
+        module = f"toy_{name.replace('-', '_')}"
+        toy_distribution(
+            f"accel-{name}",
+            entry_points={f"accel_core.{slot}": {name: f"{module}:CARD"}},
+            modules={module: card_source(name, slot, **arguments) if source is None else source},
+        )
+        record = discover({}).get(name)
+        assert record is not None
+        return record
+
+    return install

@@ -1,0 +1,260 @@
+"""What a plugin's methods may look like, and what is said to those that do not."""
+
+from __future__ import annotations
+
+import functools
+
+import pluggy
+import pytest
+import toy_specs as hooks
+
+from accel_core.binding import Binder
+from accel_core.errors import PluginError
+from accel_core.hookspecs import implements
+
+mark = pluggy.HookimplMarker("accel_core")
+
+
+def register(cls, slot="strategy"):
+    binder = Binder(hooks)
+    return binder.hooks([binder.register(cls(), name="pony", slot=slot, origin="accel-pony 0.3")])
+
+
+def refusal(cls, slot="strategy"):
+    with pytest.raises(PluginError) as caught:
+        register(cls, slot)
+    assert (caught.value.plugin, caught.value.distribution) == ("pony", "accel-pony 0.3")
+    head, _, problem = str(caught.value).partition(f", hook {caught.value.hook}: ")
+    assert head == f"{slot} plugin 'pony' (accel-pony 0.3)"
+    return problem
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def test_parameters_may_be_left_out():
+    class Old:
+        @implements(hooks.backward)
+        def backward(self, unit, loss):
+            return unit, loss
+
+    assert register(Old).backward("u", 2.0, True) == ("u", 2.0)
+
+
+def test_all_parameters_may_be_left_out():
+    class Old:
+        @implements(hooks.backward)
+        def backward(self):
+            return "called"
+
+    assert register(Old).backward("u", 2.0, True) == "called"
+
+
+def test_parameters_may_stand_in_another_order():
+    class Turned:
+        @implements(hooks.backward)
+        def backward(self, boundary, unit):
+            return unit, boundary
+
+    assert register(Turned).backward("u", 2.0, True) == ("u", True)
+    assert register(Turned).backward(loss=2.0, unit="u", boundary=False) == ("u", False)
+
+
+def test_an_adapted_method_can_be_found_again():
+    class Old:
+        @implements(hooks.backward)
+        def backward(self, unit): ...
+
+    assert register(Old).backward.__wrapped__.__func__ is Old.backward
+
+
+def test_a_method_with_the_specs_parameters_is_called_itself():
+    class New:
+        @implements(hooks.backward)
+        def backward(self, unit, loss, boundary): ...
+
+    assert register(New).backward.__func__ is New.backward
+
+
+def test_decorated_methods_are_looked_through():
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            return ["decorated", function(*args, **kwargs)]
+
+        return call
+
+    class Decorated:
+        @implements(hooks.backward)
+        @decorate
+        def backward(self, unit, loss):
+            return loss
+
+    assert register(Decorated).backward("u", 2.0, True) == ["decorated", 2.0]
+
+
+def test_an_unknown_parameter_is_answered_with_the_nearest():
+    class Misspelt:
+        @implements(hooks.backward)
+        def backward(self, unit, los): ...
+
+    assert refusal(Misspelt) == "the spec has no parameter 'los'; did you mean 'loss'?"
+
+
+def starred(self, *unit): ...
+def doubly_starred(self, **unit): ...
+def keyword_only(self, *, unit): ...
+def positional_only(self, unit, /): ...
+def defaulted(self, unit, loss=None): ...
+
+
+@pytest.mark.parametrize("method", [starred, doubly_starred, keyword_only, positional_only, defaulted])
+def test_parameters_are_plain(method):
+    class Odd:
+        backward = implements(hooks.backward)(method)
+
+    try:
+        assert "is not plain" in refusal(Odd)
+    finally:
+        del method.accel_core_impl
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_hook_is_answered_with_the_nearest():
+    class Misspelt:
+        @mark
+        def backwards(self, unit): ...
+
+    assert refusal(Misspelt) == "there is no such hook; did you mean 'backward'?"
+
+
+@pytest.mark.parametrize("order", ["tryfirst", "trylast", "wrapper", "hookwrapper"])
+def test_marks_that_would_change_the_order_are_refused(order):
+    def backward(self, unit):
+        yield
+
+    class Pushy:
+        pass
+
+    Pushy.backward = mark(**{order: True})(backward)
+    assert refusal(Pushy) == f"the mark {order} is refused: layers decide the order, `self.below` goes on"
+
+
+def test_a_method_without_a_mark_is_no_hook():
+    class Helper:
+        def backward(self, anything, *goes): ...
+
+    assert register(Helper).implementations("backward") == []
+
+
+def test_a_method_may_have_a_name_of_its_own():
+    class Named:
+        @implements(hooks.backward)
+        def _my_backward(self, unit, loss, boundary):
+            return loss
+
+    assert register(Named).backward("u", 2.0, True) == 2.0
+
+
+def test_a_hook_implemented_twice_is_refused():
+    class Twice:
+        @implements(hooks.backward)
+        def backward(self, unit): ...
+
+        @implements(hooks.backward)
+        def other(self, unit): ...
+
+    assert refusal(Twice) == "a second method implements it: other"
+
+
+class Parent:
+    @implements(hooks.backward)
+    def backward(self, unit):
+        return "parent"
+
+
+def test_hooks_are_inherited():
+    class Child(Parent):
+        pass
+
+    assert register(Child).backward("u", 2.0, True) == "parent"
+
+
+def test_overriding_a_hook_needs_the_mark_again():
+    class Child(Parent):
+        def backward(self, unit): ...
+
+    assert refusal(Child) == "Child.backward overrides it unmarked; write @implements(hooks.backward)"
+
+
+def test_an_inherited_hook_is_given_up_with_none():
+    class Child(Parent):
+        backward = None
+
+    assert register(Child).implementations("backward") == []
+
+
+def test_properties_are_not_evaluated():
+    class Lazy(Parent):
+        @property
+        def device(self):
+            raise RuntimeError("no device yet")
+
+    assert register(Lazy).backward("u", 2.0, True) == "parent"
+
+
+def test_instances_that_compare_equal_are_two_plugins():
+    class Equal(Parent):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    binder = Binder(hooks)
+    rows = [binder.register(Equal(), name=name, slot="strategy") for name in ("student", "teacher")]
+    assert [found.plugin for found in binder.hooks(rows).implementations("backward")] == [
+        "student",
+        "teacher",
+    ]
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+
+class Logs:
+    @implements(hooks.log)
+    def log(self, values):
+        values["seen"] = True
+
+
+def test_trackers_observe():
+    seen = {}
+    register(Logs, "tracker").log(seen)
+
+    assert seen == {"seen": True}
+
+
+class Refines:
+    @implements(hooks.refine)
+    def refine(self, unit, model, phase): ...
+
+
+class Told:
+    @implements(hooks.told)
+    def told(self, unit, applied): ...
+
+
+@pytest.mark.parametrize("cls", [Parent, Told, Refines])
+def test_trackers_do_nothing_else(cls):
+    assert refusal(cls, "tracker") == "a tracker implements observers only"
+
+
+def test_extensions_own_nothing():
+    assert refusal(Parent, "extension").startswith("an extension implements no owner hook")
+
+
+@pytest.mark.parametrize("cls", [Told, Refines, Logs])
+def test_extensions_refine_and_join_in(cls):
+    register(cls, "extension")
