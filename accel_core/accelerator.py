@@ -99,12 +99,16 @@ class Accelerator:
         plugins: Sequence[object] = (),
     ) -> None:
         if cpu and device not in (None, "cpu"):
-            raise ConfigError(f"Accelerator(cpu=True, device={device!r}) contradict each other; give one of them")
+            raise ConfigError(
+                f"Accelerator(cpu=True, device={device!r}) contradict each other; give one of them"
+            )
         given = {
             "device_placement": None if device_placement else False,
             "data.split_batches": split_batches or None,
             "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
+            "gradient_accumulation_steps": None
+            if gradient_accumulation_steps == 1
+            else gradient_accumulation_steps,
             "device": "cpu" if cpu else device,
             "strategy": strategy,
             "rng_types": rng_types,
@@ -166,7 +170,9 @@ class Accelerator:
     def distributed_type(self) -> str:
         """The strategy's own word for itself, else the device's."""
         stack = self.run.stack
-        return stack.strategy.card.distributed_type or stack.device.card.distributed_type or stack.strategy.name
+        return (
+            stack.strategy.card.distributed_type or stack.device.card.distributed_type or stack.strategy.name
+        )
 
     @property
     def mixed_precision(self) -> str:
@@ -176,13 +182,13 @@ class Accelerator:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a window. Settable: for every unit, from its next window on."""
-        units = self.run.units
-        return units[0].window.size if units else self.run.config.accumulation_steps
+        return self.run.accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
+        self.run.accumulation_steps = steps
         for unit in self.run.units:
             unit.window.size = steps
 
@@ -237,13 +243,17 @@ class Accelerator:
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> PreparedLoader:
         """`prepare` for one dataloader."""
         places = None if device_placement is None else [device_placement]
         prepared: PreparedLoader = self.prepare(data_loader, device_placement=places)
         return prepared
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The user's own module inside what `prepare` returned.
 
         `keep_fp32_wrapper` is accepted and without meaning here: forward is never replaced.
@@ -376,7 +386,9 @@ class Accelerator:
         (unit,) = self._units([model])
         count = microbatches or unit.window.size
         self.run.window = unit.window
-        output: StepOutput = unit.steps.forward_backward(unit, iter(batches), forward_loss, count, forward_only)
+        output: StepOutput = unit.steps.forward_backward(
+            unit, iter(batches), forward_loss, count, forward_only
+        )
         return output
 
     def join_uneven_inputs(
@@ -405,7 +417,9 @@ class Accelerator:
         """Each tensor of a nested structure as rank `from_process` has it. Collective."""
         return ops.broadcast(tensor, from_process, run=self.run)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
         """Pad each tensor of a nested structure to the longest on any rank, along `dim`. Collective."""
         return ops.pad_across_processes(tensor, dim, pad_index, pad_first, run=self.run)
 
@@ -476,7 +490,9 @@ class Accelerator:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _only(function, lambda: self.local_process_index == local_process_index)
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
         """A context that gives this process its share of a list, tuple, dict of these, or tensor."""
         return ops.split_between_processes(inputs, apply_padding=apply_padding, run=self.run)
 
@@ -484,7 +500,11 @@ class Accelerator:
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state."""
-        unable = [thing for thing in objects if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"))]
+        unable = [
+            thing
+            for thing in objects
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"))
+        ]
         if unable:
             raise CheckpointError(
                 f"register_for_checkpointing: {type(unable[0]).__name__} has no state_dict and load_state_dict\n"
@@ -510,7 +530,9 @@ class Accelerator:
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> str:
         self.run.require_alive()
         if given is None:
-            raise CheckpointError(f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint')")
+            raise CheckpointError(
+                f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint')"
+            )
         return os.fspath(given)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:

@@ -329,7 +329,9 @@ def unscale(unit: Unit, optimizer: Optimizer) -> None:
 
 
 @owner_per_step
-def clip_grad_norm(unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+def clip_grad_norm(
+    unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+) -> Tensor:
     """Clip to exactly this `max_norm`, or raise. Gives the total norm before clipping (0-dim)."""
 
 

@@ -66,7 +66,9 @@ def prepare(
     run.require_alive()
     places = list(placement) if placement is not None else [run.config.device_placement] * len(objects)
     if len(places) != len(objects):
-        raise ConfigError(f"device_placement has {len(places)} entries for {len(objects)} objects; give one each")
+        raise ConfigError(
+            f"device_placement has {len(places)} entries for {len(objects)} objects; give one each"
+        )
     kinds = [_kind(run, thing, number) for number, thing in enumerate(objects)]
     of_kind: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "dataloader")}
     for kind, thing in zip(kinds, objects, strict=True):
@@ -75,7 +77,9 @@ def prepare(
     groups = _groups(run, of_kind["model"], of_kind["optimizer"])
     _check_schedulers(run, of_kind["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
-        raise ConfigError(f"name={name!r} needs objects of exactly one unit, got {len(groups)}; prepare them one by one")
+        raise ConfigError(
+            f"name={name!r} needs objects of exactly one unit, got {len(groups)}; prepare them one by one"
+        )
     placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
     for group in groups:
         group.build(run, strategy, name, placed)

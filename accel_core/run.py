@@ -63,6 +63,7 @@ class Run:
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
         self.homes = Homes()
         self.accumulation: Accumulation | None = None
+        """The innermost `accumulate` that is entered."""
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
@@ -70,6 +71,8 @@ class Run:
         discovery = discover()
         self.resolved, self.stack = _decide(python or {}, objects, self.world, discovery)
         self.config: RunConfig = self.resolved.config
+        self.accumulation_steps = self.config.accumulation_steps
+        """Micro-batches of the windows of units made from now on."""
         self._apply_launch_environment()
         self._verify()
         self._load()
@@ -101,7 +104,7 @@ class Run:
             raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
         hooks = self._hooks_of(alias)
         plugin = self.plugins[alias]
-        window = Window(self.config.accumulation_steps)
+        window = Window(self.accumulation_steps)
         return Unit(
             name=name, run=self, strategy=alias, plugin=plugin, hooks=hooks, steps=Steps(hooks), window=window
         )
@@ -159,7 +162,9 @@ class Run:
     def require_alive(self) -> None:
         """Raises AccelError after `end_training`."""
         if self.ended:
-            raise AccelError("this run has ended (end_training was called)\nmake a new Accelerator for a new run")
+            raise AccelError(
+                "this run has ended (end_training was called)\nmake a new Accelerator for a new run"
+            )
 
     def explain(self) -> str:
         """Why this stack: each plugin with its reason, each setting that is not a default with its origin."""
@@ -170,7 +175,7 @@ class Run:
         lines += [f"  environment {name}" for name in self.environment_notes]
         lines.append(
             f"  data: reader {self.topology.reader} of {self.topology.readers};"
-            f" a window has {self.config.accumulation_steps} micro-batch(es)"
+            f" a window has {self.accumulation_steps} micro-batch(es)"
         )
         return "\n".join(lines)
 
@@ -222,12 +227,16 @@ class Run:
         self.hooks: Hooks = self._hooks_of(self.stack.default)
         reasons = self.hooks.refuse(self.config)
         if reasons:
-            raise ConfigError(f"the stack {self.stack} refuses this config\n" + "\n".join(reasons), problems=reasons)
+            raise ConfigError(
+                f"the stack {self.stack} refuses this config\n" + "\n".join(reasons), problems=reasons
+            )
 
     def _instance(self, chosen: Chosen, alias: str) -> Registered:
         card, record = chosen.card, chosen.record
         if card.implementation is None:
-            raise PluginError(f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name)
+            raise PluginError(
+                f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name
+            )
         config = self.resolved.plugin_config(record, alias if alias in self.config.strategies else None)
         plugin = load_path(record, card.implementation)(config, self)
         registered = self.binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)

@@ -57,7 +57,12 @@ class Stack:
     @property
     def offers(self) -> frozenset[str]:
         """The capability words of the whole default stack, by its cards."""
-        cards = [self.device.card, self.precision.card, self.strategy.card, *(e.card for e in self.extensions)]
+        cards = [
+            self.device.card,
+            self.precision.card,
+            self.strategy.card,
+            *(e.card for e in self.extensions),
+        ]
         return frozenset().union(*(card.offers for card in cards))
 
     def members(self) -> Iterator[Chosen]:
@@ -69,7 +74,12 @@ class Stack:
         yield from self.trackers
 
     def __str__(self) -> str:
-        parts = [self.device.name, self.strategy.name, self.precision.name, *(e.name for e in self.extensions)]
+        parts = [
+            self.device.name,
+            self.strategy.name,
+            self.precision.name,
+            *(e.name for e in self.extensions),
+        ]
         return " + ".join(parts)
 
 
@@ -166,11 +176,17 @@ class _Chooser:
     def _by_object(self, slot: Slot) -> list[Chosen]:
         """Plugins that are asked for by a config object given in Python."""
         records = [self.discovery.get(name) for name in self.resolved.objects]
-        return [Chosen(record, "its config object was given in Python") for record in records if record and record.slot == slot]
+        return [
+            Chosen(record, "its config object was given in Python")
+            for record in records
+            if record and record.slot == slot
+        ]
 
     def _best(self, slot: Slot) -> Chosen | None:
         """The usable plugin of highest priority, unless another usable one shadows it."""
-        ranked = [(r.card.priority, r) for r in self.discovery.of(slot) if r.card and r.card.priority is not None]
+        ranked = [
+            (r.card.priority, r) for r in self.discovery.of(slot) if r.card and r.card.priority is not None
+        ]
         usable = [(priority, r) for priority, r in ranked if r.status == "available"]
         shadowed = {name for _, record in usable if record.card for name in record.card.shadows}
         usable = [(priority, r) for priority, r in usable if r.name not in shadowed]
@@ -180,7 +196,9 @@ class _Chooser:
         top = [record for priority, record in usable if priority == highest]
         if len(top) > 1:
             rivals = " and ".join(f"{record.name} ({record.origin})" for record in top)
-            raise PluginError(f"{slot}: auto cannot decide between {rivals}\nset {slot}: {top[0].name}, or another")
+            raise PluginError(
+                f"{slot}: auto cannot decide between {rivals}\nset {slot}: {top[0].name}, or another"
+            )
         return Chosen(top[0], f"auto: usable, and of the highest priority ({highest})")
 
     def _unknown(self, slot: Slot, name: str, path: str, origin: str, record: Record | None) -> str:
@@ -188,7 +206,10 @@ class _Chooser:
             return f"{path}: {name!r} ({origin}) is a {record.slot}, not a {slot}"
         names = [r.name for r in self.discovery.of(slot)]
         installed = ", ".join(names) or "none"
-        hint = self._install_hint(slot, name) or f"choose one of these, or install the package that provides {name!r}"
+        hint = (
+            self._install_hint(slot, name)
+            or f"choose one of these, or install the package that provides {name!r}"
+        )
         return f"{path}: no {slot} {name!r} ({origin}) is installed{near(name, names)}\ninstalled: {installed}\n{hint}"
 
     def _install_hint(self, slot: Slot, name: str | None = None) -> str:

@@ -132,7 +132,9 @@ def unscale(unit: Unit) -> None:
                 steps.unscale(unit, optimizer)
 
 
-def clip_norm(unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor | None:
+def clip_norm(
+    unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+) -> Tensor | None:
     """Clip at a window's boundary; None inside it, where gradients are partial."""
     if not unit.window.boundary:
         return None
@@ -171,5 +173,5 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
     So `zero_grad` may stand before the forward or after the step: both mean the same.
     """
     window = unit.window
-    if window.boundary and not (window.fresh and window.index > 0):
+    if window.index <= 0 if window.fresh else window.boundary:
         unit.steps.zero_grad(unit, optimizer, set_to_none)

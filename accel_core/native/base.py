@@ -70,7 +70,9 @@ class Base:
         return {device.type: backend}
 
     @implements(hooks.init_process_group)
-    def init_process_group(self, world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
+    def init_process_group(
+        self, world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs
+    ) -> bool:
         process_group.create(world, backends, options)
         return True
 
@@ -241,7 +243,11 @@ class Base:
         if device.type == "cpu":
             return {}
         module = torch.get_device_module(device)
-        known = {"allocated": "memory_allocated", "reserved": "memory_reserved", "peak": "max_memory_allocated"}
+        known = {
+            "allocated": "memory_allocated",
+            "reserved": "memory_reserved",
+            "peak": "max_memory_allocated",
+        }
         stats = {key: int(getattr(module, name)()) for key, name in known.items() if hasattr(module, name)}
         if hasattr(module, "mem_get_info"):
             stats["total"] = int(module.mem_get_info()[1])

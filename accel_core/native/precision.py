@@ -74,7 +74,11 @@ class Float16(_Autocast):
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
-        half = [name for name, p in unit.named_parameters().items() if p.requires_grad and p.dtype == torch.float16]
+        half = [
+            name
+            for name, p in unit.named_parameters().items()
+            if p.requires_grad and p.dtype == torch.float16
+        ]
         if half:
             raise ConfigError(
                 f"mixed_precision fp16 trains float32 parameters, but {half[0]} is float16"
