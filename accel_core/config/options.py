@@ -24,6 +24,13 @@ class Option:
     python_only: bool = False
     """Cannot be written as text: left out of YAML, environment, flags and schema."""
 
+    @property
+    def sentence(self) -> str:
+        """The help, with the unit where it does not say it."""
+        if self.unit is None or self.unit in self.help.lower():
+            return self.help
+        return f"{self.help} Unit: {self.unit}."
+
     def objection(self, value: Any) -> str | None:
         """Why a value of the right type is still wrong; None if it is not."""
         if value is None:

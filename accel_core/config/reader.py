@@ -108,7 +108,7 @@ class Reader:
                 self._classes[name] = load_class(record) if record and not record.fault else None
             except PluginError as error:  # who chooses the plugin gets the error, nobody else
                 self._classes[name] = None
-                self.notes[f"options of {name} cannot be read: {str(error).splitlines()[1]}"] = None
+                self.notes[f"options of {name} cannot be read: {_reason(error)}"] = None
         return self._classes[name]
 
     # -- the walk: each step yields (path, setting) pairs or adds a problem ---------------------------
@@ -262,14 +262,19 @@ def load_class(record: Record) -> type | None:
         options_of(cls)
     except Exception as error:  # NameError, TypeError, NotAnAttrsClassError: annotations are code
         raise PluginError(
-            f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config} is no class of options\n"
+            f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config} has no options\n"
             f"{type(error).__name__}: {error}\n"
-            "a config class is frozen attrs; annotations are resolved, so what only type checkers import belongs"
-            " into option(python_only=True)",
+            "it must be an attrs class; annotations are resolved, so what only type checkers import needs"
+            " option(python_only=True)",
             plugin=record.name,
             distribution=record.origin,
         ) from error
     return cls
+
+
+def _reason(error: PluginError) -> str:
+    first, _, rest = str(error).partition("\n")
+    return rest.partition("\n")[0] or first
 
 
 class _Nested(dict[str, Any]):

@@ -209,7 +209,7 @@ def _handed_over(name: str) -> tuple[str | None, list[Layer]]:
         return data["file"], [_handed_layer(*row) for row in data["settings"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{HANDOVER_VARIABLE} names {name}, which is no config of a launcher ({type(error).__name__}: {error})\n"
+            f"{HANDOVER_VARIABLE} names {name}, which no launcher wrote ({type(error).__name__}: {error})\n"
             f"unset {HANDOVER_VARIABLE}; `accel launch` sets it for its workers only"
         ) from error
 

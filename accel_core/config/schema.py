@@ -239,7 +239,8 @@ class RunConfig:
             return steps
         if steps not in (1, section):
             raise ConfigError(
-                f"gradient_accumulation_steps is {steps}, accumulation.num_steps is {section}\nset one of them"
+                f"gradient_accumulation_steps is {steps}, accumulation.num_steps is {section}\n"
+                "set one of them"
             )
         return section
 

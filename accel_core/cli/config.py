@@ -1,0 +1,160 @@
+"""`accel config`: check, show and write configuration files. Needs no device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from accel_core.errors import ConfigError
+from accel_core.plugins import discover, near
+
+if TYPE_CHECKING:
+    from accel_core.config.resolve import Resolved
+
+__all__ = ["config"]
+
+_file = click.option("--config", "file", metavar="FILE", help="Read FILE, not ACCEL_CONFIG or ./accel.yaml.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def config() -> None:
+    """Check, show and write configuration files."""
+
+
+@config.command()
+@_file
+@_json
+def check(file: str | None, as_json: bool) -> None:
+    """Print every mistake in file and environment, a line each; exit 1 if there is one."""
+    notes: list[str] = []
+    try:
+        resolved = _load(file)
+    except ConfigError as error:
+        problems = list(error.problems)
+    else:
+        from accel_core.config.names import misnamed
+        from accel_core.launching import Launch
+
+        problems = [str(problem) for problem in misnamed(resolved, discover())]
+        notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
+    if as_json:
+        print(json.dumps({"file": _read(file), "problems": problems, "notes": notes}, indent=1))
+    else:
+        print("\n".join(problems or [f"{_read(file) or 'defaults'}: no mistakes", *notes]))
+    sys.exit(1 if problems else 0)
+
+
+@config.command()
+@_file
+@_json
+def show(file: str | None, as_json: bool) -> None:
+    """Print each value and where it comes from."""
+    resolved = _load(file)
+    rows = list(_rows(resolved))
+    if as_json:
+        values = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
+        print(json.dumps({"file": resolved.file, "values": values, "notes": resolved.notes}, indent=1))
+        return
+    print(f"file: {resolved.file or 'none (./accel.yaml does not exist)'}")
+    cells = [(path, json.dumps(value), origin) for path, value, origin in rows]
+    widths = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
+    for path, value, origin in cells:
+        print(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    for note in (*_unused(resolved), *resolved.notes):
+        print(note)
+
+
+def _load(file: str | None) -> Resolved:
+    from accel_core.config.resolve import load
+
+    return load(file=file, discovery=discover())
+
+
+def _read(file: str | None) -> str | None:
+    from accel_core.config.resolve import find_file
+
+    return find_file(file)
+
+
+def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
+    from accel_core.config.structure import leaves, plain
+
+    core, origins = resolved.config, resolved.origins
+    for path, value in leaves(core):
+        name = ".".join(path)
+        if name == "strategies":
+            for alias, options in core.strategies.items():
+                for key, each in options.items():
+                    where = f"strategies.{alias}.{key}"
+                    yield where, plain(each), origins.get(where, "default")
+        elif name != "plugins":
+            yield name, plain(value), origins.get(name, "default")
+    for plugin, section in core.plugins.items():
+        for path, value in leaves(section, (plugin,)):
+            yield ".".join(path), plain(value), origins.get(".".join(path), "default")
+
+
+def _unused(resolved: Resolved) -> Iterator[str]:
+    """Sections of strategies that this config cannot choose."""
+    core, discovery = resolved.config, discover()
+    wanted = {core.strategy, *(options["plugin"] for options in core.strategies.values())}
+    for name in core.plugins:
+        record = discovery.get(name)
+        if core.strategy != "auto" and record and record.slot == "strategy" and name not in wanted:
+            yield f"section {name} is valid and unused: strategy is {core.strategy}"
+
+
+@config.command()
+@click.argument("section", required=False)
+def schema(section: str | None) -> None:
+    """Print the JSON Schema of a whole file, or of one SECTION."""
+    from accel_core.config.jsonschema import whole_schema
+    from accel_core.config.reader import Reader
+
+    whole = whole_schema(Reader(discover()))
+    sections: Mapping[str, Any] = {n: part for n, part in whole["properties"].items() if "properties" in part}
+    if section is not None and section not in sections:
+        raise ConfigError(
+            f"no section {section!r} can be described here{near(section, sections)}\n"
+            f"sections: {', '.join(sorted(sections))}"
+        )
+    print(json.dumps(whole if section is None else sections[section], indent=1))
+
+
+ASKED: Final = (
+    "device",
+    "strategy",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "launch.processes_per_node",
+    "launch.nodes",
+    "project.project_dir",
+)
+"""What `init` asks; each question is made from the option."""
+
+
+@config.command()
+@click.option("--defaults", is_flag=True, help="Ask nothing, write the defaults.")
+@click.option(
+    "--output",
+    default="accel.yaml",
+    show_default=True,
+    type=click.Path(dir_okay=False),
+    help="File to write.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+def init(defaults: bool, output: str, force: bool) -> None:
+    """Ask a few questions and write a commented file."""
+    from accel_core.config.questions import ask, render
+
+    if Path(output).exists() and not force:
+        raise ConfigError(f"{output} exists already\nuse --force to overwrite it, or --output FILE")
+    answers = ask(ASKED, discover(), silent=defaults)
+    Path(output).write_text(render(answers), encoding="utf-8")
+    print(f"wrote {output}; `accel config check` looks at it, `accel launch SCRIPT` uses it")
