@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import attrs
+import tomllib
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
