@@ -13,7 +13,7 @@ import torch
 from accel_core import ops, step
 from accel_core.checkpoint.load import load as load_checkpoint
 from accel_core.checkpoint.save import save as save_checkpoint
-from accel_core.data.loader import PreparedLoader, prepare_loader, skip_first_batches
+from accel_core.data.loader import PreparedLoader, skip_first_batches
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.prepare import prepare
 from accel_core.run import Run
@@ -442,7 +442,7 @@ class Accelerator:
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on the main process only."""
         if self.is_main_process:
-            print(*values, **options)
+            print(*values, **options)  # noqa: T201  the method's purpose
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -507,7 +507,7 @@ class Accelerator:
         ]
         if unable:
             raise CheckpointError(
-                f"register_for_checkpointing: {type(unable[0]).__name__} has no state_dict and load_state_dict\n"
+                f"register_for_checkpointing: {type(unable[0]).__name__} lacks state_dict or load_state_dict\n"
                 "give it both methods, returning and taking plain data and tensors"
             )
         self.run.registered.extend(objects)
@@ -515,7 +515,7 @@ class Accelerator:
     def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> Path:
         """Write everything that training needs to go on into `output_dir`, atomically. Collective.
 
-        Returns the directory. A checkpoint that is there already is replaced; any other folder is refused.
+        Returns the directory. A checkpoint that is there is replaced; any other folder is refused.
         """
         return save_checkpoint(self.run, self._checkpoint_directory(output_dir, "save_state"))
 
@@ -579,14 +579,13 @@ class Accelerator:
         mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         unit_of = self.run.homes.unit_of
         units = {unit_of(parameter) for parameter in mine}  # type: ignore[arg-type]
-        if len(units) == 1:
-            unit = units.pop()
-            if unit is not None:
-                return unit, mine
-        names = sorted("no unit" if unit is None else unit.name for unit in units)
+        unit = next(iter(units), None)
+        if unit is not None and len(units) == 1:
+            return unit, mine
+        names = sorted("no unit" if each is None else each.name for each in units)
         raise AccelError(
-            f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'}; one call clips the"
-            " parameters of one prepared model\npass model.parameters() of a model that was prepared"
+            f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'};"
+            " one call clips the parameters of one prepared model\npass model.parameters() of a model that was prepared"
         )
 
 

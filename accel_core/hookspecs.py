@@ -195,7 +195,7 @@ def capabilities(device: torch.device) -> frozenset[str]:
 
 @owner
 def communication_backend(device: torch.device) -> Mapping[str, str]:
-    """torch device type -> name of the torch.distributed backend. Core adds one for the CPU."""
+    """Torch device type -> name of the torch.distributed backend. Core adds one for the CPU."""
 
 
 @owner
@@ -297,7 +297,8 @@ def no_sync(unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[A
 @frozen(kw_only=True)
 class StepOutput:
     """What `forward_backward` gives: the mean loss of its micro-batches (0-dim, detached), whether
-    this rank has it (pipelines: the last stage), and what `forward_loss` returned beside the loss."""
+    this rank has it (pipelines: the last stage), and what `forward_loss` returned beside the loss.
+    """
 
     loss: Tensor
     valid: bool = True

@@ -9,9 +9,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from accel_core.autocasting import attach
 from accel_core.binding import LAYERS
 from accel_core.data.loader import PreparedLoader, prepare_loader
@@ -19,6 +16,9 @@ from accel_core.errors import AccelError, ConfigError
 from accel_core.proxies import PreparedOptimizer, PreparedScheduler
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from accel_core.run import Run
     from accel_core.unit import Unit
 
@@ -96,9 +96,9 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
     kind: str | None = run.hooks.kind_of(thing)
     if kind is None:
         raise AccelError(
-            f"prepare: argument {number + 1} is a {type(thing).__module__}.{type(thing).__qualname__}, which no"
-            " plugin of this run knows how to prepare\n"
-            "leave it out of prepare(...) and use it as it is; models, optimizers, schedulers and dataloaders go in"
+            f"prepare: argument {number + 1} is a {type(thing).__module__}.{type(thing).__qualname__},"
+            " which no plugin of this run knows how to prepare\n"
+            "leave it out and use it as it is; models, optimizers, schedulers and dataloaders go in"
         )
     return kind
 
@@ -203,10 +203,9 @@ def _add_models(run: Run, unit: Unit, models: Sequence[nn.Module], placed: Mappi
     before = dict(unit.all_names())
     unit.record_aliases()
     for model in models:
-        number = unit.models.index(model)
-        if placed.get(id(model), True):
-            model = unit.hooks.place_model(unit, model, run.device)
-        wrapped = unit.hooks.wrap_model(unit, model)
+        number, place = unit.models.index(model), placed.get(id(model), True)
+        here = unit.hooks.place_model(unit, model, run.device) if place else model
+        wrapped = unit.hooks.wrap_model(unit, here)
         unit.wrapped.append(wrapped)
         unit.models[number] = inner = unit.hooks.unwrap_model(unit, wrapped, True)
         detach = attach(inner, unit.hooks.autocast(unit))
@@ -227,8 +226,8 @@ def _add_optimizer(run: Run, unit: Unit, optimizer: Optimizer) -> None:
         if any(new is not old for new, old in zip(renewed, group["params"], strict=True)):
             if optimizer.state:
                 raise AccelError(
-                    f"prepare: the {type(optimizer).__name__} already has state, and preparing its model replaced"
-                    " the parameters\nprepare the optimizer before its first step, then load_state"
+                    f"prepare: the {type(optimizer).__name__} already has state, and preparing its model"
+                    " replaced the parameters\nprepare the optimizer before its first step, then load_state"
                 )
             group["params"] = renewed
     inner = unit.hooks.wrap_optimizer(unit, optimizer)

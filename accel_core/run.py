@@ -22,6 +22,7 @@ from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, ConfigError, PluginError
 from accel_core.native.base import Base
 from accel_core.native.launcher import refuse_lonely_tasks
+from accel_core.native.process_group import shared
 from accel_core.plugins import Discovery, discover
 from accel_core.plugins import load as load_path
 from accel_core.prepare import Homes
@@ -30,10 +31,10 @@ from accel_core.unit import Unit, Window
 from accel_core.world import Collectives, World
 
 if TYPE_CHECKING:
-    from accel_core.config.schema import RunConfig
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_core.config.schema import RunConfig
     from accel_core.data.loader import PreparedLoader
     from accel_core.proxies import PreparedOptimizer
     from accel_core.step import Accumulation
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Run", "current"]
 
 _live: weakref.WeakSet[Run] = weakref.WeakSet()
-_group_users = 0
-_group_is_ours = False
 
 
 class Run:
@@ -131,7 +130,7 @@ class Run:
         """
         if unit.strategy != other.strategy or other.optimizers:
             raise ConfigError(
-                f"an optimizer spans the units {unit.name!r} and {other.name!r}, which cannot be joined any more\n"
+                f"an optimizer spans the units {unit.name!r} and {other.name!r}, which cannot be joined now\n"
                 "prepare both models and all their optimizers in one call, with one strategy"
             )
         unit.models += other.models
@@ -181,7 +180,7 @@ class Run:
 
     def __reduce__(self) -> NoReturn:
         raise AccelError(
-            "a run (and its Accelerator) lives in one process and cannot be pickled; something that is sent to another"
+            "a run (and its Accelerator) lives in one process and cannot be pickled; something sent to another"
             " process holds it, such as a dataset or collate function of DataLoader workers\n"
             "pass accelerator.process_index or accelerator.run.config instead"
         )
@@ -279,7 +278,6 @@ class Run:
     # -- the world -------------------------------------------------------------------------------
 
     def _join_world(self) -> None:
-        global _group_users, _group_is_ours
         self.run_id = self.world.run_id or uuid.uuid4().hex
         if self.world.size == 1:
             return
@@ -289,25 +287,23 @@ class Run:
             backends[self.device.type] = asked
         backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
         if dist.is_initialized():
-            self._adopt_group(backends)
-        else:
-            _group_is_ours = self.hooks.init_process_group(self.world, backends, self.config.process_group)
-            _group_users = 0
-        _group_users += 1
+            self._check_group(backends)
+        options = self.config.process_group
+        shared.join(lambda: bool(self.hooks.init_process_group(self.world, backends, options)))
         store = dist.distributed_c10d._get_default_store()
         prefix = f"accel/{self.world.run_id}/{self.world.restart_count}"
         self.world = evolve(self.world, store=dist.PrefixStore(prefix, store.clone()))
         self._compare_ranks()
 
-    def _adopt_group(self, backends: Mapping[str, str]) -> None:
-        device = self.device
-        existing = dist.distributed_c10d._get_pg_default_device(None) if device.type == "cpu" else device
+    def _check_group(self, backends: Mapping[str, str]) -> None:
+        """A group that this process already has must carry this run's tensors too."""
+        kind = self.device.type
         found = dist.get_backend_config(dist.group.WORLD)
-        wanted = backends[device.type]
-        if wanted not in str(found):
+        if f"{kind}:{backends[kind]}" not in found.split(","):
             raise ConfigError(
-                f"this process already has a process group ({found}) without {wanted} for {existing.type} tensors,"
-                f" which this run needs\ndestroy that group first, or make it with {wanted}"
+                f"this process already has a process group ({found}) that does not carry {kind} tensors by"
+                f" {backends[kind]}, as this run needs\n"
+                f"make that group with backend '{kind}:{backends[kind]}', or end the run that uses it first"
             )
 
     def _compare_ranks(self) -> None:
@@ -332,13 +328,9 @@ class Run:
         )
 
     def _leave_world(self) -> None:
-        global _group_users
-        if self.world.size == 1:
-            return
-        _group_users -= 1
-        self._dims.clear()
-        if _group_users == 0 and _group_is_ours and dist.is_initialized():
-            self.hooks.destroy_process_group()
+        if self.world.size > 1:
+            self._dims.clear()
+            shared.leave(self.hooks.destroy_process_group)
 
 
 def current() -> Run:

@@ -147,7 +147,7 @@ class _Chooser:
 
     def strategy(self, asked: str, processes: int) -> Chosen:
         given = self._by_object("strategy")
-        if given and asked not in ("auto", *(chosen.name for chosen in given)) or len(given) > 1:
+        if (given and asked not in ("auto", *(chosen.name for chosen in given))) or len(given) > 1:
             names = ", ".join(chosen.name for chosen in given)
             raise ConfigError(
                 f"Accelerator was given the config of {names}, but strategy is {asked!r}"
@@ -169,7 +169,7 @@ class _Chooser:
         best = self._best("strategy")
         if best is None:
             raise ConfigError(
-                f"strategy: auto found no strategy for {processes} processes\n{self._install_hint('strategy')}"
+                f"strategy: auto found none for {processes} processes\n{self._install_hint('strategy')}"
             )
         return best
 

@@ -64,11 +64,11 @@ class Accumulation:
 
 
 def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
-    quiet = []
-    for unit in units:
-        if unit.steps.no_sync is not None:
-            quiet.append((unit, [w for w in unit.wrapped if w in models] or unit.wrapped))
-    return quiet
+    return [
+        (unit, [wrapped for wrapped in unit.wrapped if wrapped in models] or unit.wrapped)
+        for unit in units
+        if unit.steps.no_sync is not None
+    ]
 
 
 def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, Any]) -> None:

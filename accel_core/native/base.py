@@ -199,7 +199,7 @@ class Base:
         if self.run.world.size == 1:
             return nullcontext()
         raise ConfigError(
-            f"strategy {self.run.stack.default!r} cannot train on ranks that run out of batches at different times\n"
+            f"strategy {self.run.stack.default!r} cannot train on ranks that run out of batches apart\n"
             "leave even_batches=True, or choose a strategy that offers 'join' (accel plugins --why)"
         )
 

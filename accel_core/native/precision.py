@@ -104,7 +104,7 @@ class Float16(_Autocast):
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         if closure is not None:
             raise AccelError(
-                "optimizer.step(closure) evaluates the loss several times a step, which a loss scaler cannot follow\n"
+                "optimizer.step(closure) evaluates the loss several times a step; a loss scaler cannot follow\n"
                 "use mixed_precision bf16 or 'no' with this optimizer"
             )
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel_core.config.schema import InitProcessGroupKwargs
     from accel_core.world import World
 
-__all__ = ["Alone", "TorchCollectives", "control_group", "create"]
+__all__ = ["Alone", "TorchCollectives", "control_group", "create", "shared"]
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -27,6 +27,30 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 _stores: dict[tuple[str | None, ...], dist.Store] = {}
 _groups_made: Counter[tuple[str | None, ...]] = Counter()
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class SharedGroup:
+    """The process's default group, counted: runs adopt it, and the last one ends what they made."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.ours = False
+
+    def join(self, make: Callable[[], bool]) -> None:
+        """Use the group; `make` it (and say whether that was ours to do) if there is none."""
+        if not dist.is_initialized():
+            self.users = 0
+            self.ours = make()
+        self.users += 1
+
+    def leave(self, destroy: Callable[[], None]) -> None:
+        """Stop using the group; `destroy` it if it was made here and nobody uses it any more."""
+        self.users -= 1
+        if self.users == 0 and self.ours and dist.is_initialized():
+            destroy()
+
+
+shared = SharedGroup()
 
 
 def create(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> None:

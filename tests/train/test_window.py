@@ -28,7 +28,14 @@ def test_every_nth_micro_batch_is_a_boundary(accelerator_of):
 
 
 def test_the_loaders_end_ends_the_window(accelerator_of):
-    assert boundaries(accelerator_of(gradient_accumulation_steps=4), 6) == [False, False, False, True, False, True]
+    assert boundaries(accelerator_of(gradient_accumulation_steps=4), 6) == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_the_loaders_end_can_be_ignored(accelerator_of):
