@@ -1,0 +1,39 @@
+"""Ranks act together: what fails on one fails on all, at once, and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.world import Collectives
+
+__all__ = ["agree"]
+
+T = TypeVar("T")
+
+
+def agree(control: Collectives, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank, once it has succeeded on every rank. Collective.
+
+    Raises:
+        CheckpointError: it failed somewhere; the message has each rank's failure. In a world of one
+            the failure itself is raised.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # whatever it is, the other ranks are waiting for our word
+        error = raised
+    if control.size == 1:
+        failures = []
+    else:
+        votes = control.all_gather_object(error and f"{type(error).__name__}: {error}")
+        failures = [f"rank {rank}: {vote}" for rank, vote in enumerate(votes) if vote]
+    if failures:
+        raise CheckpointError("\n".join(failures), path=getattr(error, "path", None)) from error
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,207 @@
+"""Optimizers from a checkpoint: hyperparameters and state by parameter name, schedulers by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from torch import Tensor
+
+from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
+from accel_core.checkpoint.leaf import TensorTemplate
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core.checkpoint.leaf import OptimizerState
+    from accel_core.checkpoint.problems import Problems
+    from accel_core.checkpoint.read import Checkpoint, Stored
+    from accel_core.unit import Unit
+
+__all__ = ["SavedParameter", "restore_optimizer", "restore_schedulers", "saved_parameters"]
+
+Action = Callable[[], object]
+
+
+@frozen(eq=False)
+class SavedParameter:
+    """What a checkpoint says of one parameter: its optimizer's class, group values, other plain state."""
+
+    optimizer: str
+    values: Mapping[str, Any]
+    plain: Mapping[str, Any]
+
+
+def saved_parameters(
+    checkpoint: Checkpoint, unit: Unit, shared: Sequence[Mapping[str, Any]]
+) -> dict[str, SavedParameter]:
+    """Parameter name, as it is here -> what the checkpoint says of it; all ranks' descriptions merged."""
+    found: dict[str, SavedParameter] = {}
+    partly = [own["optimizers"].get(unit.name, ()) for own in checkpoint.ranks if "optimizers" in own]
+    for section in (shared, *partly):
+        for each in section:
+            path = f"units.{unit.name} {each['class']}"
+            plain = checkpoint.decode(each["plain"], f"{path}.state")
+            for group in checkpoint.decode(each["groups"], f"{path}.groups"):
+                values = {
+                    key: value for key, value in group.items() if key not in ("params", *NEVER_RESTORED)
+                }
+                for name in group["params"]:
+                    saved = SavedParameter(each["class"], values, plain.get(name, {}))
+                    found[unit.aliases.get(name, name)] = saved
+    return found
+
+
+def restore_optimizer(
+    unit: Unit,
+    optimizer: Optimizer,
+    saved: Mapping[str, SavedParameter],
+    tensors: Mapping[str, Stored],
+    problems: Problems,
+) -> list[Action]:
+    """What to do to bring the optimizer into the saved state. Changes nothing yet.
+
+    tensors: `NAME/KEY` -> stored tensor.
+    """
+    state: OptimizerState = unit.hooks.optimizer_state(unit, optimizer)
+    names = {name for group in state.groups for name in group["params"]}
+    problems.compare(f"{unit.name}: {class_of(optimizer)} of ", saved.keys() & names, names)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for number, (group, described) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
+        what = f"{unit.name}: group {number} of {class_of(optimizer)}"
+        groups.append((group, _group_values(what, described, saved, problems)))
+    mine = {key: stored for key, stored in tensors.items() if key.rpartition("/")[0] in names}
+    _check_tensors(unit, state, mine, problems)
+    return [
+        partial(_set_groups, groups),
+        partial(_fill_state, unit, optimizer, mine),
+        partial(_set_plain, unit, optimizer, saved),
+    ]
+
+
+def restore_schedulers(
+    checkpoint: Checkpoint,
+    unit: Unit,
+    saved: Sequence[Mapping[str, Any]],
+    problems: Problems,
+    *,
+    regrouped: bool,
+) -> list[Action]:
+    """What to do to bring the unit's schedulers into the saved state.
+
+    regrouped: parameter groups are not as they were, so lists of one value a group are made anew.
+    """
+    actions: list[Action] = []
+    for number, (scheduler, each) in enumerate(zip(unit.schedulers, saved, strict=False)):
+        if each["class"] == class_of(scheduler):
+            state = checkpoint.decode(each["state"], f"units.{unit.name} {each['class']}")
+            actions.append(partial(_load_scheduler, scheduler, state, regrouped))
+        else:
+            problems.fatal.append(
+                f"{unit.name}: scheduler {number} is a {each['class']} in the checkpoint, a {class_of(scheduler)} here"
+            )
+    return actions
+
+
+def _group_values(
+    what: str, described: Mapping[str, Any], saved: Mapping[str, SavedParameter], problems: Problems
+) -> dict[str, Any]:
+    """The hyperparameters on which all saved parameters of the group agree."""
+    agreed: dict[str, tuple[str, Any]] = {}
+    seen: set[int] = set()
+    for name in described["params"]:
+        if name not in saved or id(saved[name].values) in seen:
+            continue
+        seen.add(id(saved[name].values))
+        for key, value in saved[name].values.items():
+            if key not in described:
+                problems.unexpected(f"{what} knows no {key!r}, which {saved[name].optimizer} had for {name}")
+                continue
+            first, agreed_value = agreed.setdefault(key, (name, value))
+            if not _equal(value, agreed_value):
+                problems.fatal.append(
+                    f"{what}: {key}: {first} had {agreed_value!r}, {name} had {value!r}, and both are in one group now"
+                )
+    return {key: value for key, (_, value) in agreed.items()}
+
+
+def _check_tensors(
+    unit: Unit, state: OptimizerState, tensors: Mapping[str, Stored], problems: Problems
+) -> None:
+    weights = unit.hooks.model_state(unit)
+    for key, stored in tensors.items():
+        what = f"{unit.name}: optimizer/{key}"
+        name = key.rpartition("/")[0]
+        if stored.kind == "opaque":  # no template describes it: it must be there, in this very layout
+            if key not in state.leaves or state.leaves[key].layout != stored.layout:
+                problems.fatal.append(
+                    f"{what} has layout {stored.layout}, which this optimizer does not have here"
+                )
+        elif stored.kind == "like_param" and name in weights and weights[name].global_shape != stored.shape:
+            wanted = list(weights[name].global_shape)
+            problems.fatal.append(
+                f"{what} has shape {list(stored.shape)} in the checkpoint, the parameter {wanted} here"
+            )
+
+
+def _fill_state(unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored]) -> None:
+    template: dict[str, dict[str, TensorTemplate]] = {}
+    for key, stored in tensors.items():
+        name, _, part = key.rpartition("/")
+        template.setdefault(name, {})[part] = TensorTemplate(stored.kind, stored.shape, stored.dtype)
+    unit.hooks.materialize_optimizer_state(unit, optimizer, template)
+    leaves = unit.hooks.optimizer_state(unit, optimizer).leaves
+    for key, stored in tensors.items():
+        if key not in leaves:
+            raise CheckpointError(
+                f"unit {unit.name!r}: strategy {unit.strategy!r} made no place for optimizer/{key}\n"
+                "its materialize_optimizer_state must offer what the template asks for"
+            )
+        stored.fill(leaves[key])
+
+
+def _set_groups(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    for group, values in groups:
+        for key, value in values.items():
+            if isinstance(group[key], Tensor):
+                group[key].copy_(value if isinstance(value, Tensor) else group[key].new_tensor(value))
+            else:
+                group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def _set_plain(unit: Unit, optimizer: Optimizer, saved: Mapping[str, SavedParameter]) -> None:
+    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    for parameter, state in list(optimizer.state.items()):
+        for key in [key for key, value in state.items() if not isinstance(value, Tensor)]:
+            del state[key]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            if name in saved and saved[name].plain:
+                optimizer.state[parameter].update(
+                    unit.hooks.move(dict(saved[name].plain), parameter.device, False)
+                )
+
+
+def _load_scheduler(scheduler: Any, state: dict[str, Any], regrouped: bool) -> None:
+    if regrouped:
+        _regroup(state, scheduler.optimizer.param_groups)
+    scheduler.load_state_dict(state)
+
+
+def _regroup(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    if "base_lrs" in state:
+        state["base_lrs"] = [group["initial_lr"] for group in groups]
+    if "_last_lr" in state:
+        state["_last_lr"] = [group["lr"] for group in groups]
+    for nested in state.get("_schedulers", ()):
+        _regroup(nested, groups)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return bool((one == other).all()) if isinstance(one, Tensor) else _equal(other, one)
+    return bool(one == other)

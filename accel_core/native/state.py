@@ -1,0 +1,176 @@
+"""State by canonical name, as plain torch holds it: what the base layer's state hooks return."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel_core.checkpoint.codec import DTYPES, decode, encode
+from accel_core.checkpoint.leaf import Leaf, OptimizerState, whole
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.checkpoint.leaf import Kind, TensorTemplate
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = [
+    "materialize_optimizer_state",
+    "model_state",
+    "model_tensors",
+    "optimizer_state",
+    "rng_state",
+    "set_rng_state",
+]
+
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def model_tensors(unit: Unit) -> dict[str, Tensor]:
+    """Canonical name -> parameter or persistent buffer; tied weights once."""
+    buffers = dict(_buffers(unit))
+    return {**unit.named_parameters(), **buffers}
+
+
+def model_state(unit: Unit) -> dict[str, Leaf]:
+    """The unit's parameters and persistent buffers, each whole on this rank."""
+    return {name: whole(tensor) for name, tensor in model_tensors(unit).items()}
+
+
+def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
+    """A torch optimizer's state by parameter name; leaves are views of its tensors.
+
+    Raises:
+        CheckpointError: it holds a parameter that no model of the unit has.
+    """
+    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    leaves: dict[str, Leaf] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        listed = []
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise CheckpointError(
+                    f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no prepared"
+                    f" model of unit {unit.name!r}, so it has no name to be stored under\n"
+                    "make it a parameter of a module, and prepare that"
+                )
+            name = names[parameter]
+            listed.append(name)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    leaves[f"{name}/{key}"] = whole(value, kind=_kind(parameter, value))
+                else:
+                    plain.setdefault(name, {})[key] = value
+        hyperparameters = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        groups.append({**hyperparameters, "params": listed})
+    return OptimizerState(leaves=leaves, plain=plain, groups=groups)
+
+
+def materialize_optimizer_state(
+    unit: Unit, optimizer: Optimizer, template: Mapping[str, Mapping[str, TensorTemplate]]
+) -> None:
+    """Give the optimizer exactly the tensors of the template, not yet filled."""
+    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            wanted = template.get(names[parameter], {})
+            if not wanted and parameter not in optimizer.state:
+                continue  # `state` makes an entry on access; an optimizer without state has none
+            state = optimizer.state[parameter]
+            for key in [
+                key for key, value in state.items() if isinstance(value, Tensor) and key not in wanted
+            ]:
+                del state[key]
+            for key, tensor in wanted.items():
+                if not _fits(state.get(key), tensor):
+                    state[key] = _allocate(parameter, group, key, tensor)
+
+
+def rng_state(run: Run) -> dict[str, Tensor]:
+    """The states of python's, numpy's, torch's and the run's device's generators."""
+    streams = {"python": _pack(random.getstate()), "torch": torch.get_rng_state()}
+    numpy = _numpy()
+    if numpy is not None:
+        streams["numpy"] = _pack(numpy.random.get_state(legacy=False))
+    device = _device_generators(run)
+    if device is not None:
+        streams[run.device.type] = device.get_rng_state(run.device)
+    return streams
+
+
+def set_rng_state(run: Run, streams: Mapping[str, Tensor]) -> None:
+    """Restore the streams that `rng_state` gives here; others are left to other plugins."""
+    if "python" in streams:
+        random.setstate(_unpack(streams["python"], "python"))
+    if "torch" in streams:
+        torch.set_rng_state(streams["torch"])
+    numpy = _numpy()
+    if numpy is not None and "numpy" in streams:
+        numpy.random.set_state(_unpack(streams["numpy"], "numpy"))
+    device = _device_generators(run)
+    if device is not None and run.device.type in streams:
+        device.set_rng_state(streams[run.device.type], run.device)
+
+
+def _buffers(unit: Unit) -> Iterator[tuple[str, Tensor]]:
+    for number, model in enumerate(unit.models):
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield unit.qualify(number, f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _kind(parameter: nn.Parameter, value: Tensor) -> Kind:
+    if value.ndim == 0:
+        return "scalar"
+    return "like_param" if value.shape == parameter.shape else "factored"
+
+
+def _fits(value: Any, template: TensorTemplate) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and tuple(value.shape) == template.global_shape
+        and value.dtype == DTYPES[template.dtype]
+    )
+
+
+def _allocate(
+    parameter: nn.Parameter, group: Mapping[str, Any], key: str, template: TensorTemplate
+) -> Tensor:
+    dtype = DTYPES[template.dtype]
+    if template.kind == "like_param":
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # torch keeps the step counter on the host, unless its kernels read it on the device.
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.empty(template.global_shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+
+
+def _pack(state: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(encode(state, "random")).encode()), dtype=torch.uint8)
+
+
+def _unpack(stream: Tensor, name: str) -> Any:
+    return decode(json.loads(bytes(stream.tolist())), name)
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def _device_generators(run: Run) -> Any:
+    module = torch.get_device_module(run.device)
+    return module if hasattr(module, "get_rng_state") else None
