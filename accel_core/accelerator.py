@@ -17,6 +17,7 @@ from accel_core.data.loader import PreparedLoader, skip_first_batches
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.prepare import prepare
 from accel_core.run import Run
+from accel_core.saving import save
 from accel_core.step import Accumulation
 
 if TYPE_CHECKING:
@@ -316,13 +317,13 @@ class Accelerator:
         """A context in which this model's forward and backward do not reduce gradients."""
         (unit,) = self._units([model])
         no_sync = unit.steps.no_sync
-        return nullcontext() if no_sync is None else no_sync(unit, [model])  # type: ignore[no-any-return]
+        return nullcontext() if no_sync is None else no_sync(unit, [model])
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The stack's autocast, for what is computed outside a prepared model's forward."""
         unit = self.run.units[0] if self.run.units else self.run.make_unit(None, None)
         factory = unit.hooks.autocast(unit)
-        return nullcontext() if factory is None else factory()  # type: ignore[no-any-return]
+        return nullcontext() if factory is None else factory()
 
     def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """Gradients of `loss` (0-dim). Inside `accumulate` it is divided by the window's size.
@@ -409,7 +410,7 @@ class Accelerator:
         """As `gather`, without the samples that only padded the last batch. Collective."""
         return ops.gather_for_metrics(input_data, use_gather_object=use_gather_object, run=self.run)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Any, reduction: ops.Reduction = "sum", scale: float = 1.0) -> Any:
         """Reduce each tensor of a nested structure over all ranks ("sum", "mean" or "none"). Collective."""
         return ops.reduce(tensor, reduction, scale, run=self.run)
 
@@ -507,8 +508,8 @@ class Accelerator:
         ]
         if unable:
             raise CheckpointError(
-                f"register_for_checkpointing: {type(unable[0]).__name__} lacks state_dict or load_state_dict\n"
-                "give it both methods, returning and taking plain data and tensors"
+                f"register_for_checkpointing: {type(unable[0]).__name__} cannot be saved and restored\n"
+                "give it state_dict and load_state_dict, returning and taking plain data and tensors"
             )
         self.run.registered.extend(objects)
 
@@ -542,7 +543,7 @@ class Accelerator:
         else:
             writes = self.is_main_process
         if writes:
-            ops.save(obj, f, safe_serialization=safe_serialization)
+            save(obj, f, safe_serialization=safe_serialization)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The dataloader without its first batches, in its next epoch only."""
@@ -585,7 +586,8 @@ class Accelerator:
         names = sorted("no unit" if each is None else each.name for each in units)
         raise AccelError(
             f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'};"
-            " one call clips the parameters of one prepared model\npass model.parameters() of a model that was prepared"
+            " one call clips the parameters of one prepared model\n"
+            "pass model.parameters() of a model that was prepared"
         )
 
 

@@ -115,7 +115,7 @@ def implements(
     """
 
     def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        return _impl_marker(specname=spec.__name__)(method)  # type: ignore[attr-defined, no-any-return]
+        return _impl_marker(specname=spec.__name__)(method)
 
     return mark
 

@@ -44,7 +44,8 @@ class PreparedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's."""
-        return self.optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -61,7 +62,8 @@ class PreparedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's."""
-        return self.optimizer.state_dict()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inner optimizer's."""

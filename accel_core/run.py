@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from attrs import evolve
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from accel_core.binding import Binder, Hooks, Registered, Steps
 from accel_core.config.resolve import Resolved, load
@@ -180,8 +181,8 @@ class Run:
 
     def __reduce__(self) -> NoReturn:
         raise AccelError(
-            "a run (and its Accelerator) lives in one process and cannot be pickled; something sent to another"
-            " process holds it, such as a dataset or collate function of DataLoader workers\n"
+            "a run (and its Accelerator) lives in one process and cannot be pickled; something sent to"
+            " another process holds it, such as a dataset or collate function of DataLoader workers\n"
             "pass accelerator.process_index or accelerator.run.config instead"
         )
 
@@ -290,9 +291,9 @@ class Run:
             self._check_group(backends)
         options = self.config.process_group
         shared.join(lambda: bool(self.hooks.init_process_group(self.world, backends, options)))
-        store = dist.distributed_c10d._get_default_store()
+        store = _get_default_store()
         prefix = f"accel/{self.world.run_id}/{self.world.restart_count}"
-        self.world = evolve(self.world, store=dist.PrefixStore(prefix, store.clone()))
+        self.world = evolve(self.world, store=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]  # torch's stub lacks it
         self._compare_ranks()
 
     def _check_group(self, backends: Mapping[str, str]) -> None:

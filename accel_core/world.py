@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 from accel_core.errors import LaunchError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Collectives", "MeshDim", "Topology", "World"]
 
@@ -76,12 +76,14 @@ class World:
             run_id=environment.get("ACCEL_RUN_ID") or environment.get("TORCHELASTIC_RUN_ID"),
         )
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return tuple(None if a.name == "store" else getattr(self, a.name) for a in self.__attrs_attrs__)  # type: ignore[attr-defined]
+    def __getstate__(self) -> dict[str, Any]:
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(World)} | {
+            "store": None
+        }
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        for attribute, value in zip(self.__attrs_attrs__, state, strict=True):  # type: ignore[attr-defined]
-            object.__setattr__(self, attribute.name, value)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
 
 
 @frozen

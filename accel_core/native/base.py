@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +19,7 @@ from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
 from accel_core.native import process_group, state
 from accel_core.native.device import local_device
+from accel_core.random import seed_process
 from accel_core.world import Collectives, Topology
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class Base:
 
     @implements(hooks.seed)
     def seed(self, seed: int, topology: Topology) -> None:
-        random.seed(seed)
-        torch.manual_seed(seed)  # seeds the generators of every device too
-        state.seed_numpy(seed)
+        seed_process(seed)
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:

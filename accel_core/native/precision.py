@@ -104,7 +104,7 @@ class Float16(_Autocast):
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         if closure is not None:
             raise AccelError(
-                "optimizer.step(closure) evaluates the loss several times a step; a loss scaler cannot follow\n"
+                "optimizer.step(closure) evaluates the loss several times a step; no loss scaler can follow\n"
                 "use mixed_precision bf16 or 'no' with this optimizer"
             )
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
@@ -124,7 +124,8 @@ class Float16(_Autocast):
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         if unit.scaler is not None and "scaler" in entries:
-            unit.scaler.load_state_dict(entries["scaler"].value)
+            state: Any = entries["scaler"].value
+            unit.scaler.load_state_dict(state)
             self._stepped.pop(unit.scaler, None)
 
     @implements(hooks.release)

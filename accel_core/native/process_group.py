@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from accel_core.errors import LaunchError
 
@@ -24,7 +26,7 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 
 # Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
 # find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
-_stores: dict[tuple[str | None, ...], dist.Store] = {}
+_stores: dict[tuple[str | None, ...], Store] = {}
 _groups_made: Counter[tuple[str | None, ...]] = Counter()
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
@@ -67,7 +69,7 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
         prefix = f"accel/{world.run_id}/{world.restart_count}/{count}"
         dist.init_process_group(
             ",".join(f"{device}:{name}" for device, name in backends.items()),
-            store=dist.PrefixStore(prefix, root),
+            store=PrefixStore(prefix, root),
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
@@ -82,12 +84,12 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
         ) from error
 
 
-def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[dist.Store, tuple[str | None, ...]]:
+def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[Store, tuple[str | None, ...]]:
     method = options.init_method or "env://"
     key = (method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(world.restart_count))
     if key not in _stores:
         timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
-        _stores[key], _, _ = next(dist.rendezvous(method, world.rank, world.size, timeout=timeout))
+        _stores[key], _, _ = next(rendezvous(method, world.rank, world.size, timeout=timeout))
     return _stores[key], key
 
 

@@ -1,0 +1,92 @@
+"""Random generators: seeding them, and making all ranks' agree."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel_core.errors import ConfigError
+from accel_core.world import World
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+
+__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+def set_seed(
+    seed: int, device_specific: bool = False, deterministic: bool = False, *, run: Run | None = None
+) -> None:
+    """Seed the generators of Python, NumPy, torch and every device. Not collective.
+
+    device_specific: add the rank, so that each process draws other numbers. deterministic: let torch
+    use deterministic algorithms only. Without a live run the world is the one that the launcher's
+    variables describe.
+    """
+    run = run or _only_run()
+    world = World.from_environment() if run is None else run.world
+    seed += world.rank if device_specific else 0
+    if run is None:
+        seed_process(seed)
+    else:
+        run.hooks.seed(seed, run.topology)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(
+    rng_type: str = "generator", generator: torch.Generator | None = None, *, run: Run | None = None
+) -> None:
+    """Give every rank the first rank's state of one stream. All ranks.
+
+    rng_type: a stream that the stack knows (python, numpy, torch, a device type), or "generator" for
+    the one given.
+
+    Raises:
+        ConfigError: there is no such stream here; it lists those there are.
+    """
+    if run is None:
+        from accel_core.run import current
+
+        run = current()
+    control = run.collectives("control")
+    if control.size == 1:
+        return
+    if rng_type == "generator":
+        if generator is None:
+            raise ConfigError("rng_type 'generator': no generator was given\npass generator=...")
+        generator.set_state(control.broadcast(generator.get_state()))
+        return
+    streams = run.hooks.rng_state()
+    if rng_type not in streams:
+        raise ConfigError(
+            f"rng_types: there is no stream {rng_type!r} here\n"
+            f"choose among generator, {', '.join(sorted(streams))}"
+        )
+    agreed = control.broadcast_object(streams[rng_type])
+    run.hooks.set_rng_state({**streams, rng_type: agreed})
+
+
+def synchronize_rng_states(
+    rng_types: Sequence[str], generator: torch.Generator | None = None, *, run: Run | None = None
+) -> None:
+    """`synchronize_rng_state` for each of `rng_types`. All ranks."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator, run=run)
+
+
+def _only_run() -> Run | None:
+    module = sys.modules.get("accel_core.run")
+    live = list(module._live) if module is not None else []
+    return live[0] if len(live) == 1 else None
+
+
+def seed_process(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # every device's generator too
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
