@@ -1,0 +1,156 @@
+"""`accel plugins` and its doctor: what is installed, what is wrong with it, what would be chosen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import accel
+
+PLUGIN = "class Plugin:\n    def __init__(self, config, run): ...\n"
+
+
+def row(output: str, name: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith(f"{name} "))
+
+
+def test_an_available_plugin_is_a_row_with_distribution_and_summary(toys):
+    shown = accel("plugins", environment=toys("pony", "strategy")).stdout
+
+    assert row(shown, "pony").split(maxsplit=5) == [
+        "pony", "strategy", "available", "accel-pony", "1.0", "A toy.",
+    ]  # fmt: skip
+
+
+BROKEN = {
+    "raises": ({"source": "raise OSError('no such library')"}, "broken", "OSError: no such library"),
+    "exits": ({"source": "raise SystemExit(3)"}, "broken", "SystemExit: 3"),
+    "hangs": ({"source": "import time; time.sleep(30)"}, "broken", "took longer than"),
+    "unusable": ({"probe": "lambda: 'no driver'"}, "unavailable", "no driver"),
+    "too-new": ({"api_version": "'9.0'"}, "incompatible", "pip install -U accel-core"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_plugin_that_cannot_be_used_is_a_row_with_its_reason(toys, case):
+    arguments, status, reason = BROKEN[case]
+
+    ended = accel("plugins", environment=toys("pony", "strategy", **arguments))
+
+    assert ended.returncode == 0
+    assert f" {status} " in row(ended.stdout, "pony")
+    assert reason in row(ended.stdout, "pony")
+    assert " available " in row(ended.stdout, "native")
+
+
+def test_a_blocked_plugin_is_a_row(toys):
+    environment = {**toys("pony", "strategy"), "ACCEL_PLUGINS_BLOCK": "pony"}
+
+    assert " blocked " in row(accel("plugins", environment=environment).stdout, "pony")
+
+
+def test_json_holds_what_the_table_shows_and_the_capabilities(toys):
+    listed = json.loads(
+        accel("plugins", "--json", environment=toys("pony", "strategy", offers="{'join'}")).stdout
+    )
+
+    pony = next(each for each in listed if each["name"] == "pony")
+    assert (pony["status"], pony["distribution"], pony["offers"]) == ("available", "accel-pony", ["join"])
+
+
+def test_why_says_what_auto_would_take_and_why_not_the_others(toys):
+    toys("absent", "device", priority="100", probe="lambda: 'no driver'")
+    environment = toys("here", "device", priority="50")
+
+    told = accel("plugins", "--why", environment=environment).stdout
+
+    assert "absent (accel-absent 1.0, priority 100): cannot be used here: no driver" in told
+    assert "here (accel-here 1.0, priority 50): the first that is usable" in told
+    assert "native (accel-core 0.1.0, priority 0): usable, of lower priority" in told
+
+
+def test_why_shows_the_traceback_of_a_broken_plugin(toys):
+    told = accel("plugins", "--why", environment=toys("pony", "strategy", source="1 / 0")).stdout
+
+    assert "pony (accel-pony 1.0) is broken: ZeroDivisionError" in told
+    assert "line 1, in <module>" in told
+
+
+def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys):
+    environment = toys(
+        "pony",
+        "strategy",
+        implementation="'toy_parts:Plugin'",
+        verify="'toy_parts:verify'",
+        modules={"toy_parts": f"{PLUGIN}def verify(): return None\n"},
+    )
+
+    ended = accel("plugins", "doctor", "pony", environment=environment)
+
+    assert ended.returncode == 0
+    assert "implementation: toy_parts:Plugin ... ok" in ended.stdout
+    assert "verify: toy_parts:verify ... ok" in ended.stdout
+
+
+AILING = {
+    "raises": ("raise OSError('half installed')", "OSError: half installed"),
+    "exits": ("raise SystemExit('vendor says no')", "SystemExit: vendor says no"),
+    "unverified": (f"{PLUGIN}def verify(): return 'driver 3 is too old'", "driver 3 is too old"),
+    "hangs": ("import time; time.sleep(30)", "did not finish within 3 s"),
+}
+
+
+@pytest.mark.parametrize("case", AILING)
+def test_the_doctor_finds_out_what_a_listing_cannot(toys, case):
+    source, finding = AILING[case]
+    environment = toys(
+        "pony",
+        "strategy",
+        implementation="'toy_parts:Plugin'",
+        verify="'toy_parts:verify'",
+        modules={"toy_parts": source},
+    )
+
+    ended = accel("plugins", "doctor", "pony", "--timeout", "3", environment=environment)
+
+    assert ended.returncode == 1
+    assert finding in ended.stdout
+
+
+def test_the_doctor_does_not_know_a_plugin_that_is_not_there():
+    ended = accel("plugins", "doctor", "nativ")
+
+    assert ended.returncode == 1
+    assert "no plugin 'nativ' is installed; did you mean 'native'?" in ended.stderr
+
+
+def test_check_refuses_a_stack_of_unknown_plugins():
+    ended = accel("plugins", "check", "native+pony")
+
+    assert ended.returncode == 1
+    assert "no plugin 'pony' is installed" in ended.stderr
+
+
+def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
+    source = "class Plugin:\n    def __init__(self, config, run): ...\n"
+    source += "    def environment_report(self): return {'driver': '7.1'}\n"
+    environment = toys("pony", "strategy", implementation="'toy_parts:Plugin'", modules={"toy_parts": source})
+
+    ended = accel("env", environment={**environment, "ACCEL_DEBUG": "1", "PONY_TOKEN": "secret"})
+
+    assert ended.returncode == 0
+    assert "accel-core     0.1" in ended.stdout
+    assert "pony ... driver: 7.1" in ended.stdout
+    assert "ACCEL_DEBUG=1" in ended.stdout
+    assert "secret" not in ended.stdout
+
+
+def test_env_survives_a_plugin_that_quits(toys):
+    environment = toys(
+        "pony", "strategy", implementation="'toy_parts:P'", modules={"toy_parts": "raise SystemExit"}
+    )
+
+    ended = accel("env", environment=environment)
+
+    assert ended.returncode == 0
+    assert "pony ... PluginError" in ended.stdout
