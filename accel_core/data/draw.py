@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from accel_core.data.order import opening
-from accel_core.data.position import Drawn, Progress
+from accel_core.data.position import Progress
 
 __all__ = ["Draw", "decode", "encode", "unmoved"]
 

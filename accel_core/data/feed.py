@@ -46,7 +46,9 @@ class IndexFeed:
 
     def _batches(self, progress: Progress) -> Iterator[Any]:
         head, items = self.draw.open(progress, self.deal.wanted)
-        batches = items if self.batch_size is None else cut(items, self.batch_size, drop_last=self.deal.drop_last)
+        batches = (
+            items if self.batch_size is None else cut(items, self.batch_size, drop_last=self.deal.drop_last)
+        )
         number, held = 0, None
         for share, real in self.deal.shares(batches, head):
             if held is not None:

@@ -178,9 +178,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _rounds(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         """An iterable dataset's batches. Its end is known only by reading one batch ahead."""
-        number = 0
-        for item, last in with_last(islice(batches, progress.start, None)):
-            number += 1
+        ahead = with_last(islice(batches, progress.start, None))
+        for number, (item, last) in enumerate(ahead, start=1):
             batch, real = item if self._deal.readers > 1 else (item, COMPLETE)
             if real != COMPLETE:
                 progress.padded[number] = real
@@ -217,7 +216,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def _generators(self) -> dict[str, torch.Generator]:
         found = {"loader": self.generator, "order": self._draw.generator}
-        return {role: generator for role, generator in found.items() if isinstance(generator, torch.Generator)}
+        return {
+            role: generator for role, generator in found.items() if isinstance(generator, torch.Generator)
+        }
 
     def _length(self) -> int | None:
         try:
@@ -233,9 +234,13 @@ class PreparedLoader(DataLoader[Any]):
             epoch=progress.epoch,
             consumed=consumed if length is None else min(consumed, length),
             drawn=progress.drawn,
-            generators={role: encode(generator.get_state()) for role, generator in self._generators().items()},
+            generators={
+                role: encode(generator.get_state()) for role, generator in self._generators().items()
+            },
             length=length,
-            per_round=(self._deal.readers, self.batch_size or 1, self.num_workers) if self._feed is None else (),
+            per_round=(self._deal.readers, self.batch_size or 1, self.num_workers)
+            if self._feed is None
+            else (),
         )
 
 
@@ -297,7 +302,8 @@ def _draw(loader: DataLoader[Any], run: Run) -> Draw:
     plain = batches is None or type(batches) is BatchSampler
     return Draw(
         items=loader.sampler if batches is None else (batches.sampler if plain else batches),  # type: ignore[attr-defined]
-        agree=control.broadcast if control.size > 1 else None,
+        # Asked for each time: what holds collectives would keep the process group alive beyond the run.
+        agree=(lambda tensor: run.collectives("control").broadcast(tensor)) if control.size > 1 else None,
         follows=control.rank > 0,
         seedable=data.use_seedable_sampler,
         data_seed=data.data_seed,
@@ -323,19 +329,20 @@ def _placement(run: Run, wanted: bool) -> Callable[[Any], Any] | None:
 def _refuse(loader: DataLoader[Any], data: DataLoaderConfiguration, topology: Topology) -> None:
     if data.dispatch_batches:
         raise ConfigError(
-            "data.dispatch_batches=True: one process cannot read for all others yet; each reader reads for itself\n"
-            "leave data.dispatch_batches unset"
+            "data.dispatch_batches=True: a process that reads for all others is not there yet; each reads for"
+            " itself\nleave data.dispatch_batches unset"
         )
     if data.use_stateful_dataloader:
         raise ConfigError(
-            "data.use_stateful_dataloader=True: torchdata's loader is not supported yet; map-style data resumes"
-            " exactly without it\nleave data.use_stateful_dataloader unset"
+            "data.use_stateful_dataloader=True: torchdata's loader is not supported yet; map-style data"
+            " resumes exactly without it\nleave data.use_stateful_dataloader unset"
         )
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ConfigError(
-            f"this dataloader is sharded already: its DistributedSampler is one of {sampler.num_replicas} replicas,"
-            " and prepare shards the data itself\ngive the DataLoader shuffle=True instead of that sampler"
+            f"this dataloader is sharded already: its DistributedSampler is one of {sampler.num_replicas}"
+            " replicas, and prepare shards the data itself\n"
+            "give the DataLoader shuffle=True instead of that sampler"
         )
     if not data.split_batches or topology.readers == 1:
         return
@@ -343,8 +350,9 @@ def _refuse(loader: DataLoader[Any], data: DataLoaderConfiguration, topology: To
     size = loader.batch_size if iterable else getattr(loader.batch_sampler, "batch_size", None)
     if size is None or size % topology.readers:
         raise ConfigError(
-            f"data.split_batches=True splits each batch between {topology.readers} readers, but this dataloader's"
-            f" batch size is {size}\nmake the batch size a multiple of {topology.readers}, or leave split_batches unset"
+            f"data.split_batches=True splits each batch between {topology.readers} readers, but this"
+            f" dataloader's batch size is {size}\n"
+            f"make the batch size a multiple of {topology.readers}, or leave split_batches unset"
         )
 
 

@@ -119,9 +119,9 @@ def cut(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[l
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Each item, and whether it is the last: known by reading one item ahead."""
     iterator = iter(items)
-    for item in iterator:
-        break
-    else:
+    try:
+        item = next(iterator)
+    except StopIteration:
         return
     for following in iterator:
         yield item, False

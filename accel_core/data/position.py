@@ -72,7 +72,7 @@ class Position:
             )
         if midway and found.per_round != here.per_round:
             raise CheckpointError(
-                f"an iterable dataset was saved in the middle of an epoch with (readers, batch size, workers) ="
+                f"an iterable dataset was saved mid-epoch with (readers, batch size, workers) ="
                 f" {found.per_round}, here they are {here.per_round}\n"
                 "resume with the same, or at the start of an epoch"
             )
