@@ -390,6 +390,9 @@ class Accelerator:
         output: StepOutput = unit.steps.forward_backward(
             unit, iter(batches), forward_loss, count, forward_only
         )
+        if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
+            unit.window.fresh = unit.reduced = False
+            unit.unscaled.clear()
         return output
 
     def join_uneven_inputs(

@@ -76,7 +76,11 @@ def test_a_process_simulates_one_name() -> None:
 
 def current() -> tuple[str, int, str]:
     module = simulated()
-    return str(torch.accelerator.current_accelerator()), module.device_count(), str(torch.ones(2, device="sim"))
+    return (
+        str(torch.accelerator.current_accelerator()),
+        module.device_count(),
+        str(torch.ones(2, device="sim")),
+    )
 
 
 def test_torch_takes_it_for_its_accelerator() -> None:
@@ -116,7 +120,14 @@ def host_reads() -> list[int]:
     counts = []
     x = torch.ones(3, device="sim")
     x.mul_(2).sum()
-    for read in (lambda: None, x.sum().item, x.cpu, x.tolist, lambda: torch.zeros(3).copy_(x), lambda: bool(x[0])):
+    for read in (
+        lambda: None,
+        x.sum().item,
+        x.cpu,
+        x.tolist,
+        lambda: torch.zeros(3).copy_(x),
+        lambda: bool(x[0]),
+    ):
         before = module.host_reads
         read()
         counts.append(module.host_reads - before)

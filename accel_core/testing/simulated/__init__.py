@@ -6,13 +6,15 @@ distribution, so that nobody meets it by accident: `write_distribution` declares
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Final
 
 from accel_core.hookspecs import API_VERSION
 from accel_core.plugins import Card
 
-__all__ = ["CARD", "DISTRIBUTION", "write_distribution"]
+__all__ = ["CARD", "DISTRIBUTION", "declare", "write_distribution"]
 
 DISTRIBUTION: Final = "accel-simulated"
 
@@ -40,3 +42,11 @@ def write_distribution(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(entry_points)
     return folder
+
+
+def declare(folder: Path) -> None:
+    """Declare the simulated device to this process and its children, by metadata in `folder`."""
+    write_distribution(folder)
+    sys.path.insert(0, str(folder))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([inherited] if inherited else [])])

@@ -1,0 +1,196 @@
+"""The kit inside pytest: fixtures, gating by capability words, known failures, the summary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from attrs import define, field
+
+from accel_core.errors import PluginError
+from accel_core.plugins import CAPABILITIES, discover
+from accel_core.testing.kit.report import Check, Report
+from accel_core.testing.kit.stack import TestedStack
+from accel_core.testing.processes import run_processes
+from accel_core.testing.simulated import CARD, declare
+
+__all__ = ["Kit"]
+
+_FOLDER = Path(__file__).parent
+_SECONDS = 60
+
+
+@define(eq=False)
+class Kit:
+    """A pytest plugin for one stack; registered when --accel-stack is given."""
+
+    tested: TestedStack
+    worlds: Sequence[int]
+    levels: frozenset[int]
+    xfails: Mapping[str, str]
+    report_file: str | None
+    report: Report
+    _temporary: TemporaryDirectory[str]
+    _met_xfails: set[str] = field(factory=set)
+
+    @classmethod
+    def from_config(cls, config: pytest.Config) -> Kit:
+        """What the command line asks for; a pytest.UsageError where that cannot be."""
+        text: str = config.getoption("accel_stack")
+        temporary = TemporaryDirectory(prefix="accel-kit-")
+        if CARD.name in text.split("+"):
+            declare(Path(temporary.name))
+        try:
+            stack = TestedStack.parse(text, discover(), config.getoption("accel_simulate"))
+        except PluginError as error:
+            raise pytest.UsageError(str(error)) from None
+        worlds = _numbers(config.getoption("accel_world") or ("1,2" if "strategy" in stack.plugins else "1"))
+        return cls(
+            tested=stack,
+            worlds=worlds,
+            levels=frozenset(_numbers(config.getoption("accel_level") or "0,1,2,3")),
+            xfails=_read_xfails(config.getoption("accel_xfails")),
+            report_file=config.getoption("accel_report"),
+            report=Report(stack=stack, worlds=worlds),
+            temporary=temporary,
+        )
+
+    # -- collection ------------------------------------------------------------------------------
+
+    def pytest_report_header(self) -> str:
+        """What is tested, above everything."""
+        return self.report.title
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """A check that takes `world` runs at each size."""
+        if _is_check(metafunc.definition) and "world" in metafunc.fixturenames:
+            metafunc.parametrize("world", self.worlds, ids=lambda world: f"world{world}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Keep the levels asked for, turn warnings into errors, mark known failures."""
+        checks = [item for item in items if _is_check(item)]
+        unknown = self.xfails.keys() - {_name(item) for item in checks}
+        if unknown and self.levels == {0, 1, 2, 3}:
+            raise pytest.UsageError(f"--accel-xfails names what is no check: {', '.join(sorted(unknown))}")
+        dropped = [item for item in checks if _level(item) not in self.levels]
+        if dropped:
+            items[:] = [item for item in items if item not in dropped]
+            config.hook.pytest_deselected(items=dropped)
+        for item in checks:
+            item.add_marker(pytest.mark.filterwarnings("error"))
+            if _name(item) in self.xfails:
+                item.add_marker(pytest.mark.xfail(reason=self.xfails[_name(item)], strict=True))
+
+    # -- running ---------------------------------------------------------------------------------
+
+    @pytest.fixture(scope="session")
+    def stack(self) -> TestedStack:
+        """The stack under test."""
+        return self.tested
+
+    @pytest.fixture
+    def run(self) -> Callable[..., list[Any]]:
+        """`run(function, *args, world=1)`: in new processes; the function's first argument are the stack's."""
+        device = self.tested.plugins.get("device")
+        simulate = None
+        if self.tested.simulate is not None and device is not None and device.card is not None:
+            simulate = (device.card.torch_device, self.tested.simulate)
+
+        def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
+            from accel_core.testing.kit.work import enter
+
+            given = (*args, self.tested.arguments)
+            return run_processes(enter, simulate, function, given, world=world, timeout=_SECONDS)
+
+        return call
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[None]:
+        """What a card does not claim cannot fail: it is left out, or reported as observed."""
+        report: pytest.TestReport = yield
+        if not _is_check(item):
+            return report
+        undeclared = sorted(_required(item) - self.tested.offers)
+        if undeclared and call.when == "call" and report.outcome != "skipped":
+            if report.outcome == "passed":
+                self.report.observed.update(undeclared)
+            words = ", ".join(undeclared)
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), 0, f"not declared by the stack: {words} ({CAPABILITIES[undeclared[0]]})")
+        self._record(item, report)
+        return report
+
+    def _record(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        reason = ""
+        if hasattr(report, "wasxfail"):
+            outcome, reason = "xfailed", report.wasxfail
+        elif report.outcome == "skipped":
+            outcome, reason = "skipped", str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
+        else:
+            outcome = report.outcome
+        self.report.checks.append(Check(_level(item), _name(item), outcome, reason, report.duration))
+
+    # -- afterwards ------------------------------------------------------------------------------
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The list of what was not checked, and the result in one line."""
+        terminalreporter.section("accel-core conformance")
+        for line in self.report.summary():
+            terminalreporter.write_line(line)
+        if self.report_file:
+            Path(self.report_file).write_text(self.report.render(self.report_file))
+
+    def pytest_unconfigure(self) -> None:
+        """Remove the simulated device's declaration."""
+        self._temporary.cleanup()
+
+
+def requires(*words: str) -> pytest.MarkDecorator:
+    """Mark a check that only a stack offering these capability words has to pass."""
+    unknown = set(words) - CAPABILITIES.keys()
+    assert not unknown, unknown
+    return pytest.mark.accel_requires(frozenset(words))
+
+
+def _required(item: pytest.Item) -> frozenset[str]:
+    return frozenset().union(*(mark.args[0] for mark in item.iter_markers("accel_requires")))
+
+
+def _is_check(item: Any) -> bool:
+    return _FOLDER in item.path.parents
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.rpartition("/")[2]
+
+
+def _level(item: pytest.Item) -> int:
+    found = re.match(r"test_(\d)_", item.path.name)
+    assert found is not None, item.path
+    return int(found[1])
+
+
+def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise pytest.UsageError(f"expected numbers joined by commas, such as 1,2; got {text!r}")
+    return [int(number) for number in text.split(",")]
+
+
+def _read_xfails(file: str | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for number, line in enumerate(Path(file).read_text().splitlines() if file else (), 1):
+        check, hash_, reason = line.partition("#")
+        if check.strip() and not reason.strip():
+            raise pytest.UsageError(f"{file}:{number}: no reason; write CHECK  # why it fails, and where that is tracked")
+        if check.strip():
+            found[check.strip()] = reason.strip()
+    return found

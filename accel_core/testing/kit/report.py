@@ -1,0 +1,106 @@
+"""What a run of the kit found, as a summary for the terminal and as a file that can be published."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+from attrs import asdict, define, field, frozen
+
+from accel_core import __version__
+from accel_core.hookspecs import API_VERSION
+from accel_core.testing.kit.stack import TestedStack
+
+__all__ = ["Check", "Report"]
+
+LEVELS = {0: "packaging", 1: "device", 2: "training", 3: "processes"}
+
+
+@frozen
+class Check:
+    """One check's outcome: passed, failed, skipped or xfailed."""
+
+    level: int
+    name: str
+    outcome: str
+    reason: str
+    seconds: float
+
+
+@define
+class Report:
+    """Everything about one run of the kit."""
+
+    stack: TestedStack
+    worlds: Sequence[int]
+    checks: list[Check] = field(factory=list)
+    observed: set[str] = field(factory=set)
+    """Capability words that no card claims, and whose checks passed."""
+
+    @property
+    def title(self) -> str:
+        """Kit, stack and worlds, in a line."""
+        worlds = ", ".join(map(str, self.worlds))
+        return f"accel-core conformance kit {__version__} (API {API_VERSION}): {self.stack}, worlds {worlds}"
+
+    def of(self, outcome: str) -> list[Check]:
+        """The checks with that outcome."""
+        return [check for check in self.checks if check.outcome == outcome]
+
+    def summary(self) -> Iterator[str]:
+        """For the terminal: what was not checked and why, what could be claimed, the counts."""
+        for outcome in ("skipped", "xfailed"):
+            for check in self.of(outcome):
+                yield f"{outcome}: {check.name}: {check.reason}"
+        if self.observed:
+            yield f"observed but not declared: {', '.join(sorted(self.observed))}"
+        counts = Counter(check.outcome for check in self.checks)
+        found = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "xfailed", "skipped"))
+        yield f"{self.stack}: {found}"
+
+    def render(self, file: str) -> str:
+        """The text of a report file: JSON for *.json, else Markdown."""
+        return json.dumps(self._facts(), indent=2) + "\n" if file.endswith(".json") else self._markdown()
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "kit": __version__,
+            "api_version": API_VERSION,
+            "stack": [
+                {"slot": slot, "plugin": r.name, "distribution": r.distribution, "version": r.version}
+                for slot, r in self.stack.plugins.items()
+            ],
+            "simulated": self.stack.simulated,
+            "worlds": list(self.worlds),
+            "torch": metadata.version("torch"),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "counts": dict(Counter(check.outcome for check in self.checks)),
+            "observed_but_not_declared": sorted(self.observed),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+    def _markdown(self) -> str:
+        facts = self._facts()
+        lines = [f"# {self.title}", ""]
+        if self.stack.simulated:
+            lines += ["**Simulated**: obtained without the hardware, on accel-core's simulated device.", ""]
+        lines += [f"* {p['slot']}: {p['plugin']} ({p['distribution']} {p['version']})" for p in facts["stack"]]
+        lines += [f"* torch {facts['torch']}, Python {facts['python']}, {facts['platform']}", ""]
+        outcomes = ("passed", "failed", "xfailed", "skipped")
+        lines += [f"| level | {' | '.join(outcomes)} |", "|---|" + "---|" * len(outcomes)]
+        for level, name in LEVELS.items():
+            counts = Counter(check.outcome for check in self.checks if check.level == level)
+            lines.append(f"| {level} {name} | {' | '.join(str(counts[outcome]) for outcome in outcomes)} |")
+        for outcome in ("failed", "xfailed", "skipped"):
+            found = self.of(outcome)
+            if found:
+                lines += ["", f"## {outcome}", ""]
+                lines += [f"* `{check.name}` {check.reason}".rstrip() for check in found]
+        if self.observed:
+            lines += ["", f"Observed but not declared: {', '.join(sorted(self.observed))}."]
+        return "\n".join(lines) + "\n"

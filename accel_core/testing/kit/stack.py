@@ -1,0 +1,87 @@
+"""The stack under test: which installed plugins it is made of, and what they claim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from accel_core.errors import PluginError
+from accel_core.plugins import Discovery, Record, near
+from accel_core.testing.simulated import DISTRIBUTION
+
+__all__ = ["TestedStack"]
+
+_SLOTS = ("device", "strategy", "precision")
+
+
+@frozen(kw_only=True)
+class TestedStack:
+    """Plugins by slot; a slot that was not named is left to core's `auto`, the device to the CPU."""
+
+    __test__ = False  # pytest would take the name for a class of tests
+
+    plugins: Mapping[str, Record]
+    simulate: str | None = None
+    """Name of the communication backend where the device has to be simulated in each process."""
+
+    @classmethod
+    def parse(cls, text: str, discovery: Discovery, simulate: str | None = None) -> TestedStack:
+        """The stack that `text` names, such as sim+ddp+bf16.
+
+        Raises:
+            PluginError: a name is unknown, cannot be used here, or two are of one slot.
+        """
+        plugins: dict[str, Record] = {}
+        for name in text.split("+"):
+            record = discovery.get("native" if name == "cpu" else name)
+            if record is None or record.slot not in _SLOTS:
+                known = [known.name for known in discovery.records if known.slot in _SLOTS]
+                raise PluginError(
+                    f"--accel-stack {text}: no plugin {name!r} of a slot that is checked"
+                    f" ({', '.join(_SLOTS)}){near(name, known)}\ninstalled: {', '.join(known)}",
+                    plugin=name,
+                )
+            if record.status != "available" and not (simulate and record.slot == "device"):
+                raise PluginError(
+                    f"--accel-stack {text}: {name} is {record.status}: {record.reason}\n"
+                    f"check it where it can be used, or with --accel-simulate",
+                    plugin=name,
+                )
+            if record.slot in plugins:
+                raise PluginError(f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s")
+            plugins[record.slot] = record
+        return cls(plugins=plugins, simulate=simulate)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `Accelerator` is given."""
+        names = {slot: record.name for slot, record in self.plugins.items()}
+        precision = names.get("precision", "fp32")
+        given = {
+            "device": names.get("device", "cpu"),
+            "strategy": names.get("strategy"),
+            "mixed_precision": None if precision == "fp32" else precision,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """Capability words the cards claim; native's, where a slot was not named."""
+        from accel_core import native
+
+        cards = [record.card for record in self.plugins.values() if record.card is not None]
+        defaults = {"device": native.DEVICE, "strategy": native.SINGLE}
+        cards += [card for slot, card in defaults.items() if slot not in self.plugins]
+        return frozenset().union(*(card.offers for card in cards))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether results were obtained without the hardware."""
+        device = self.plugins.get("device")
+        return self.simulate is not None or (device is not None and device.distribution == DISTRIBUTION)
+
+    def __str__(self) -> str:
+        names = " + ".join(self.plugins[slot].name for slot in _SLOTS if slot in self.plugins)
+        return f"{names} (simulated)" if self.simulated else names

@@ -1,0 +1,93 @@
+"""Level 2: training with an Accelerator does what the plain PyTorch loop does, number by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from accel_core.testing.kit import work_training as work
+from accel_core.testing.kit.compare import assert_same_training
+from accel_core.testing.kit.plugin import requires
+from accel_core.testing.kit.work_training import Recipe
+
+Run = Callable[..., list[Any]]
+LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
+
+
+def check(run: Run, **recipe: Any) -> tuple[work.Trace, work.Trace]:
+    ((ours, plain),) = run(work.ours, Recipe(**recipe))
+    assert_same_training(ours, plain)
+    return ours, plain
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_losses_equal_the_plain_loop(run: Run, accumulation: int) -> None:
+    check(run, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_clipping_by_norm(run: Run, accumulation: int) -> None:
+    ours, _ = check(run, clip_norm=0.1, accumulation=accumulation)
+    assert min(ours.norms) > 0.1, "the recipe must clip to show anything"
+
+
+def test_clipping_by_value(run: Run) -> None:
+    check(run, clip_value=0.01)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_schedulers_step_with_the_optimizer(run: Run, accumulation: int) -> None:
+    ours, _ = check(run, schedule=True, accumulation=accumulation)
+    assert ours.rates == sorted(ours.rates, reverse=True)
+
+
+def test_two_optimizers_of_one_model(run: Run) -> None:
+    check(run, optimizers=2, schedule=True, accumulation=2, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("calls", ["late", "late_optimizer"])
+def test_objects_prepared_in_several_calls(run: Run, calls: str) -> None:
+    check(run, calls=calls, schedule=True)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_mixed_precision(run: Run, precision: str) -> None:
+    check(run, precision=precision, accumulation=2, clip_norm=0.1, init_scale=1024.0)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_forward_runs_in_the_precision(run: Run, precision: str) -> None:
+    (found,) = run(work.forward_dtypes, precision)
+    dtype = f"torch.{'bfloat16' if precision == 'bf16' else 'float16'}"
+    assert found == {"inside": dtype, "unwrapped": dtype, "parameters": "torch.float32", "left": False}
+
+
+@requires("fp16")
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_overflowing_steps_are_skipped(run: Run, optimizers: int) -> None:
+    ours, _ = check(run, precision="fp16", init_scale=2.0**24, schedule=True, optimizers=optimizers, clip_norm=0.5)
+    assert ours.skipped[0], "the recipe must overflow to show anything"
+    assert not ours.skipped[-1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_two_units_keep_windows_of_their_own(run: Run, accumulation: int) -> None:
+    ((ours, plain),) = run(work.gan, accumulation)
+    assert_same_training(ours, plain)
+
+
+def test_a_student_learns_from_a_teacher(run: Run) -> None:
+    ((ours, plain),) = run(work.distillation)
+    assert_same_training(ours, plain)
+
+
+def test_forward_backward_equals_the_loop(run: Run) -> None:
+    ((ours, plain),) = run(work.whole_windows, Recipe(accumulation=2))
+    assert_same_training(ours, plain)
+
+
+def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
+    (found,) = run(work.mid_window)
+    assert found == {"weights changed": False, "gradients kept": True, "clipped": False, "rate changed": False}

@@ -1,0 +1,29 @@
+"""What every check's process starts with: the simulated device if there is one, an Accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from accel_core import Accelerator, InitProcessGroupKwargs
+
+__all__ = ["enter", "make"]
+
+COLLECTIVE_SECONDS = 20
+
+
+def enter(simulate: tuple[str, str] | None, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call `function(*args)`, on a machine that seems to have the device `simulate` names."""
+    if simulate is not None:
+        from accel_core.testing.simulated.device import simulate as pretend
+
+        pretend(*simulate)
+    return function(*args)
+
+
+def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
+    """An Accelerator of the stack under test, whose collectives give up in seconds."""
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    handlers = [limit, *more.pop("kwargs_handlers", ())]
+    return Accelerator(**{**arguments, **more}, kwargs_handlers=handlers)

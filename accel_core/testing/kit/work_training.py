@@ -1,0 +1,452 @@
+"""Training, twice: as an ordinary PyTorch loop, and the same with an Accelerator.
+
+Both take a `Recipe` and give a `Trace` of what happened; level 2 compares the traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core import Accelerator, GradScalerKwargs
+from accel_core.testing.kit.work import make
+
+__all__ = ["Recipe", "Trace", "gan", "distillation", "ours", "plain"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FEATURES, CLASSES = 6, 3
+
+
+@frozen(kw_only=True)
+class Recipe:
+    """One way to train. Ten batches, so that windows of 4 end with a shorter one."""
+
+    precision: str | None = None
+    """mixed_precision; None: the stack's own."""
+    accumulation: int = 1
+    batches: int = 10
+    batch_size: int = 4
+    epochs: int = 2
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    schedule: bool = False
+    optimizers: int = 1
+    init_scale: float = 65536.0
+    calls: str = "one"
+    """How prepare is called: one, late (each object in a call of its own), late_optimizer (made after)."""
+
+
+@frozen
+class Trace:
+    """What a training run did, step by step, as plain numbers."""
+
+    losses: list[float] = field(factory=list)
+    norms: list[float] = field(factory=list)
+    rates: list[float] = field(factory=list)
+    skipped: list[bool] = field(factory=list)
+    weights: list[float] = field(factory=list)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """Linear, LayerNorm, Tanh, Linear; the same weights each time."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, CLASSES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+def dataset(samples: int) -> TensorDataset:
+    """Features (samples, 6) and classes (samples,)."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, FEATURES, generator=generator)
+    y = torch.randint(0, CLASSES, (samples,), generator=generator)
+    return TensorDataset(x, y)
+
+
+def loader(recipe: Recipe) -> DataLoader[Any]:
+    """The recipe's batches, unshuffled."""
+    return DataLoader(dataset(recipe.batches * recipe.batch_size), batch_size=recipe.batch_size)
+
+
+def optimizers(recipe: Recipe, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """AdamW over all parameters; with two optimizers, SGD has the first half of them."""
+    parameters = list(model.parameters())
+    if recipe.optimizers == 1:
+        return [torch.optim.AdamW(parameters, lr=0.02)]
+    half = len(parameters) // 2
+    return [torch.optim.SGD(parameters[:half], lr=0.05), torch.optim.AdamW(parameters[half:], lr=0.02)]
+
+
+def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    """A rate that falls with each step."""
+    if not recipe.schedule:
+        return []
+    return [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in made]
+
+
+def weights(model: nn.Module) -> list[float]:
+    """All parameters, in order, as numbers."""
+    return [value for parameter in model.parameters() for value in parameter.detach().float().cpu().flatten().tolist()]
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """torch's autocast, as a plain loop enters it."""
+    return torch.autocast(device.type, dtype=DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES)
+
+
+# -- the plain loop --------------------------------------------------------------------------------
+
+
+def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
+    """The recipe without accel-core: what a careful author writes by hand."""
+    trace = Trace()
+    model = network().to(device)
+    made = optimizers(recipe, model)
+    rates = schedulers(recipe, made)
+    scaler = torch.amp.GradScaler(device.type, init_scale=recipe.init_scale, enabled=precision == "fp16")
+    applied: list[torch.optim.Optimizer] = []
+    for each in made:
+        each.register_step_post_hook(lambda optimizer, *_: applied.append(optimizer))
+    for x, y, boundary in _windows(recipe):
+        with autocast(precision, device):
+            output = model(x.to(device))
+        loss = cross_entropy(output.float(), y.to(device))
+        scaler.scale(loss / recipe.accumulation).backward()
+        trace.losses.append(loss.item())
+        if not boundary:
+            continue
+        applied.clear()
+        _clip_plain(recipe, trace, model, made, scaler)
+        for each in made:
+            scaler.step(each)
+            trace.skipped.append(each not in applied)
+        scaler.update()
+        for each, rate in zip(made, rates):
+            if each in applied:
+                rate.step()
+        for each in made:
+            each.zero_grad()
+            trace.rates.append(each.param_groups[0]["lr"])
+    trace.weights.extend(weights(model))
+    return trace
+
+
+def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    for _ in range(recipe.epochs):
+        for number, (x, y) in enumerate(loader(recipe), 1):
+            yield x, y, number % recipe.accumulation == 0 or number == recipe.batches
+
+
+def _clip_plain(
+    recipe: Recipe, trace: Trace, model: nn.Module, made: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
+) -> None:
+    if recipe.clip_norm is None and recipe.clip_value is None:
+        return
+    for each in made:
+        scaler.unscale_(each)
+    if recipe.clip_norm is not None:
+        trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm).item())
+    if recipe.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), recipe.clip_value)
+
+
+# -- the same with an Accelerator ------------------------------------------------------------------
+
+
+def ours(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """(with an Accelerator, plain on the same device), of one recipe."""
+    accelerator = recipe_accelerator(recipe, arguments)
+    trace = train(recipe, accelerator)
+    reference = plain(recipe, accelerator.device, accelerator.mixed_precision)
+    accelerator.end_training()
+    return trace, reference
+
+
+def recipe_accelerator(recipe: Recipe, arguments: Mapping[str, Any], **more: Any) -> Accelerator:
+    """The stack under test, set as the recipe says."""
+    if recipe.precision is not None:
+        more["mixed_precision"] = recipe.precision
+    scale = GradScalerKwargs(init_scale=recipe.init_scale)
+    return make(arguments, gradient_accumulation_steps=recipe.accumulation, kwargs_handlers=[scale], **more)
+
+
+def train(recipe: Recipe, accelerator: Accelerator) -> Trace:
+    """The loop of a user."""
+    trace = Trace()
+    model, made, rates, batches = prepared(recipe, accelerator)
+    for _ in range(recipe.epochs):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(x).float(), y)
+                accelerator.backward(loss)
+                trace.losses.append(loss.item())
+                _clip_ours(recipe, trace, model, accelerator)
+                for each in made:
+                    each.step()
+                for each in rates:
+                    each.step()
+                for each in made:
+                    each.zero_grad()
+                if accelerator.sync_gradients:
+                    trace.skipped.extend(each.step_was_skipped for each in made)
+                    trace.rates.extend(each.param_groups[0]["lr"] for each in made)
+    trace.weights.extend(weights(accelerator.unwrap_model(model)))
+    return trace
+
+
+def prepared(recipe: Recipe, accelerator: Accelerator) -> tuple[nn.Module, list[Any], list[Any], Any]:
+    """Model, optimizers, schedulers and loader, prepared in the order that `recipe.calls` says."""
+    model: nn.Module = network()
+    if recipe.calls == "late_optimizer":
+        model = accelerator.prepare(model)
+        made = optimizers(recipe, model)
+    else:
+        made = optimizers(recipe, model)
+    rates = schedulers(recipe, made)
+    if recipe.calls == "one":
+        objects = accelerator.prepare(loader(recipe), *rates, model, *made)
+        batches, rates = objects[0], list(objects[1 : 1 + len(rates)])
+        return objects[1 + len(rates)], list(objects[2 + len(rates) :]), rates, batches
+    if recipe.calls == "late":
+        model = accelerator.prepare(model)
+    batches = accelerator.prepare(loader(recipe))
+    made = [accelerator.prepare(each) for each in made]
+    return model, made, [accelerator.prepare(each) for each in rates], batches
+
+
+def _clip_ours(recipe: Recipe, trace: Trace, model: nn.Module, accelerator: Accelerator) -> None:
+    if recipe.clip_norm is not None:
+        norm = accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        if accelerator.sync_gradients:
+            trace.norms.append(norm.item())  # type: ignore[union-attr]
+    if recipe.clip_value is not None:
+        accelerator.clip_grad_value_(model.parameters(), recipe.clip_value)
+
+
+def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a prepared and an unwrapped model compute in; whether autocast outlives the forward."""
+    accelerator = make(arguments, mixed_precision=precision)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(FEATURES, CLASSES)))
+    x = torch.ones(2, FEATURES, device=accelerator.device)
+    seen: list[torch.dtype] = []
+    inner = accelerator.unwrap_model(model)
+    inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(x)
+    inner(x)
+    found = {
+        "inside": str(seen[0]),
+        "unwrapped": str(seen[1]),
+        "parameters": str(next(inner.parameters()).dtype),
+        "left": torch.is_autocast_enabled(accelerator.device.type),
+    }
+    accelerator.end_training()
+    return found
+
+
+def whole_windows(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """`forward_backward` window by window against the plain loop; losses are a window's means."""
+    accelerator = recipe_accelerator(recipe, arguments)
+    trace = Trace()
+    model, (optimizer,), _, batches = prepared(recipe, accelerator)
+    for _ in range(recipe.epochs):
+        stream = iter(batches)
+        for _ in range(recipe.batches // recipe.accumulation):
+            output = accelerator.forward_backward(model, stream, _forward_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.losses.append(output.loss.item())
+        assert next(stream, None) is None
+    trace.weights.extend(weights(accelerator.unwrap_model(model)))
+    plainly = plain(recipe, accelerator.device, accelerator.mixed_precision)
+    size = recipe.accumulation
+    means = [sum(plainly.losses[at : at + size]) / size for at in range(0, len(plainly.losses), size)]
+    accelerator.end_training()
+    return trace, Trace(losses=means, weights=plainly.weights)
+
+
+def _forward_loss(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+    x, y = batch
+    return cross_entropy(model(x).float(), y), None
+
+
+def mid_window(arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """What clip, step, scheduler and zero_grad do in the first of two micro-batches."""
+    recipe = Recipe(accumulation=2, schedule=True)
+    accelerator = recipe_accelerator(recipe, arguments)
+    model, (optimizer,), (scheduler,), batches = prepared(recipe, accelerator)
+    x, y = next(iter(batches))
+    before, rate = weights(model), scheduler.get_last_lr()
+    with accelerator.accumulate(model):
+        accelerator.backward(cross_entropy(model(x).float(), y))
+        gradients = [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
+        accelerator.clip_grad_norm_(model.parameters(), 1e-6)
+        clipped = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        kept = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    found = {
+        "weights changed": weights(model) != before,
+        "clipped": not _equal(gradients, clipped),
+        "gradients kept": bool(gradients) and _equal(gradients, kept),
+        "rate changed": scheduler.get_last_lr() != rate,
+    }
+    accelerator.end_training()
+    return found
+
+
+def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# -- several units ---------------------------------------------------------------------------------
+
+
+def gan(accumulation: int, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """Generator and discriminator, each with windows of its own, against the same loop by hand."""
+    accelerator = make(arguments, gradient_accumulation_steps=accumulation)
+    trace, reference = Trace(), Trace()
+    _play(trace, _Accelerated(accelerator))
+    _play(reference, _ByHand(accumulation, accelerator.device, accelerator.mixed_precision))
+    accelerator.end_training()
+    return trace, reference
+
+
+class _ByHand:
+    """Two models and two optimizers, a counter for each."""
+
+    def __init__(self, accumulation: int, device: torch.device, precision: str) -> None:
+        self.accumulation, self.device, self.precision = accumulation, device, precision
+        self.models = [each.to(device) for each in _players()]
+        self.optimizers = _players_optimizers(self.models)
+        self.counts = [0, 0]
+        self.scalers = [torch.amp.GradScaler(device.type, enabled=precision == "fp16") for _ in self.models]
+        self.batches: Iterable[Any] = [tuple(t.to(device) for t in batch) for batch in _real_batches()]
+
+    def forward(self, player: int, x: Tensor) -> Tensor:
+        with autocast(self.precision, self.device):
+            output: Tensor = self.models[player](x)
+        return output.float()
+
+    def learn(self, player: int, loss: Callable[[], Tensor], last: bool) -> float:
+        value = loss()
+        self.scalers[player].scale(value / self.accumulation).backward()
+        self.counts[player] += 1
+        if self.counts[player] % self.accumulation == 0 or last:
+            self.counts[player] = 0
+            self.scalers[player].step(self.optimizers[player])
+            self.scalers[player].update()
+            self.optimizers[player].zero_grad()
+        return value.item()
+
+
+class _Accelerated:
+    """The same with one Accelerator and two units."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        players = _players()
+        objects = accelerator.prepare(*players, *_players_optimizers(players), _real_batches())
+        self.models, self.optimizers = list(objects[:2]), list(objects[2:4])
+        self.batches: Iterable[Any] = objects[4]
+
+    def forward(self, player: int, x: Tensor) -> Tensor:
+        output: Tensor = self.models[player](x)
+        return output.float()
+
+    def learn(self, player: int, loss: Callable[[], Tensor], last: bool) -> float:
+        with self.accelerator.accumulate(self.models[player]):
+            value = loss()
+            self.accelerator.backward(value)
+            self.optimizers[player].step()
+            self.optimizers[player].zero_grad()
+        return value.item()
+
+
+def _players() -> list[nn.Module]:
+    generator, discriminator = network(2), network(3)
+    generator[3] = nn.Linear(16, FEATURES)
+    with torch.no_grad():
+        generator[3].weight.fill_(0.1)
+        generator[3].bias.zero_()
+    return [generator, discriminator]
+
+
+def _players_optimizers(models: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+
+
+def _real_batches() -> DataLoader[Any]:
+    return DataLoader(dataset(40), batch_size=4)
+
+
+def _play(trace: Trace, table: _ByHand | _Accelerated) -> None:
+    generator, discriminator = table.models
+    for number, (real, _) in enumerate(table.batches, 1):
+
+        def score(x: Tensor) -> Tensor:
+            return table.forward(1, x)[:, 0].mean()
+
+        def discriminate(real: Tensor = real) -> Tensor:
+            fake = table.forward(0, real.flip(0)).detach()
+            return (score(fake) - 1) ** 2 + score(real) ** 2
+
+        def generate(real: Tensor = real) -> Tensor:
+            return score(table.forward(0, real.flip(0))) ** 2
+
+        trace.losses.append(table.learn(1, discriminate, last=number == 10))
+        discriminator.requires_grad_(False)
+        trace.losses.append(table.learn(0, generate, last=number == 10))
+        discriminator.requires_grad_(True)
+    trace.weights.extend(weights(generator) + weights(discriminator))
+
+
+def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """A student that learns from a teacher without optimizer; by hand, and as two units."""
+    accelerator = make(arguments)
+    teacher = accelerator.prepare(network(5))
+    student = network(6)
+    student, optimizer, batches = accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1), _real_batches())
+    trace = Trace()
+    for x, _ in batches:
+        with torch.no_grad():
+            target = teacher(x).float()
+        loss = mse_loss(student(x).float(), target)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.losses.append(loss.item())
+    trace.weights.extend(weights(accelerator.unwrap_model(student)) + weights(accelerator.unwrap_model(teacher)))
+    reference = _distillation_by_hand(accelerator.device, accelerator.mixed_precision)
+    accelerator.end_training()
+    return trace, reference
+
+
+def _distillation_by_hand(device: torch.device, precision: str) -> Trace:
+    trace = Trace()
+    teacher, student = network(5).to(device), network(6).to(device)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    for batch in _real_batches():
+        x = batch[0].to(device)
+        with autocast(precision, device):
+            with torch.no_grad():
+                target = teacher(x)
+            output = student(x)
+        loss = mse_loss(output.float(), target.float())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        trace.losses.append(loss.item())
+    trace.weights.extend(weights(student) + weights(teacher))
+    return trace
