@@ -206,11 +206,9 @@ class _Chooser:
             return f"{path}: {name!r} ({origin}) is a {record.slot}, not a {slot}"
         names = [r.name for r in self.discovery.of(slot)]
         installed = ", ".join(names) or "none"
-        hint = (
-            self._install_hint(slot, name)
-            or f"choose one of these, or install the package that provides {name!r}"
-        )
-        return f"{path}: no {slot} {name!r} ({origin}) is installed{near(name, names)}\ninstalled: {installed}\n{hint}"
+        remedy = self._install_hint(slot, name) or "choose one of these, or install the package that has it"
+        missing = f"{path}: no {slot} {name!r} ({origin}) is installed{near(name, names)}"
+        return f"{missing}\ninstalled: {installed}\n{remedy}"
 
     def _install_hint(self, slot: Slot, name: str | None = None) -> str:
         from accel_core.known import known_plugins
