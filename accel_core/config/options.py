@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, Final
 
 import attrs
@@ -37,7 +38,7 @@ class Option:
             return None
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if self.choices and item not in self.choices:
-                return f"expected one of {', '.join(map(repr, self.choices))}, got {item!r}"
+                return f"expected one of {', '.join(map(_word, self.choices))}, got {_word(item)}"
         if self.minimum is not None and isinstance(value, (int, float)) and value < self.minimum:
             return f"must be at least {self.minimum:g}, got {value!r}"
         return None
@@ -80,6 +81,10 @@ def describe(attribute: Attribute[Any]) -> Option:
     """What `option` was told of a field; an empty description for a plain attrs field."""
     found = attribute.metadata.get(_KEY)
     return found if isinstance(found, Option) else Option()
+
+
+def _word(choice: Any) -> str:
+    return repr(choice.value if isinstance(choice, Enum) else choice)
 
 
 def default_of(attribute: Attribute[Any], instance: object) -> Any:

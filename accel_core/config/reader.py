@@ -14,7 +14,16 @@ from attrs import define, evolve, field, frozen
 from accel_core.config.known import known
 from accel_core.config.options import describe
 from accel_core.config.schema import RunConfig
-from accel_core.config.structure import MismatchError, Path, Text, convert, options_of, section_class, show
+from accel_core.config.structure import (
+    MismatchError,
+    Path,
+    Text,
+    convert,
+    options_of,
+    plain,
+    section_class,
+    show,
+)
 from accel_core.errors import PluginError
 from accel_core.plugins import Discovery, Record, load, near
 
@@ -180,9 +189,7 @@ class Reader:
             self._problem(layer, path, "can be given in Python only")
             return
         if isinstance(raw, _Nested):
-            self._problem(
-                layer, path, f"has no keys of its own here; give it whole, not {spell((*path, *raw))}"
-            )
+            self._problem(layer, path, f"has no keys of its own; give it whole, not {spell((*path, *raw))}")
             return
         try:
             if layer.source == "python" and callable(attribute.converter):
@@ -298,7 +305,9 @@ def merge(into: dict[Path, Setting], settings: Mapping[Path, Setting], problems:
         if before is None or before.value == setting.value:
             into[path] = setting
         elif setting.source == "python" and before.source != "file":
-            message = f"{setting.value!r} here, but {before.value!r} by {before.origin}; give it once"
+            message = (
+                f"{plain(setting.value)!r} here, but {plain(before.value)!r} by {before.origin}; give it once"
+            )
             problems.append(Problem(setting.origin, path, message))
         else:
-            into[path] = evolve(setting, over=f"{before.value!r} from {before.origin}")
+            into[path] = evolve(setting, over=f"{plain(before.value)!r} from {before.origin}")

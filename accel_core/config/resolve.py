@@ -167,7 +167,7 @@ def _propose(reader: Reader, settings: Settings, name: str, proposal: Proposal) 
     for path, setting in reader.read(layer).items():
         before = settings.setdefault(path, setting)
         if before.value != setting.value:
-            message = f"wants {setting.value!r}, but it is {before.value!r} by {before.origin}"
+            message = f"wants {plain(setting.value)!r}, but it is {plain(before.value)!r} by {before.origin}"
             reader.problems.append(Problem(setting.origin, path, message))
 
 
@@ -241,7 +241,7 @@ def _check_accumulation(settings: Settings, problems: list[Problem]) -> None:
     path, other = ("accumulation", "num_steps"), ("gradient_accumulation_steps",)
     one, two = settings.get(path), settings.get(other)
     if one and two and one.value != two.value:
-        message = f"is {one.value!r}, but {spell(other)} is {two.value!r} by {two.origin}; give one of them"
+        message = f"is {one.value}, but {spell(other)} is {two.value} by {two.origin}; give one of them"
         problems.append(Problem(one.origin, path, message))
 
 

@@ -21,6 +21,7 @@ import attrs
 from attrs import NOTHING, Attribute
 
 from accel_core.config.options import default_of, describe
+from accel_core.plugins import near
 
 __all__ = ["MismatchError", "Text", "convert", "leaves", "options_of", "plain", "section_class"]
 
@@ -119,7 +120,7 @@ def _scalar(raw: Any, kind: Any) -> Any:
 def _enum(raw: Any, kind: type[Enum]) -> Enum:
     found = next((member for member in kind if member.value == raw), None)
     if found is None:
-        raise MismatchError(f"expected one of {', '.join(repr(m.value) for m in kind)}, got {show(raw)}")
+        raise _mismatch(raw, kind)
     return found
 
 
@@ -140,8 +141,15 @@ def _attempt(raw: Any, kind: Any) -> Any:
 def _sequence(raw: Any, kind: Any) -> Any:
     if isinstance(raw, str) or not isinstance(raw, Sequence):
         raise _mismatch(raw, kind)
-    item = (get_args(kind) or (Any,))[0]
-    values = [_item(f"item {number}", each, item) for number, each in enumerate(raw, 1)]
+    kinds = get_args(kind) or (Any, ...)
+    if get_origin(kind) is not tuple or Ellipsis in kinds:
+        kinds = (kinds[0],) * len(raw)
+    if len(kinds) != len(raw):
+        raise MismatchError(f"expected a list of {len(kinds)}, got one of {len(raw)}")
+    values = [
+        _item(f"item {number}", each, item)
+        for number, (each, item) in enumerate(zip(raw, kinds, strict=True), 1)
+    ]
     return values if get_origin(kind) is list else tuple(values)
 
 
@@ -180,7 +188,7 @@ def _from_text(text: str, kind: Any) -> Any:
     # str, and both for neither a list, where a shell's `a,b` is meant.
     attempts: list[Any] = [_looks_like(text), text]
     if "[" not in text:
-        attempts.append([part.strip() for part in text.split(",") if part.strip()])
+        attempts.append([Text(part.strip()) for part in text.split(",") if part.strip()])
     value = next((v for attempt in attempts if (v := _attempt(attempt, kind)) is not NOTHING), NOTHING)
     if value is NOTHING:
         raise _mismatch(text, kind)
@@ -202,20 +210,36 @@ def _looks_like(text: str) -> Any:
 def _mismatch(raw: Any, kind: Any) -> MismatchError:
     message = f"expected {_name(kind)}, got {show(raw)}"
     accepts = set(get_args(kind)) | {kind}
-    if isinstance(raw, bool) and (str in accepts or get_origin(kind) is Literal):
+    choices = _choices(kind)
+    if isinstance(raw, bool) and (str in accepts or choices):
         message += "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
     elif isinstance(raw, str) and accepts & {int, float} and _NUMBER.fullmatch(raw):
         if "e" in raw.lower():
             message += f"; YAML reads {raw} as text: write {float(raw)!r}" if "." in repr(float(raw)) else ""
         else:
             message += "; remove the quotes"
+    elif raw in ("true", "false") and bool in accepts:
+        message += "; remove the quotes"
     elif isinstance(raw, str) and get_origin(kind) in (tuple, list, Sequence):
         message += f"; write [{raw}]"
+    elif isinstance(raw, str):
+        message += near(raw, choices)
     return MismatchError(message)
+
+
+def _choices(kind: Any) -> list[str]:
+    """The words that an option of this type takes, if they are counted."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    if get_origin(kind) is Literal:
+        return [str(choice) for choice in get_args(kind)]
+    return [choice for member in get_args(kind) for choice in _choices(member)]
 
 
 def _name(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(repr(member.value) for member in kind)}"
     if origin in (Union, types.UnionType):
         return " or ".join(_name(member) for member in arguments if member is not type(None))
     if origin is Literal:

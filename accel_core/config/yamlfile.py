@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -13,12 +13,14 @@ from accel_core.config.structure import Path
 
 __all__ = ["read_yaml"]
 
+_TAG: Final = "tag:yaml.org,2002:"
+_REFUSED: Final = object()
+
 
 def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Layer:
     """The layer of one file; what is not YAML, or not keys and values, is added to `problems`."""
     reading = _Reading(name, problems)
-    tree = reading.tree(directory / name)
-    return Layer("file", [((key,), value) for key, value in tree.items()], reading.origin)
+    return Layer("file", reading.entries(directory / name), reading.origin)
 
 
 class _Reading:
@@ -30,81 +32,92 @@ class _Reading:
 
     def origin(self, path: Path) -> str:
         """file:line:column of an option, or of what it lies in."""
-        mark = next((self.marks[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.marks), None)
-        return f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
+        prefixes = (path[:length] for length in range(len(path), 0, -1))
+        return self._at(next((self.marks[prefix] for prefix in prefixes if prefix in self.marks), None))
 
-    def tree(self, file: FilePath) -> Mapping[str, Any]:
+    def entries(self, file: FilePath) -> list[tuple[Path, Any]]:
+        """The top-level keys and their raw values."""
         try:
-            self._loader = yaml.SafeLoader(file.read_text(encoding="utf-8-sig"))
-            node = self._loader.get_single_node()
+            root = self._parse(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
-            return self._refuse(self.name, f"cannot be read: {error.strerror}")
+            return self._refuse(None, f"cannot be read: {error.strerror}")
         except UnicodeDecodeError:
-            return self._refuse(self.name, "is not UTF-8 text")
-        except yaml.MarkedYAMLError as error:
-            return self._refuse(self._at(error.problem_mark), f"is not YAML: {error.problem}")
+            return self._refuse(None, "is not UTF-8 text")
         except yaml.YAMLError as error:
-            return self._refuse(self.name, f"is not YAML: {error}")
-        if node is None:
-            return self._refuse(self.name, "is empty; `accel config init` writes one to start from")
-        if not isinstance(node, yaml.MappingNode):
-            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            return self._refuse(getattr(error, "problem_mark", None), f"is not YAML: {problem}")
+        if root is None:
+            return self._refuse(None, "is empty; `accel config init` writes one to start from")
+        if not isinstance(root, yaml.MappingNode):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             return self._refuse(
-                self._at(node.start_mark), f"holds {kind}; expected keys and values, as in `device: cpu`"
+                root.start_mark, f"holds {kind}; expected keys and values, as in `device: cpu`"
             )
-        return dict(self._mapping(node, ()))
+        return [((key,), value) for key, value in self._mapping(root, ())]
 
-    def _refuse(self, origin: str, message: str) -> Mapping[str, Any]:
-        self.problems.append(Problem(origin, (), message))
-        return {}
+    def _parse(self, text: str) -> yaml.Node | None:
+        self._loader = yaml.SafeLoader(text)
+        return self._loader.get_single_node()
 
     def _at(self, mark: yaml.Mark | None) -> str:
         return f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
 
+    def _refuse(self, mark: yaml.Mark | None, message: str, path: Path = ()) -> list[Any]:
+        self.problems.append(Problem(self._at(mark), path, message))
+        return []
+
     def _value(self, node: yaml.Node, path: Path) -> Any:
         if id(node) in self._open:
-            self._refuse(self._at(node.start_mark), "an alias stands inside what it names")
-            return None
+            self._refuse(node.start_mark, "an alias stands inside what it names", path)
+            return _REFUSED
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            self._refuse(node.start_mark, f"the tag {node.tag} has no meaning here", path)
+            return _REFUSED
         self._open.add(id(node))
-        try:
-            if isinstance(node, yaml.MappingNode):
-                return dict(self._mapping(node, path))
-            if isinstance(node, yaml.SequenceNode):
-                return [self._value(item, (*path, str(number))) for number, item in enumerate(node.value)]
-            return self._scalar(node)
-        finally:
-            self._open.discard(id(node))
+        if isinstance(node, yaml.MappingNode):
+            value: Any = dict(self._mapping(node, path))
+        else:
+            value = [self._value(item, (*path, str(number))) for number, item in enumerate(node.value)]
+        self._open.discard(id(node))
+        return value
 
-    def _scalar(self, node: yaml.Node) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         try:
             return self._loader.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:  # a tag that is not YAML's own, or 2026-02-30
-            self._refuse(
-                self._at(node.start_mark), f"cannot be read as {node.tag}: {str(error).splitlines()[0]}"
-            )
-            return None
+        except (yaml.YAMLError, ValueError):  # a tag that is not YAML's own, or the 30th of February
+            self._refuse(node.start_mark, f"{node.value!r} cannot be read as {node.tag}", path)
+            return _REFUSED
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> Iterator[tuple[str, Any]]:
+        """What can be read of a mapping; what cannot is a problem, and left out."""
         self._find_duplicates(node, path)
-        self._loader.flatten_mapping(node)  # `<<: *defaults`; own keys come last, and win
+        try:
+            self._loader.flatten_mapping(node)  # `<<: *defaults`; own keys come last, and win
+        except yaml.MarkedYAMLError as error:
+            self._refuse(error.problem_mark, f"is not YAML: {error.problem}")
+            return
         for key, value in node.value:
-            place = (*path, str(key.value))
-            self.marks[place] = key.start_mark
-            if key.tag != "tag:yaml.org,2002:str":
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse(key.start_mark, "keys are text, not a list or mapping")
+            elif key.tag != _TAG + "str":
                 self._refuse(
-                    self._at(key.start_mark),
-                    f"{key.value}: keys are text; write {str(key.value)!r} in quotes",
+                    key.start_mark, f"keys are text; write {key.value!r} in quotes", (*path, key.value)
                 )
             else:
-                yield key.value, self._value(value, place)
+                place = (*path, key.value)
+                self.marks[place] = key.start_mark
+                raw = self._value(value, place)
+                if raw is not _REFUSED:
+                    yield key.value, raw
 
     def _find_duplicates(self, node: yaml.MappingNode, path: Path) -> None:
-        first: dict[str, yaml.Mark] = {}
+        marks: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _TAG + "merge":
                 continue
-            if key.value in first:
-                message = f"given again; it is already on line {first[key.value].line + 1}"
-                self.problems.append(Problem(self._at(key.start_mark), (*path, key.value), message))
-            else:
-                first[key.value] = key.start_mark
+            first = marks.setdefault(key.value, key.start_mark)
+            if first is not key.start_mark:
+                message = f"given again; it is already on line {first.line + 1}"
+                self._refuse(key.start_mark, message, (*path, key.value))

@@ -1,0 +1,71 @@
+"""Config classes of plugins that do not exist, as a backend would write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from accel_core import KwargsHandler, Proposal, RunConfig, option
+
+if TYPE_CHECKING:
+    import nowhere  # type: ignore[import-not-found]
+
+
+class Compression(str, Enum):
+    NO = "no"
+    HALF = "half"
+
+
+@frozen(kw_only=True)
+class Policy:
+    """A section within a section."""
+
+    param_dtype: Literal["fp32", "bf16"] = option("fp32", help="Dtype of parameters.")
+    min_size: int = option(0, minimum=0, help="Smallest module to wrap.")
+
+
+@frozen(kw_only=True)
+class ShardConfig(KwargsHandler):
+    """Options of the toy strategy `shard`."""
+
+    stage: int = option(2, choices=(1, 2, 3), help="What is sharded.")
+    bucket_cap_mb: int = option(25, minimum=1, unit="MiB", help="Size of a bucket.")
+    cpu_offload: bool = option(False, help="Keep weights on the host.")
+    compression: Compression = option(Compression.NO, help="How gradients travel.")
+    patience: timedelta | None = option(None, unit="s", help="How long to wait.")
+    betas: tuple[float, float] = option((0.9, 0.999), help="Two numbers.")
+    modules: tuple[str, ...] = option((), help="Names of modules.")
+    extra: Mapping[str, Any] = option(factory=dict, help="Passed on.")
+    policy: Policy = option(factory=Policy, help="How modules are wrapped.")
+    wrap: Callable[[object], bool] | None = option(None, python_only=True, help="Which modules to wrap.")
+    dtype: nowhere.dtype | None = option(None, python_only=True, help="Something no YAML holds.")
+
+    def __attrs_post_init__(self) -> None:
+        if self.stage == 1 and self.cpu_offload:
+            raise ValueError("stage 1 has nothing to offload")
+
+    def propose(self, run_config: RunConfig) -> Sequence[Proposal]:
+        if self.stage == 3:
+            return [Proposal("accumulation.adjust_scheduler", False, "stage 3 steps schedulers itself")]
+        return []
+
+
+@frozen(kw_only=True)
+class RivalConfig:
+    """Options of the toy extension `rival-one`, which always wants something."""
+
+    level: int = option(help="A required option.")
+
+    def propose(self, run_config: RunConfig) -> Sequence[Proposal]:
+        return [Proposal("accumulation.adjust_scheduler", True, "rival-one needs them")]
+
+
+@frozen(kw_only=True)
+class Unreadable:
+    """Forgets python_only."""
+
+    dtype: nowhere.dtype | None = option(None, help="Cannot be resolved at run time.")

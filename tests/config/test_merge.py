@@ -1,0 +1,208 @@
+"""defaults < file < environment < flags < Python, value by value; each remembers where it is from."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from config_toys import ShardConfig
+from conftest import TOYS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_core import ConfigError, GradScalerKwargs, RunConfig
+from accel_core.config.resolve import load
+from accel_core.config.structure import convert, options_of, section_class
+
+OPTIONS = {
+    "device": st.sampled_from(["cpu", "toy", "no", "3"]),
+    "gradient_accumulation_steps": st.integers(1, 99),
+    "device_placement": st.booleans(),
+    "rng_types": st.lists(st.sampled_from(["generator", "torch"]), min_size=1, max_size=2),
+    "launch.rendezvous": st.sampled_from([None, "node:29500"]),
+    "launch.processes_per_node": st.just("auto") | st.integers(1, 8),
+    "grad_scaler.init_scale": st.floats(1, 1e6),
+    "process_group.timeout": st.none() | st.integers(1, 10**6),
+    "shard.cpu_offload": st.booleans(),
+    "shard.policy.min_size": st.integers(0, 9),
+}
+some = st.fixed_dictionaries({}, optional=OPTIONS)
+
+
+def nested(values):
+    tree = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree
+
+
+def text(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def typed(path, value):
+    cls = ShardConfig if path.startswith("shard") else RunConfig
+    *sections, name = path.removeprefix("shard.").split(".")
+    for section in sections:
+        cls = section_class(options_of(cls)[section][1])
+    return convert(value, options_of(cls)[name][1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(file=some, environment=some, flags=some)
+def test_the_strongest_source_that_gives_a_value_wins(file, environment, flags):
+    with tempfile.TemporaryDirectory() as folder:
+        if file:
+            Path(folder, "accel.yaml").write_text(yaml.safe_dump(nested(file)), encoding="utf-8")
+        variables = {"ACCEL__" + path.replace(".", "__").upper(): text(v) for path, v in environment.items()}
+        dotted = {path.replace("_", "-"): text(value) for path, value in flags.items()}
+        found = load(flags=dotted, discovery=TOYS, environment=variables, directory=folder)
+    expected = {path: typed(path, value) for path, value in (file | environment | flags).items()}
+    assert {".".join(path): setting.value for path, setting in found.settings.items()} == expected
+    for path, setting in found.settings.items():
+        name = ".".join(path)
+        assert setting.source == (
+            "flag" if name in flags else "environment" if name in environment else "file"
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(file=some, flags=some)
+def test_a_worker_reads_from_the_handover_what_the_launcher_read(file, flags):
+    with tempfile.TemporaryDirectory() as folder:
+        if file:
+            Path(folder, "accel.yaml").write_text(yaml.safe_dump(nested(file)), encoding="utf-8")
+        dotted = {path: text(value) for path, value in flags.items()}
+        launcher = load(flags=dotted, discovery=TOYS, environment={}, directory=folder)
+        Path(folder, "handover").write_text(launcher.handover(), encoding="utf-8")
+        variables = {"ACCEL_LAUNCH_CONFIG": str(Path(folder, "handover"))}
+        worker = load(discovery=TOYS, environment=variables, directory=folder)
+    assert worker.config == launcher.config
+    assert worker.origins == launcher.origins
+    assert worker.digest() == launcher.digest()
+
+
+def test_a_value_names_its_origin_and_what_it_won_over(resolve):
+    found = resolve("device: cpu\nmixed_precision: fp16\n", flags={"mixed-precision": "bf16"})
+    assert found.origins == {
+        "device": "accel.yaml:1:1",
+        "mixed_precision": "flag --mixed-precision (over 'fp16' from accel.yaml:2:1)",
+    }
+
+
+def test_python_wins_over_the_file_and_says_so(resolve):
+    found = resolve("mixed_precision: fp16\n", python={"mixed_precision": "bf16"})
+    assert found.config.mixed_precision == "bf16"
+    assert (
+        found.origins["mixed_precision"]
+        == "Accelerator(mixed_precision=...) (over 'fp16' from accel.yaml:1:1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("outside", "origin"),
+    [
+        ({"flags": {"mixed-precision": "bf16"}}, "flag --mixed-precision"),
+        ({"ACCEL__MIXED_PRECISION": "bf16"}, "variable ACCEL__MIXED_PRECISION"),
+    ],
+)
+def test_python_contradicting_a_flag_or_the_environment_is_an_error_naming_both(resolve, outside, origin):
+    with pytest.raises(ConfigError) as caught:
+        resolve(python={"mixed_precision": "no"}, **outside)
+    assert caught.value.problems == (
+        f"Accelerator(mixed_precision=...): mixed_precision: 'no' here, but 'bf16' by {origin}; give it once",
+    )
+
+
+def test_python_agreeing_with_a_flag_is_no_error(resolve):
+    assert resolve(python={"launch.nodes": 2}, flags={"launch.nodes": "2"}).config.launch.nodes == 2
+
+
+def test_python_contradicting_a_flag_of_the_launcher_is_an_error_in_the_worker_too(resolve, tmp_path):
+    (tmp_path / "handover").write_text(resolve(flags={"device": "cpu"}).handover(), encoding="utf-8")
+    with pytest.raises(ConfigError, match="device: 'toy' here, but 'cpu' by flag --device"):
+        resolve(python={"device": "toy"}, ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"))
+
+
+def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolve, tmp_path):
+    (tmp_path / "handover").write_text(resolve("device: cpu\n").handover(), encoding="utf-8")
+    worker = resolve(
+        "device: other\n", ACCEL__DEVICE="another", ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover")
+    )
+    assert (worker.config.device, worker.file) == ("cpu", "accel.yaml")
+
+
+def test_a_handover_that_no_launcher_wrote_is_refused(resolve, tmp_path):
+    with pytest.raises(ConfigError, match=r"which no launcher wrote(?s:.*)unset ACCEL_LAUNCH_CONFIG"):
+        resolve(ACCEL_LAUNCH_CONFIG=str(tmp_path / "missing"))
+
+
+def test_accel_config_names_the_file(resolve, tmp_path):
+    (tmp_path / "other.yaml").write_text("device: cpu\n", encoding="utf-8")
+    found = resolve("device: toy\n", ACCEL_CONFIG="other.yaml")
+    assert (found.config.device, found.file) == ("cpu", "other.yaml")
+
+
+def test_no_file_is_no_error(resolve):
+    assert resolve().file is None
+    assert resolve().config == RunConfig()
+
+
+def test_variables_of_others_are_not_ours(resolve):
+    assert resolve(ACCELERATE_MIXED_PRECISION="bf16", ACCEL_DEBUG="1").config == RunConfig()
+
+
+def test_an_unknown_variable_is_an_error_with_near_names(resolve):
+    with pytest.raises(
+        ConfigError, match=r"variable ACCEL__LAUNCH__NODE: launch.node: unknown key; did you mean 'nodes'"
+    ):
+        resolve(ACCEL__LAUNCH__NODE="2")
+
+
+def test_a_plugin_with_hyphens_is_spelt_with_underscores_in_variables(resolve):
+    found = resolve(ACCEL__RIVAL_ONE__LEVEL="2")
+    assert found.config.plugins["rival-one"].level == 2
+    assert found.origins == {"rival-one.level": "variable ACCEL__RIVAL_ONE__LEVEL"}
+
+
+def test_a_variable_may_hold_a_whole_section(resolve):
+    found = resolve(ACCEL__SHARD="{stage: 3, policy: {min_size: 4}}")
+    assert found.origins == {
+        "shard.stage": "variable ACCEL__SHARD",
+        "shard.policy.min_size": "variable ACCEL__SHARD",
+    }
+
+
+def test_a_variable_cannot_reach_into_an_option_that_holds_a_mapping(resolve):
+    with pytest.raises(ConfigError, match=r"shard.extra: has no keys of its own; give it whole"):
+        resolve(ACCEL__SHARD__EXTRA__A="1")
+
+
+def test_the_two_ways_to_set_accumulation_may_agree_but_not_differ(resolve):
+    yaml_text = "gradient_accumulation_steps: 4\naccumulation: {num_steps: "
+    assert resolve(yaml_text + "4}\n").config.accumulation_steps == 4
+    with pytest.raises(
+        ConfigError, match=r"accumulation.num_steps: is 2, but gradient_accumulation_steps is 4 by"
+    ):
+        resolve(yaml_text + "2}\n")
+
+
+def test_accumulation_is_one_value_wherever_it_was_set(resolve):
+    assert resolve("accumulation: {num_steps: 3}\n").config.accumulation_steps == 3
+    assert resolve("gradient_accumulation_steps: 3\n").config.accumulation_steps == 3
+    assert resolve().config.accumulation_steps == 1
+
+
+def test_defaults_do_not_depend_on_the_environment(monkeypatch):
+    before = RunConfig(), GradScalerKwargs()
+    for name in ("ACCEL__MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION", "ACCEL_MIXED_PRECISION"):
+        monkeypatch.setenv(name, "bf16")
+    assert (RunConfig(), GradScalerKwargs()) == before
+    assert GradScalerKwargs().to_kwargs() == {}

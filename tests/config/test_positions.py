@@ -1,0 +1,150 @@
+"""Each mistake of a YAML file is one line with file, line, column, path and what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_core import ConfigError
+
+TEN_MISTAKES = """\
+mixed_precision: no
+gradient_accumulation_steps: "4"
+strategi: shard
+launch:
+  nodes: 2
+  nodes: 3
+project: {projct_dir: out}
+grad_scaler:
+  init_scale: 1e-4
+  enabled: "false"
+shard:
+  stage: 4
+rng_types: generator
+1: 2
+"""
+BARE_NO = "YAML reads bare yes, no, on and off as true or false: write it in quotes"
+BARE_EXPONENT = "YAML reads 1e-4 as text: write 0.0001"
+
+
+def mistakes(resolve, yaml: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(yaml)
+    return caught.value.problems
+
+
+def test_ten_mistakes_are_ten_lines_in_the_order_of_the_file(resolve):
+    assert mistakes(resolve, TEN_MISTAKES) == (
+        f"accel.yaml:1:1: mixed_precision: expected text, got false; {BARE_NO}",
+        "accel.yaml:2:1: gradient_accumulation_steps: expected a whole number, got '4'; remove the quotes",
+        "accel.yaml:3:1: strategi: unknown key; did you mean 'strategies'?",
+        "accel.yaml:6:3: launch.nodes: given again; it is already on line 5",
+        "accel.yaml:7:11: project.projct_dir: unknown key; did you mean 'project_dir'?",
+        f"accel.yaml:9:3: grad_scaler.init_scale: expected a number, got '1e-4'; {BARE_EXPONENT}",
+        "accel.yaml:10:3: grad_scaler.enabled: expected true or false, got 'false'; remove the quotes",
+        "accel.yaml:12:3: shard.stage: expected one of 1, 2, 3, got 4",
+        "accel.yaml:13:1: rng_types: expected a list, got 'generator'; write [generator]",
+        "accel.yaml:14:1: 1: keys are text; write '1' in quotes",
+    )
+
+
+def test_the_message_ends_with_what_to_do(resolve):
+    with pytest.raises(ConfigError, match=r"(?s)strategi: unknown.*`accel config check`[^\n]*$"):
+        resolve("strategi: x\n")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "expected"),
+    [
+        ("", "accel.yaml: is empty; `accel config init` writes one to start from"),
+        ("# nothing\n", "accel.yaml: is empty; `accel config init` writes one to start from"),
+        ("- a\n", "accel.yaml:1:1: holds a list; expected keys and values, as in `device: cpu`"),
+        ("cpu\n", "accel.yaml:1:1: holds a single value; expected keys and values, as in `device: cpu`"),
+        ("device: [\n", "accel.yaml:2:1: is not YAML: expected the node content, but found '<stream end>'"),
+        (
+            "device: a\n\tb: c\n",
+            "accel.yaml:2:1: is not YAML: found character '\\t' that cannot start any token",
+        ),
+        ("device: *x\n", "accel.yaml:1:9: is not YAML: found undefined alias 'x'"),
+        ("a: 1\n---\nb: 2\n", "accel.yaml:2:1: is not YAML: but found another document"),
+        ("launch: [1]\n", "accel.yaml:1:1: launch: is a section: expected keys and values, got a list"),
+        ("launch: 2\n", "accel.yaml:1:1: launch: is a section: expected keys and values, got 2"),
+        (
+            "device: a\n<<: 3\n",
+            "accel.yaml:2:5: is not YAML: expected a mapping",
+        ),
+        (
+            "launch: {nodes: 1, nodes: 2}\n",
+            "accel.yaml:1:20: launch.nodes: given again; it is already on line 1",
+        ),
+        ("? [a, b]\n: c\n", "accel.yaml:1:3: keys are text, not a list or mapping"),
+    ],
+)
+def test_what_is_no_mapping_is_said_with_its_place(resolve, yaml, expected):
+    (line,) = mistakes(resolve, yaml)
+    assert line.startswith(expected)
+
+
+def test_a_python_tag_is_refused_and_runs_nothing(resolve, tmp_path):
+    (line,) = mistakes(resolve, f"device: !!python/object/apply:os.mkdir [{tmp_path}/made]\n")
+    assert (
+        line
+        == "accel.yaml:1:9: device: the tag tag:yaml.org,2002:python/object/apply:os.mkdir has no meaning here"
+    )
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_file_that_is_not_text_is_said(resolve, tmp_path):
+    (tmp_path / "accel.yaml").write_bytes(b"device: \xff\xfe")
+    assert mistakes(resolve, None) == ("accel.yaml: is not UTF-8 text",)
+
+
+def test_a_file_named_but_missing_is_an_error(resolve):
+    with pytest.raises(ConfigError, match=r"nope\.yaml: cannot be read: No such file"):
+        resolve(ACCEL_CONFIG="nope.yaml")
+
+
+def test_an_alias_inside_its_own_anchor_ends(resolve):
+    (line,) = mistakes(resolve, "shard:\n  extra: &x {again: *x}\n")
+    assert line == "accel.yaml:2:10: shard.extra.again: an alias stands inside what it names"
+
+
+def test_merge_keys_give_the_values_of_the_anchor_and_own_keys_win(resolve):
+    yaml = (
+        "shard: &base {stage: 2, cpu_offload: true}\nstrategies:\n  a: {plugin: shard, <<: *base, stage: 3}\n"
+    )
+    assert resolve(yaml).config.strategies["a"] == {"plugin": "shard", "stage": 3, "cpu_offload": True}
+
+
+def test_a_list_names_the_item_that_is_wrong(resolve):
+    (line,) = mistakes(resolve, "log_with: [a, 2]\n")
+    assert line == "accel.yaml:1:1: log_with: item 2: expected text, got 2"
+
+
+def test_a_section_within_a_section_has_its_own_positions(resolve):
+    (line,) = mistakes(resolve, "shard:\n  policy:\n    param_dtype: bf6\n")
+    place, _, message = line.partition(": shard.policy.param_dtype: ")
+    assert (place, message) == (
+        "accel.yaml:3:5",
+        "expected one of 'fp32', 'bf16', got 'bf6'; did you mean 'bf16'?",
+    )
+
+
+def test_a_section_whose_keys_are_commented_out_is_empty(resolve):
+    assert resolve("device: cpu\nshard:\n").config.device == "cpu"
+
+
+def test_a_check_of_the_class_itself_is_a_line_too(resolve):
+    yaml = "device: cpu\nshard:\n  stage: 1\n  cpu_offload: true\n"
+    assert mistakes(resolve, yaml) == ("accel.yaml:3:3: shard: stage 1 has nothing to offload",)
+
+
+def test_a_value_that_cannot_be_read_is_one_mistake_not_two(resolve):
+    assert mistakes(resolve, "device: !secret x\n") == (
+        "accel.yaml:1:9: device: 'x' cannot be read as !secret",
+    )
+
+
+def test_what_only_python_can_give_says_so(resolve):
+    assert mistakes(resolve, "shard: {wrap: f}\n") == (
+        "accel.yaml:1:9: shard.wrap: can be given in Python only",
+    )
