@@ -56,17 +56,17 @@ def check(file: str | None, as_json: bool) -> None:
 def show(file: str | None, as_json: bool) -> None:
     """Print each value and where it comes from."""
     resolved = _load(file)
-    rows = list(_rows(resolved))
+    rows, notes = list(_rows(resolved)), [*_unused(resolved), *resolved.notes]
     if as_json:
         values = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
-        print(json.dumps({"file": resolved.file, "values": values, "notes": resolved.notes}, indent=1))
+        print(json.dumps({"file": resolved.file, "values": values, "notes": notes}, indent=1))
         return
     print(f"file: {resolved.file or 'none (./accel.yaml does not exist)'}")
     cells = [(path, json.dumps(value), origin) for path, value, origin in rows]
     widths = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
     for path, value, origin in cells:
         print(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
-    for note in (*_unused(resolved), *resolved.notes):
+    for note in notes:
         print(note)
 
 
@@ -101,13 +101,20 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
 
 
 def _unused(resolved: Resolved) -> Iterator[str]:
-    """Sections of strategies that this config cannot choose."""
-    core, discovery = resolved.config, discover()
-    wanted = {core.strategy, *(options["plugin"] for options in core.strategies.values())}
+    """Sections that this config cannot choose; `auto` may choose any."""
+    core = resolved.config
+    chosen = {
+        "device": {core.device},
+        "strategy": {core.strategy, *(options["plugin"] for options in core.strategies.values())},
+        "precision": {core.mixed_precision},
+        "launcher": {core.launch.launcher},
+        "extension": set(core.extensions),
+        "tracker": set(core.log_with),
+    }
     for name in core.plugins:
-        record = discovery.get(name)
-        if core.strategy != "auto" and record and record.slot == "strategy" and name not in wanted:
-            yield f"section {name} is valid and unused: strategy is {core.strategy}"
+        record = discover().get(name)
+        if record and not chosen[record.slot] & {name, "auto"}:
+            yield f"section {name} is valid and unused: no {record.slot} of this config"
 
 
 @config.command()

@@ -16,10 +16,10 @@ PREFIX: Final = "ACCEL__"
 
 
 def environment_layer(environment: Mapping[str, str]) -> Layer:
-    """ACCEL__SECTION__KEY=text; `__` goes a level down, case does not matter."""
+    """ACCEL__SECTION__KEY=text; `__` goes a level down, case does not matter, empty is not given."""
     names = {}
     for name in sorted(environment):
-        if name.upper().startswith(PREFIX):
+        if name.upper().startswith(PREFIX) and environment[name]:
             names[tuple(name[len(PREFIX) :].lower().split("__"))] = name
     entries = [(path, Text(environment[name])) for path, name in names.items()]
     return Layer("environment", entries, lambda path: f"variable {_nearest(names, path)}")
@@ -37,9 +37,12 @@ def _flag(path: str) -> str:
 
 
 def _nearest(names: Mapping[Path, str], path: Path) -> str:
-    # A plugin's name may have hyphens that a variable cannot; a value may hold a whole section.
+    # A plugin's name may have hyphens that a variable cannot; a variable may hold a whole section,
+    # or reach deeper than there are options.
     spelt = tuple(part.replace("-", "_") for part in path)
-    return next(names[spelt[:depth]] for depth in range(len(spelt), -1, -1) if spelt[:depth] in names)
+    above = (names[spelt[:depth]] for depth in range(len(spelt), -1, -1) if spelt[:depth] in names)
+    below = (name for place, name in names.items() if place[: len(spelt)] == spelt)
+    return next(above, None) or next(below)
 
 
 def python_layers(

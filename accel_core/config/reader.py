@@ -223,9 +223,8 @@ class Reader:
 
     def _installed_but_unread(self, layer: Layer, path: Path, record: Record) -> None:
         if record.fault:
-            self.notes[
-                f"section {record.name} is kept unread: the plugin is {record.fault}: {record.detail}"
-            ] = None
+            reason = f"the plugin is {record.fault}: {record.detail}"
+            self.notes[f"section {record.name} ({layer.origin(path)}) is kept unread: {reason}"] = None
         elif record.card is not None and record.card.config is None:
             self._problem(layer, path, f"the plugin {record.name} ({record.origin}) has no options")
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Final
 
@@ -100,17 +100,20 @@ class Resolved:
             ConfigError: two want different values, or one contradicts what somebody set.
         """
         reader, settings = evolve(self._reader, problems=[]), dict(self.settings)
-        for name in dict.fromkeys(selected):
-            for proposal in self._proposals(name, discovery):
+        for name, config in self._proposers(selected, discovery):
+            for proposal in getattr(config, "propose", lambda _: ())(self.config):
                 _propose(reader, settings, name, proposal)
         _raise_if_any(reader.problems)
         return _assemble(reader, settings, self._bases, self)
 
-    def _proposals(self, name: str, discovery: Discovery) -> Sequence[Proposal]:
-        record = discovery.get(name)
-        config = self._strategies.get(name) or (self.plugin_config(record) if record else None)
-        propose = getattr(config, "propose", None)
-        return propose(self.config) if propose else ()
+    def _proposers(self, selected: Sequence[str], discovery: Discovery) -> Iterator[tuple[str, object]]:
+        """(name, config) of each config that is used; a plugin used by aliases only has only theirs."""
+        for name in dict.fromkeys(selected):
+            aliases = [alias for alias, plugin in self._reader.named.items() if name in (alias, plugin)]
+            yield from ((alias, self._strategies.get(alias)) for alias in aliases)
+            record = discovery.get(name)
+            if record is not None and (not aliases or self.config.strategy == name):
+                yield name, self.plugin_config(record)
 
     def handover(self) -> str:
         """What a launcher gives its workers instead of file, environment and flags: JSON text."""
@@ -157,7 +160,7 @@ def load(
         merge(settings, reader.read(layer), reader.problems)
     _check_accumulation(settings, reader.problems)
     _raise_if_any(reader.problems)
-    given = [path[0] for path in bases if len(path) == 1 and path[0] not in CORE]
+    given = tuple(path[0] for path in bases if len(path) == 1 and path[0] not in CORE)
     return _assemble(reader, settings, bases, _Facts(file=name, objects=given))
 
 

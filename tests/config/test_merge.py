@@ -159,6 +159,10 @@ def test_variables_of_others_are_not_ours(resolve):
     assert resolve(ACCELERATE_MIXED_PRECISION="bf16", ACCEL_DEBUG="1").config == RunConfig()
 
 
+def test_an_empty_variable_is_not_given(resolve):
+    assert resolve("device: cpu\n", ACCEL__DEVICE="").config.device == "cpu"
+
+
 def test_an_unknown_variable_is_an_error_with_near_names(resolve):
     with pytest.raises(
         ConfigError, match=r"variable ACCEL__LAUNCH__NODE: launch.node: unknown key; did you mean 'nodes'"
@@ -195,9 +199,9 @@ def test_the_two_ways_to_set_accumulation_may_agree_but_not_differ(resolve):
 
 
 def test_accumulation_is_one_value_wherever_it_was_set(resolve):
+    assert resolve().config.accumulation_steps == 1
     assert resolve("accumulation: {num_steps: 3}\n").config.accumulation_steps == 3
     assert resolve("gradient_accumulation_steps: 3\n").config.accumulation_steps == 3
-    assert resolve().config.accumulation_steps == 1
 
 
 def test_defaults_do_not_depend_on_the_environment(monkeypatch):

@@ -86,10 +86,8 @@ def test_what_is_no_mapping_is_said_with_its_place(resolve, yaml, expected):
 
 def test_a_python_tag_is_refused_and_runs_nothing(resolve, tmp_path):
     (line,) = mistakes(resolve, f"device: !!python/object/apply:os.mkdir [{tmp_path}/made]\n")
-    assert (
-        line
-        == "accel.yaml:1:9: device: the tag tag:yaml.org,2002:python/object/apply:os.mkdir has no meaning here"
-    )
+    assert line.startswith("accel.yaml:1:9: device: the tag ")
+    assert line.endswith("os.mkdir has no meaning here")
     assert not (tmp_path / "made").exists()
 
 

@@ -1,0 +1,176 @@
+"""`accel config`, run as people run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_positions import TEN_MISTAKES
+
+NEEDS = "device: far-away\nmixed_precision: bf16\n"
+
+
+@pytest.fixture
+def accel(tmp_path):
+    """Run `accel config ...` in an empty folder, with a device plugin that this machine cannot use."""
+    info = tmp_path / "site" / "toy_far_away-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-far-away\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[accel_core.device]\nfar-away = toy_far_away:CARD\n")
+    (tmp_path / "site" / "toy_far_away.py").write_text(
+        "from accel_core import Card\n"
+        "def probe(): return 'no driver'\n"
+        "CARD = Card(name='far-away', slot='device', summary='x', api_version='1.0', probe=probe,"
+        " config='config_toys:ShardConfig')\n"
+    )
+    paths = [str(tmp_path / "site"), str(Path(__file__).parent)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL")}
+
+    def call(*arguments, answers="", **variables):
+        return subprocess.run(
+            [sys.executable, "-c", "from accel_core.cli import main; main()", "config", *arguments],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
+            input=answers,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    call.folder = tmp_path
+    return call
+
+
+def test_check_prints_a_line_for_each_of_ten_mistakes(accel):
+    (accel.folder / "accel.yaml").write_text(TEN_MISTAKES.replace("shard:", "far-away:"))
+    done = accel("check")
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 10
+    assert done.stderr == ""
+
+
+def test_check_on_a_machine_without_the_device_says_so_and_succeeds(accel):
+    (accel.folder / "accel.yaml").write_text(NEEDS)
+    done = accel("check")
+    assert done.stdout.splitlines() == [
+        "accel.yaml: no mistakes",
+        "far-away: not usable on this machine (no driver); fine if the job runs elsewhere",
+    ]
+    assert done.returncode == 0
+
+
+def test_check_finds_names_of_plugins_nobody_has(accel):
+    (accel.folder / "accel.yaml").write_text("strategy: singel\nmixed_precision: single\nlog_with: [board]\n")
+    assert accel("check").stdout.splitlines() == [
+        "accel.yaml:1:1: strategy: no strategy 'singel' is installed; did you mean 'single'?",
+        "accel.yaml:2:1: mixed_precision: no precision 'single' is installed; single is a strategy",
+        "accel.yaml:3:1: log_with: no tracker 'board' is installed; installed: none",
+    ]
+
+
+def test_check_as_json(accel):
+    (accel.folder / "other.yaml").write_text("strategi: x\n")
+    done = accel("check", "--config", "other.yaml", "--json")
+    assert json.loads(done.stdout) == {
+        "file": "other.yaml",
+        "problems": ["other.yaml:1:1: strategi: unknown key; did you mean 'strategies'?"],
+        "notes": [],
+    }
+
+
+def test_show_prints_each_value_and_its_origin(accel):
+    (accel.folder / "accel.yaml").write_text(NEEDS)
+    lines = accel("show", ACCEL__GRAD_SCALER__INIT_SCALE="2").stdout.splitlines()
+    assert lines[0] == "file: accel.yaml"
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines[1:]}
+    assert rows["device"] == ['"far-away"', "accel.yaml:1:1"]
+    assert rows["grad_scaler.init_scale"] == ["2.0", "variable ACCEL__GRAD_SCALER__INIT_SCALE"]
+    assert rows["launch.nodes"] == ["1", "default"]
+
+
+def test_show_says_which_sections_are_valid_and_unused(accel):
+    (accel.folder / "accel.yaml").write_text("far-away: {stage: 3}\ndevice: cpu\n")
+    shown = json.loads(accel("show", "--json").stdout)
+    values = {row["path"]: row for row in shown["values"]}
+    assert values["far-away.stage"] == {"path": "far-away.stage", "value": 3, "origin": "accel.yaml:1:12"}
+    assert shown["notes"] == ["section far-away is valid and unused: no device of this config"]
+
+
+def test_show_of_a_faulty_file_is_an_error_that_names_the_remedy(accel):
+    (accel.folder / "accel.yaml").write_text("- list\n")
+    done = accel("show")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "correct this; `accel config check` looks again without training"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_schema_accepts_what_the_reader_accepts(accel):
+    whole = json.loads(accel("schema").stdout)
+    shard = whole["properties"]["far-away"]["properties"]
+    assert whole["properties"]["launch"]["properties"]["processes_per_node"]["anyOf"] == [
+        {"type": "integer"},
+        {"enum": ["auto"]},
+    ]
+    assert shard["stage"] == {
+        "type": "integer",
+        "description": "What is sharded.",
+        "enum": [1, 2, 3],
+        "default": 2,
+    }
+    assert shard["patience"] == {
+        "type": ["number", "null"],
+        "description": "How long to wait. Unit: s.",
+        "default": None,
+    }
+    assert shard["policy"]["properties"]["param_dtype"]["enum"] == ["fp32", "bf16"]
+    assert not {"wrap", "dtype"} & shard.keys()
+    assert "plugins" not in whole["properties"]
+
+
+def test_the_schema_of_one_section(accel):
+    assert json.loads(accel("schema", "grad_scaler").stdout)["title"] == "GradScalerKwargs"
+    done = accel("schema", "grad_scalr")
+    assert (done.returncode, "did you mean 'grad_scaler'?" in done.stderr) == (1, True)
+
+
+def test_init_with_defaults_writes_a_commented_file_that_means_the_defaults(accel):
+    assert accel("init", "--defaults").returncode == 0
+    text = (accel.folder / "accel.yaml").read_text()
+    assert "# A device plugin, a torch device type, or auto.\ndevice: auto\n" in text
+    assert "mixed_precision: 'no'" in text
+    assert accel("check").returncode == 0
+    values = json.loads(accel("show", "--json").stdout)["values"]
+    assert {row["path"]: row["value"] for row in values}["mixed_precision"] == "no"
+
+
+def test_init_asks_again_after_an_answer_that_cannot_be(accel):
+    done = accel("init", answers="\n\nbf16\n0\nmany\n4\n\n2\nout\n")
+    assert "must be at least 1, got 0" in done.stdout
+    assert "expected a whole number, got 'many'" in done.stdout
+    assert yaml.safe_load((accel.folder / "accel.yaml").read_text()) == {
+        "device": "auto",
+        "strategy": "auto",
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 4,
+        "launch": {"processes_per_node": "auto", "nodes": 2},
+        "project": {"project_dir": "out"},
+    }
+
+
+def test_init_overwrites_nothing_unless_forced(accel):
+    (accel.folder / "accel.yaml").write_text("device: cpu\n")
+    done = accel("init", "--defaults")
+    assert (done.returncode, "use --force" in done.stderr) == (1, True)
+    assert accel("init", "--defaults", "--force").returncode == 0
+
+
+def test_no_command_imports_torch(accel):
+    done = accel("show", PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0
+    assert not [line for line in done.stderr.splitlines() if line.rpartition("|")[2].strip() == "torch"]

@@ -1,0 +1,90 @@
+"""Sections of plugins: selected or not, broken, not installed, or of nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_core import ConfigError, PluginError
+from accel_core.config import reader as reader_module
+from accel_core.config.known import Known
+
+
+@pytest.fixture
+def workspace(monkeypatch):
+    """Plugins that exist, and are not installed."""
+    rows = {"far": Known(name="far", slot="strategy", distribution="accel-far", keys=("reach",))}
+    monkeypatch.setattr(reader_module, "known", lambda: rows)
+
+
+def problems(resolve, yaml: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(yaml)
+    return caught.value.problems
+
+
+def test_the_section_of_a_plugin_that_is_not_selected_is_validated(resolve):
+    (line,) = problems(resolve, "strategy: plain\nshard: {bucket_cap_mb: '4'}\n")
+    assert line == "accel.yaml:2:9: shard.bucket_cap_mb: expected a whole number, got '4'; remove the quotes"
+
+
+def test_the_section_of_a_known_plugin_that_is_missing_is_kept_with_a_note(resolve, workspace):
+    found = resolve("far: {reach: 3, anything: goes}\n")
+    assert found.notes == (
+        "section far (accel.yaml:1:1) is kept unread: strategy far is not installed; pip install accel-far",
+    )
+
+
+def test_variables_of_a_known_plugin_that_is_missing_are_kept_too(resolve, workspace):
+    assert "variable ACCEL__FAR__REACH" in resolve(ACCEL__FAR__REACH="3").notes[0]
+
+
+def test_the_section_of_nobody_is_an_error(resolve, workspace):
+    assert problems(resolve, "fra: {}\nxyz: {}\n") == (
+        "accel.yaml:1:1: fra: unknown key; did you mean 'far'?",
+        "accel.yaml:2:1: xyz: unknown key",
+    )
+
+
+def test_what_somebody_typed_never_becomes_an_install_hint(resolve, workspace):
+    assert not any("pip" in line for line in problems(resolve, "xyz: {}\n"))
+
+
+def test_a_key_of_another_plugin_says_whose_it_is(resolve, workspace):
+    assert problems(resolve, "rival-one: {level: 1, compression: half}\n") == (
+        "accel.yaml:1:23: rival-one.compression: unknown key; it is an option of shard",
+    )
+    (line,) = problems(resolve, "shard: {reach: 3}\n")
+    assert line.endswith("unknown key; it is an option of far (not installed: pip install accel-far)")
+
+
+def test_an_option_of_a_section_written_at_the_top_says_where_it_belongs(resolve):
+    assert problems(resolve, "total_limit: 3\n") == (
+        "accel.yaml:1:1: total_limit: unknown key; it is an option of project",
+    )
+
+
+def test_a_plugin_without_options_has_no_section(resolve):
+    assert problems(resolve, "plain: {a: 1}\n") == (
+        "accel.yaml:1:1: plain: the plugin plain (toy-plain 0.1) has no options",
+    )
+
+
+def test_the_section_of_a_broken_plugin_harms_nobody(resolve):
+    assert resolve("torn: {a: 1}\n").notes == (
+        "section torn (accel.yaml:1:1) is kept unread: the plugin is broken: ImportError: libtorn.so",
+    )
+
+
+def test_options_that_cannot_be_imported_harm_only_who_chooses_the_plugin(resolve, toys):
+    found = resolve("absent: {a: 1}\n")
+    assert found.notes == (
+        "options of absent cannot be read: ModuleNotFoundError: No module named 'no_such_module'",
+    )
+    with pytest.raises(PluginError, match="no_such_module"):
+        found.plugin_config(toys.get("absent"))
+
+
+def test_annotations_that_only_type_checkers_know_are_said(resolve, toys):
+    assert "name 'nowhere' is not defined" in resolve("unreadable: {dtype: 1}\n").notes[0]
+    with pytest.raises(PluginError, match=r"python_only=True\)$"):
+        resolve().plugin_config(toys.get("unreadable"))
