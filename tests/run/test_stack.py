@@ -1,0 +1,139 @@
+"""Choosing plugins: explicit beats automatic and fails loudly; nothing is ever downgraded in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_core import Card, ConfigError, PluginError
+from accel_core.config.resolve import load
+from accel_core.plugins import Discovery, Record, discover
+from accel_core.stack import choose
+
+
+def record(name, slot, *, priority=None, reason=None, **options):
+    card = Card(
+        name=name,
+        slot=slot,
+        summary="For a test.",
+        api_version="1.0",
+        priority=priority,
+        probe=lambda: reason,
+        **options,
+    )
+    return Record(name=name, slot=slot, distribution=f"accel-{name}", version="1.0", card=card)
+
+
+def native_and(*records):
+    ours = [found for found in discover(environment={}).records if found.distribution == "accel-core"]
+    return Discovery((*ours, *records))
+
+
+def stack_of(discovery, processes=1, **python):
+    resolved = load(python=python, discovery=discovery, environment={}, directory="/nonexistent")
+    return choose(resolved, processes, discovery)
+
+
+def test_one_process_without_plugins_is_native_and_single():
+    assert str(stack_of(native_and(), device="cpu")) == "native + single + fp32"
+
+
+def test_auto_takes_the_usable_device_of_highest_priority():
+    slow, fast = record("slow", "device", priority=50), record("fast", "device", priority=100)
+    assert stack_of(native_and(slow, fast)).device.name == "fast"
+
+
+def test_auto_passes_over_what_its_probe_finds_unusable():
+    fast = record("fast", "device", priority=100, reason="no driver")
+    assert stack_of(native_and(fast)).device.name == "native"
+
+
+def test_auto_never_takes_what_has_no_priority():
+    assert stack_of(native_and(record("shy", "device"))).device.name == "native"
+
+
+def test_a_device_that_shadows_another_wins_whatever_the_priorities():
+    spoofed, real = (
+        record("spoofed", "device", priority=200),
+        record("real", "device", priority=1, shadows=("spoofed",)),
+    )
+    assert stack_of(native_and(spoofed, real)).device.name == "real"
+    assert stack_of(native_and(spoofed, real), device="spoofed").device.name == "spoofed"
+
+
+def test_a_tie_is_an_error_that_names_both_distributions_and_the_setting():
+    one, two = record("one", "device", priority=100), record("two", "device", priority=100)
+    with pytest.raises(
+        PluginError, match=r"between one \(accel-one 1.0\) and two \(accel-two 1.0\)\nset device: one"
+    ):
+        stack_of(native_and(one, two))
+
+
+def test_a_named_device_that_cannot_be_used_is_an_error_with_its_reason():
+    with pytest.raises(PluginError, match=r"device: fast \(.*\) cannot be used here: unavailable: no driver"):
+        stack_of(native_and(record("fast", "device", priority=100, reason="no driver")), device="fast")
+
+
+def test_a_misspelt_device_is_an_error_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"device: 'fats' .*did you mean 'fast'"):
+        stack_of(native_and(record("fast", "device")), device="fats")
+
+
+def test_a_device_type_that_torch_lacks_here_is_an_error():
+    with pytest.raises(ConfigError, match=r"device: xpu .*finds no such device here\nchoose device: cpu"):
+        stack_of(native_and(), device="xpu")
+
+
+def test_several_processes_without_a_strategy_say_what_to_install():
+    with pytest.raises(ConfigError, match=r"auto found none for 2 processes\n.*pip install accel-ddp"):
+        stack_of(native_and(), 2, device="cpu")
+
+
+def test_several_processes_take_the_strategy_of_highest_priority():
+    joint = record("joint", "strategy", priority=100)
+    assert stack_of(native_and(joint), 2, device="cpu").default == "joint"
+
+
+def test_a_strategy_asked_for_in_one_process_is_that_strategy():
+    joint = record("joint", "strategy", priority=100)
+    assert stack_of(native_and(joint), 1, device="cpu", strategy="joint").default == "joint"
+
+
+def test_single_in_several_processes_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"strategy: single \(.*\) in a world of 2 processes would train 2 separate"
+    ):
+        stack_of(native_and(), 2, device="cpu", strategy="single")
+
+
+def test_a_misspelt_strategy_lists_the_installed_ones():
+    with pytest.raises(
+        ConfigError, match=r"no strategy 'singel' .*did you mean 'single'\?\ninstalled: .*single"
+    ):
+        stack_of(native_and(), strategy="singel")
+
+
+def test_a_strategy_of_ours_that_is_not_installed_says_how_to_get_it():
+    with pytest.raises(ConfigError, match="pip install accel-ddp"):
+        stack_of(native_and(), strategy="ddp")
+
+
+def test_a_plugin_of_another_slot_is_refused():
+    with pytest.raises(ConfigError, match="strategy: 'bf16' .* is a precision, not a strategy"):
+        stack_of(native_and(), strategy="bf16")
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ConfigError, match=r"mixed_precision: no precision 'bf61' .*did you mean 'bf16'"):
+        stack_of(native_and(), mixed_precision="bf61")
+
+
+def test_needs_that_the_stack_does_not_offer_are_named():
+    joint = record("joint", "strategy", needs={"collectives.torch"})
+    lonely = record("lonely", "device", torch_device="cpu")
+    with pytest.raises(ConfigError, match=r"strategy joint .* needs collectives.torch, which the stack"):
+        stack_of(native_and(joint, lonely), device="lonely", strategy="joint")
+
+
+def test_a_tracker_that_is_not_installed_is_an_error():
+    with pytest.raises(ConfigError, match="log_with: no tracker 'nowhere'"):
+        stack_of(native_and(), log_with="nowhere")

@@ -1,0 +1,241 @@
+"""Worlds of several processes: agreement, process groups that follow each other, clean exits."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_core import AccelError, Accelerator, ConfigError, LaunchError, Topology, World, ops
+from accel_core.run import current
+from accel_core.testing.processes import ProcessError, run_processes
+
+
+def ranks():
+    accelerator = Accelerator(cpu=True)
+    seen = (accelerator.process_index, accelerator.num_processes, str(accelerator.run.stack))
+    accelerator.end_training()
+    return seen
+
+
+def test_two_processes_asked_for_are_two():
+    assert run_processes(ranks) == [(0, 2, "native + ddp + fp32"), (1, 2, "native + ddp + fp32")]
+
+
+def three_in_turn():
+    sums = []
+    for _ in range(3):
+        accelerator = Accelerator(cpu=True)
+        sums.append(accelerator.reduce(torch.ones(1), "sum").item())
+        accelerator.end_training()
+    return sums
+
+
+def test_one_accelerator_after_another_each_with_a_group_of_its_own():
+    assert run_processes(three_in_turn) == [[2.0, 2.0, 2.0]] * 2
+
+
+def two_at_once():
+    first = Accelerator(cpu=True)
+    second = Accelerator(cpu=True, mixed_precision="bf16")
+    first.end_training()
+    total = second.reduce(torch.ones(1), "sum").item()
+    second.end_training()
+    return total, dist.is_initialized()
+
+
+def test_two_runs_share_a_group_and_the_last_one_destroys_it():
+    assert run_processes(two_at_once) == [(2.0, False)] * 2
+
+
+def over_a_users_group():
+    dist.init_process_group("cpu:gloo")
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.ones(1), "sum").item()
+    accelerator.end_training()
+    return total, dist.is_initialized()
+
+
+def test_a_group_that_the_user_made_is_adopted_and_left():
+    assert run_processes(over_a_users_group) == [(2.0, True)] * 2
+
+
+def different_stacks():
+    rank = int(os.environ["RANK"])
+    Accelerator(cpu=True, mixed_precision="bf16" if rank else "no")
+
+
+def test_ranks_with_different_stacks_are_named():
+    with pytest.raises(
+        ProcessError, match=r"do not agree on stack: rank 0: native \+ ddp \+ fp32; rank 1: .*bf16"
+    ):
+        run_processes(different_stacks)
+
+
+def different_settings():
+    Accelerator(cpu=True, gradient_accumulation_steps=1 + int(os.environ["RANK"]))
+
+
+def test_ranks_with_different_settings_name_the_first_that_differs():
+    with pytest.raises(ProcessError, match=r"agree on gradient_accumulation_steps: rank 0: 1; rank 1: 2"):
+        run_processes(different_settings)
+
+
+def trigger():
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    seen = [accelerator.check_trigger(), accelerator.check_trigger()]
+    accelerator.end_training()
+    return seen
+
+
+def test_a_trigger_on_one_rank_reaches_all_once():
+    assert run_processes(trigger) == [[True, False]] * 2
+
+
+def in_turn(folder):
+    accelerator = Accelerator(cpu=True)
+    mark = folder / "made"
+    with accelerator.main_process_first():
+        found = mark.exists()
+        mark.touch()
+    accelerator.end_training()
+    return found
+
+
+def test_the_main_process_goes_first(tmp_path):
+    assert run_processes(in_turn, tmp_path, world=3) == [False, True, True]
+
+
+def who():
+    accelerator = Accelerator(cpu=True)
+    marks = [
+        accelerator.on_main_process(lambda: "main")(),
+        accelerator.on_local_main_process(lambda: "local")(),
+        accelerator.on_last_process(lambda: "last")(),
+        accelerator.on_process(process_index=1)(lambda: "one")(),
+    ]
+    with accelerator.split_between_processes([1, 2, 3]) as share:
+        marks.append(share)
+    accelerator.end_training()
+    return marks
+
+
+def test_functions_and_shares_by_rank():
+    assert run_processes(who) == [["main", "local", None, None, [1, 2]], [None, None, "last", "one", [3]]]
+
+
+def test_a_teacher_of_strategy_single_lives_beside_a_joined_student():
+    assert run_processes(teacher_and_student) == [("single", "ddp", False, True)] * 2
+
+
+def teacher_and_student():
+    accelerator = Accelerator(cpu=True)
+    teacher = accelerator.prepare(torch.nn.Linear(2, 2), strategy="single")
+    student = torch.nn.Linear(2, 2)
+    student, _ = accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1))
+    strategies = [unit.strategy for unit in accelerator.run.units]
+    wrapped = [accelerator.unwrap_model(model) is not model for model in (teacher, student)]
+    accelerator.end_training()
+    return (*strategies, *wrapped)
+
+
+def lone_training():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="single")
+
+
+def test_training_a_copy_on_each_rank_is_refused():
+    with pytest.raises(ProcessError, match="would train a different copy on each of 2 ranks"):
+        run_processes(lone_training)
+
+
+LEFT_OPEN = """
+import torch
+from accel_core import Accelerator
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.backward(model(torch.ones(1, 2)).sum())
+"""
+
+
+def test_a_script_that_never_ends_its_run_exits_cleanly(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_OPEN)
+    for _ in range(2):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=2",
+                "--standalone",
+                str(script),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_world_pickles_without_its_store():
+    world = World(rank=1, size=2, store=object())
+    assert pickle.loads(pickle.dumps(world)) == World(rank=1, size=2)
+
+
+def test_a_run_does_not_pickle_and_says_what_to_do():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(AccelError, match=r"cannot be pickled.*\n.*pass accelerator.process_index"):
+        pickle.dumps(accelerator)
+    pickle.dumps(accelerator.run.config)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE is 'two', not a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not exist in a world of WORLD_SIZE=2"),
+    ],
+)
+def test_malformed_launch_variables_are_named(environment, message):
+    with pytest.raises(LaunchError, match=message):
+        World.from_environment(environment)
+
+
+def test_tasks_that_would_each_train_alone_are_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises((LaunchError, ConfigError), match="SLURM_NTASKS"):
+        Accelerator(cpu=True)
+
+
+def test_functions_find_the_only_live_run_or_say_what_there_is():
+    with pytest.raises(AccelError, match="no Accelerator yet"):
+        current()
+    first = Accelerator(cpu=True)
+    assert ops.gather(torch.ones(2)).tolist() == [1.0, 1.0]
+    second = Accelerator(cpu=True)
+    with pytest.raises(AccelError, match="2 live runs"):
+        ops.gather(torch.ones(2))
+    first.end_training()
+    second.end_training()
+    assert second.run.topology == Topology()
+
+
+def test_explain_says_why_each_plugin_is_there_and_who_set_what():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    text = accelerator.explain()
+    assert "strategy single (accel-core 0.1.0): auto: one process" in text
+    assert "gradient_accumulation_steps: set by" in text
+    accelerator.end_training()

@@ -1,0 +1,167 @@
+"""fp16's scaler: what it skips, when it grows, what it refuses; and how forwards come under autocast."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from problems import FEATURES, net
+from torch import nn
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import StepLR
+
+from accel_core import AccelError, AutocastKwargs, ConfigError, GradScalerKwargs
+
+X = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+def fp16(accelerator_of, **options):
+    return accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)])
+
+
+def test_an_overflow_skips_the_step_and_the_scheduler_and_is_visible(accelerator_of):
+    accelerator = fp16(accelerator_of, init_scale=16.0)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, StepLR(optimizer, 1, gamma=0.5))
+    before = [p.clone() for p in model.parameters()]
+    accelerator.backward(model(X).float().sum() * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert optimizer.step_was_skipped
+    assert scheduler.get_last_lr() == [0.1]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.zero_grad()
+    accelerator.backward(model(X).float().sum())
+    optimizer.step()
+    scheduler.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert accelerator.run.units[0].scaler.get_scale() == 8.0
+    assert scheduler.get_last_lr() == [0.05]
+
+
+def test_gradients_unscaled_and_dropped_do_not_disturb_the_next_step(accelerator_of):
+    accelerator = fp16(accelerator_of, init_scale=1024.0)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(X).float().sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad()
+    accelerator.backward(model(X).float().mean())
+    accelerator.unscale_gradients(optimizer)
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(X).float().mean().backward()
+    for gradient, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-2, atol=1e-3)
+
+
+def test_float16_parameters_are_refused_by_name(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    with pytest.raises(ConfigError, match=r"0\.weight is float16 \(4 such.*\n.*model.float\(\)"):
+        accelerator.prepare(net().half())
+
+
+def test_a_closure_is_refused_under_a_scaler(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    model = net()
+    _, optimizer = accelerator.prepare(model, LBFGS(model.parameters()))
+    with pytest.raises(AccelError, match="no loss scaler can follow"):
+        optimizer.step(lambda: None)
+
+
+def test_a_closure_works_without_one(accelerator):
+    model = net()
+    model, optimizer = accelerator.prepare(model, LBFGS(model.parameters()))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    before = closure().item()
+    optimizer.step(closure)
+    assert model(X).square().mean().item() < before
+
+
+class Spy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        if x is None:
+            raise ValueError("no input")
+        self.active = torch.is_autocast_enabled("cpu")
+        return x * self.weight
+
+
+@pytest.fixture
+def spied(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="bf16")
+    return accelerator, accelerator.prepare(Spy())
+
+
+def test_a_prepared_model_and_the_unwrapped_one_run_under_autocast(spied):
+    accelerator, model = spied
+    for each in (model, accelerator.unwrap_model(model)):
+        each(X)
+        assert each.active
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_exception_in_forward_leaves_autocast(spied):
+    with pytest.raises(ValueError, match="no input"):
+        spied[1](None)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_deep_copy_runs_its_own_weights_under_autocast(spied):
+    copied = copy.deepcopy(spied[1])
+    with torch.no_grad():
+        copied.weight.fill_(3.0)
+    assert torch.equal(copied(X), X * 3)
+    assert copied.active
+
+
+def test_a_prepared_model_pickles(spied):
+    file = io.BytesIO()
+    torch.save(spied[1], file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    again(X)
+    assert not again.active
+
+
+def test_autocast_can_be_disabled(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+    model = accelerator.prepare(Spy())
+    model(X)
+    assert not model.active
+
+
+def test_the_autocast_context_serves_what_is_outside_models(spied):
+    with spied[0].autocast():
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_prepared_optimizers_copy_and_pickle_as_the_inner_one(accelerator):
+    model = net()
+    _, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    assert type(copy.deepcopy(optimizer)) is SGD
+    assert type(pickle.loads(pickle.dumps(optimizer))) is SGD
+
+
+def test_a_scheduler_made_on_a_prepared_optimizer_works(accelerator):
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    scheduler = accelerator.prepare(StepLR(optimizer, 1, gamma=0.1))
+    accelerator.backward(model(X).sum())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -1,0 +1,133 @@
+"""Several units in one run: adversaries, teacher and student, optimizers that share a loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import FEATURES, net
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from accel_core import AccelError, GradScalerKwargs
+
+
+def adversaries():
+    torch.manual_seed(3)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES))
+    critic = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
+    return generator, critic, SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+
+
+def real_and_noise(count):
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(8, FEATURES, generator=generator), torch.randn(8, 4, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def critic_loss(critic, real, fake):
+    return F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
+
+
+def plain_gan(count, accumulate):
+    generator, critic, opt_g, opt_d = adversaries()
+    losses = []
+    for number, (real, noise) in enumerate(real_and_noise(count), 1):
+        loss_d = critic_loss(critic, real, generator(noise))
+        (loss_d / accumulate).backward()
+        if number % accumulate == 0:
+            opt_d.step()
+            opt_d.zero_grad()
+        critic.requires_grad_(False)
+        loss_g = F.softplus(-critic(generator(noise))).mean()
+        (loss_g / accumulate).backward()
+        critic.requires_grad_(True)
+        if number % accumulate == 0:
+            opt_g.step()
+            opt_g.zero_grad()
+        losses.append((loss_d.item(), loss_g.item()))
+    return losses
+
+
+def our_gan(accelerator, count):
+    generator, critic, opt_g, opt_d = accelerator.prepare(*adversaries())
+    inner = accelerator.unwrap_model(critic)
+    losses = []
+    for real, noise in real_and_noise(count):
+        with accelerator.accumulate(critic):
+            loss_d = critic_loss(critic, real, generator(noise))
+            accelerator.backward(loss_d)
+            opt_d.step()
+            opt_d.zero_grad()
+        with accelerator.accumulate(generator):
+            inner.requires_grad_(False)
+            loss_g = F.softplus(-inner(generator(noise))).mean()
+            accelerator.backward(loss_g)
+            inner.requires_grad_(True)
+            opt_g.step()
+            opt_g.zero_grad()
+        losses.append((loss_d.item(), loss_g.item()))
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
+def test_a_gan_equals_the_plain_loop(accelerator_of, accumulate):
+    ours = our_gan(accelerator_of(gradient_accumulation_steps=accumulate), 12)
+    assert ours == plain_gan(12, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_gan_in_fp16_keeps_a_loss_scale_a_unit(accelerator_of, accumulate):
+    # Growing at each step: a scale that changed inside the other's window would show at once.
+    scaler = GradScalerKwargs(init_scale=4.0, growth_interval=1)
+    accelerator = accelerator_of(
+        mixed_precision="fp16", gradient_accumulation_steps=accumulate, kwargs_handlers=[scaler]
+    )
+    for ours, plain in zip(our_gan(accelerator, 12), plain_gan(12, accumulate), strict=True):
+        assert ours == pytest.approx(plain, abs=2e-2)
+    first, second = accelerator.run.units
+    assert first.scaler is not second.scaler
+
+
+def test_two_optimizers_that_share_a_loss_share_its_scale(accelerator_of):
+    accelerator = accelerator_of(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_interval=1)]
+    )
+    a, b = net(0), net(1)
+    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+    a, b, opt_a, opt_b = accelerator.prepare(a, b, SGD(a.parameters(), lr=0.0), SGD(b.parameters(), lr=0.0))
+    seen = []
+    for _ in range(3):
+        accelerator.backward((a(x) + b(x)).float().mean())
+        accelerator.unscale_gradients()
+        seen.append([next(m.parameters()).grad.clone() for m in (a, b)])
+        opt_a.step()
+        opt_b.step()
+        opt_a.zero_grad()
+        opt_b.zero_grad()
+    for gradients in seen[1:]:
+        for gradient, first in zip(gradients, seen[0], strict=True):
+            torch.testing.assert_close(gradient, first)
+
+
+def test_a_teacher_without_optimizer_is_a_unit_that_does_not_train(accelerator):
+    teacher, student = net(0), net(1)
+    optimizer = SGD(student.parameters(), lr=0.1)
+    teacher = accelerator.prepare(teacher.requires_grad_(False), name="teacher")
+    student, optimizer = accelerator.prepare(student, optimizer, name="student")
+    x = torch.randn(8, FEATURES)
+    before = [p.clone() for p in teacher.parameters()]
+    accelerator.backward(F.mse_loss(student(x), teacher(x)))
+    optimizer.step()
+    assert [unit.name for unit in accelerator.run.trained] == ["student"]
+    assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
+
+
+def test_clipping_parameters_of_two_units_at_once_names_them(accelerator):
+    a, b = net(0), net(1)
+    accelerator.prepare(a, SGD(a.parameters(), lr=0.1), name="first")
+    accelerator.prepare(b, SGD(b.parameters(), lr=0.1), name="second")
+    with pytest.raises(AccelError, match="belong to first, second; one call clips"):
+        accelerator.clip_grad_norm_([*a.parameters(), *b.parameters()], 1.0)
