@@ -158,7 +158,7 @@ ASKED: Final = (
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def init(defaults: bool, output: str, force: bool) -> None:
     """Ask a few questions and write a commented file."""
-    from accel_core.config.questions import ask, render
+    from accel_core.cli.questions import ask, render
 
     if Path(output).exists() and not force:
         raise ConfigError(f"{output} exists already\nuse --force to overwrite it, or --output FILE")

@@ -11,7 +11,9 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = ["Known", "known"]
+from accel_core.plugins import Discovery, Slot, near
+
+__all__ = ["Known", "absence", "known"]
 
 
 @frozen(kw_only=True)
@@ -40,3 +42,16 @@ def known() -> dict[str, Known]:
         )
         for row in rows
     }
+
+
+def absence(name: str, slot: Slot, discovery: Discovery) -> str:
+    """That no plugin of the slot has this name, and what to do."""
+    record = discovery.get(name)
+    installed = [record.name for record in discovery.of(slot)]
+    if record is not None:
+        remedy = f"; {name} is a {record.slot}"
+    elif name in known():
+        remedy = f"; pip install {known()[name].distribution}"
+    else:
+        remedy = near(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
+    return f"no {slot} {name!r} is installed{remedy}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accel_core.config.known import known
+from accel_core.config.known import absence
 from accel_core.config.reader import Problem
 from accel_core.config.resolve import Resolved
 from accel_core.config.schema import RunConfig
 from accel_core.config.structure import Path
-from accel_core.plugins import Discovery, Slot, near
+from accel_core.plugins import Discovery, Slot
 
 __all__ = ["misnamed"]
 
@@ -23,8 +23,7 @@ def misnamed(resolved: Resolved, discovery: Discovery) -> Iterator[Problem]:
         record = discovery.get(name)
         if record is None or record.slot != slot:
             setting = resolved.settings.get(path)
-            message = f"no {slot} {name!r} is installed{_remedy(name, slot, discovery)}"
-            yield Problem(setting.origin if setting else "", path, message)
+            yield Problem(setting.origin if setting else "", path, absence(name, slot, discovery))
 
 
 def _names(config: RunConfig) -> Iterator[tuple[Path, Slot, str]]:
@@ -39,13 +38,3 @@ def _names(config: RunConfig) -> Iterator[tuple[Path, Slot, str]]:
         yield ("extensions",), "extension", name
     for name in config.log_with:
         yield ("log_with",), "tracker", name
-
-
-def _remedy(name: str, slot: Slot, discovery: Discovery) -> str:
-    record = discovery.get(name)
-    if record is not None:
-        return f"; {name} is a {record.slot}"
-    if name in known():
-        return f"; pip install {known()[name].distribution}"
-    installed = [record.name for record in discovery.of(slot)]
-    return near(name, installed) or f"; installed: {', '.join(installed) or 'none'}"

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from attrs import define, evolve, field, frozen
 
-from accel_core.config.known import known
+from accel_core.config.known import absence, known
 from accel_core.config.options import describe
 from accel_core.config.schema import RunConfig
 from accel_core.config.structure import (
@@ -70,11 +70,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.origin}: {spell(self.path)}: {self.message}"
-            if self.path
-            else f"{self.origin}: {self.message}"
-        )
+        return ": ".join(part for part in (self.origin, spell(self.path), self.message) if part)
 
 
 @frozen
@@ -115,9 +111,8 @@ class Reader:
             record = self.discovery.get(name)
             try:
                 self._classes[name] = load_class(record) if record and not record.fault else None
-            except PluginError as error:  # who chooses the plugin gets the error, nobody else
+            except PluginError:  # who chooses the plugin gets the error, whose section it is a note
                 self._classes[name] = None
-                self.notes[f"options of {name} cannot be read: {_reason(error)}"] = None
         return self._classes[name]
 
     # -- the walk: each step yields (path, setting) pairs or adds a problem ---------------------------
@@ -132,7 +127,7 @@ class Reader:
         elif (cls := self.options_class(name)) is not None:
             yield from self._section(layer, place[:1], cls, self._nest(place[1:], raw))
         else:
-            self._unreadable(layer, place)
+            self._optionless(layer, place[:1], name)
 
     def _section_name(self, given: str, source: Source) -> str:
         if source == "file":
@@ -159,7 +154,7 @@ class Reader:
                 elif cls is not None:
                     yield from self._option(layer, (*place, key), cls, value)
                 else:
-                    self._problem(layer, (*place, key), f"{plugin!r} has no options that can be read here")
+                    self._optionless(layer, (*place, key), plugin)
 
     def _section(self, layer: Layer, path: Path, cls: type, raw: Any) -> Iterator[tuple[Path, Setting]]:
         for key, value in self._entries(layer, path, raw):
@@ -185,7 +180,7 @@ class Reader:
             yield from self._section(layer, path, inner, raw)
             return
         about = describe(attribute)
-        if about.python_only and layer.source != "python":
+        if about.python_only and layer.source not in ("python", "proposal"):
             self._problem(layer, path, "can be given in Python only")
             return
         if isinstance(raw, _Nested):
@@ -209,24 +204,22 @@ class Reader:
 
     # -- names nobody can read -----------------------------------------------------------------------
 
-    def _unreadable(self, layer: Layer, path: Path) -> None:
-        name = path[0]
+    def _optionless(self, layer: Layer, path: Path, name: str) -> None:
+        """A section or key for a plugin whose options cannot be read: a note where that may be right."""
         record = self.discovery.get(name)
         if record is not None and record.slot != "command":
-            self._installed_but_unread(layer, path[:1], record)
+            reason = f"the plugin is {record.fault}: {record.detail}" if record.fault else _failure(record)
+            problem = f"the plugin {name} has no options"
         elif name in known():
-            it = known()[name]
-            missing = f"{it.slot} {name} is not installed; pip install {it.distribution}"
-            self.notes[f"section {name} ({layer.origin(path[:1])}) is kept unread: {missing}"] = None
+            reason = f"{known()[name].slot} {name} is not installed; pip install {known()[name].distribution}"
         else:
-            self._problem(layer, path[:1], f"unknown key{self._hint(path[:1], RunConfig)}")
-
-    def _installed_but_unread(self, layer: Layer, path: Path, record: Record) -> None:
-        if record.fault:
-            reason = f"the plugin is {record.fault}: {record.detail}"
-            self.notes[f"section {record.name} ({layer.origin(path)}) is kept unread: {reason}"] = None
-        elif record.card is not None and record.card.config is None:
-            self._problem(layer, path, f"the plugin {record.name} ({record.origin}) has no options")
+            reason, problem = "", f"unknown key{self._hint(path, RunConfig)}"
+            if path[0] == "strategies":
+                problem = absence(name, "strategy", self.discovery)
+        if reason:
+            self.notes[f"{spell(path)} ({layer.origin(path)}) is kept unread: {reason}"] = None
+        else:
+            self._problem(layer, path, problem)
 
     def _hint(self, path: Path, cls: type) -> str:
         name = path[-1]
@@ -278,9 +271,13 @@ def load_class(record: Record) -> type | None:
     return cls
 
 
-def _reason(error: PluginError) -> str:
-    first, _, rest = str(error).partition("\n")
-    return rest.partition("\n")[0] or first
+def _failure(record: Record) -> str:
+    """Why a plugin's config class cannot be loaded; empty if it has none."""
+    try:
+        load_class(record)
+    except PluginError as error:
+        return str(error.__cause__)
+    return ""
 
 
 class _Nested(dict[str, Any]):

@@ -104,7 +104,7 @@ class Resolved:
             for proposal in getattr(config, "propose", lambda _: ())(self.config):
                 _propose(reader, settings, name, proposal)
         _raise_if_any(reader.problems)
-        return _assemble(reader, settings, self._bases, self)
+        return _assemble(reader, settings, self._bases, self.file)
 
     def _proposers(self, selected: Sequence[str], discovery: Discovery) -> Iterator[tuple[str, object]]:
         """(name, config) of each config that is used; a plugin used by aliases only has only theirs."""
@@ -160,8 +160,7 @@ def load(
         merge(settings, reader.read(layer), reader.problems)
     _check_accumulation(settings, reader.problems)
     _raise_if_any(reader.problems)
-    given = tuple(path[0] for path in bases if len(path) == 1 and path[0] not in CORE)
-    return _assemble(reader, settings, bases, _Facts(file=name, objects=given))
+    return _assemble(reader, settings, bases, name)
 
 
 def _propose(reader: Reader, settings: Settings, name: str, proposal: Proposal) -> None:
@@ -172,14 +171,6 @@ def _propose(reader: Reader, settings: Settings, name: str, proposal: Proposal) 
         if before.value != setting.value:
             message = f"wants {plain(setting.value)!r}, but it is {plain(before.value)!r} by {before.origin}"
             reader.problems.append(Problem(setting.origin, path, message))
-
-
-@frozen(kw_only=True)
-class _Facts:
-    """What `_assemble` takes over as it is."""
-
-    file: str | None
-    objects: Sequence[str]
 
 
 def find_file(
@@ -251,9 +242,7 @@ def _check_accumulation(settings: Settings, problems: list[Problem]) -> None:
 # -- from settings to objects ------------------------------------------------------------------------
 
 
-def _assemble(
-    reader: Reader, settings: Settings, bases: Mapping[Path, object], facts: _Facts | Resolved
-) -> Resolved:
+def _assemble(reader: Reader, settings: Settings, bases: Mapping[Path, object], file: str | None) -> Resolved:
     problems: list[Problem] = []
 
     def section(path: Path, cls: type) -> Any:
@@ -275,8 +264,8 @@ def _assemble(
     _raise_if_any(problems)
     return Resolved(
         config=RunConfig(**values, plugins=plugins),
-        file=facts.file,
-        objects=facts.objects,
+        file=file,
+        objects=tuple(path[0] for path in bases if len(path) == 1 and path[0] not in CORE),
         notes=tuple(reader.notes),
         settings=settings,
         reader=reader,
@@ -293,7 +282,8 @@ def _instance(cls: type, path: Path, settings: Settings, base: Any, problems: li
     """The section's object: `base` itself where nobody else has a say, else one with all settings."""
     mine = {p: s for p, s in settings.items() if p[: len(path)] == path}
     if base is not None:
-        if all(s.value == _at(base, p[len(path) :]) for p, s in mine.items() if p[-1] != "plugin"):
+        rest = {p[len(path) :]: s.value for p, s in mine.items() if p[len(path)] in options_of(cls)}
+        if all(value == _at(base, place) for place, value in rest.items()):
             return base
         cls = type(base)
     values = {}
@@ -304,9 +294,8 @@ def _instance(cls: type, path: Path, settings: Settings, base: Any, problems: li
         elif inner and any(p[: len(place)] == place for p in mine):
             values[alias] = _instance(inner, place, mine, None, problems)
         elif attribute.default is NOTHING:
-            problems.append(
-                Problem(_whose(mine), place, f"required key missing; set it in section {spell(path)}")
-            )
+            message = f"required key missing; set it in section {spell(path)}"
+            problems.append(Problem(_whose(mine), place, message))
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:  # a check of the class itself, over several options

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from attrs import Factory, field, fields, frozen
+from attrs.converters import optional
 
 from accel_core.config.options import default_of, option
 from accel_core.errors import ConfigError
@@ -50,9 +51,7 @@ class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves. Section `autocast`."""
 
     enabled: bool = option(True, help="Whether autocast regions are active.")
-    cache_enabled: bool | None = option(
-        None, help="Whether autocast caches cast weights; unset: torch decides."
-    )
+    cache_enabled: bool | None = option(None, help="Cache cast weights; unset: torch decides.")
 
 
 @frozen(kw_only=True)
@@ -62,7 +61,7 @@ class GradScalerKwargs(KwargsHandler):
     init_scale: float = option(65536.0, help="The first scale of the loss.")
     growth_factor: float = option(2.0, help="Multiplies the scale after growth_interval good steps.")
     backoff_factor: float = option(0.5, help="Multiplies the scale after a step with infinite gradients.")
-    growth_interval: int = option(2000, minimum=1, unit="steps", help="Good steps before the scale grows.")
+    growth_interval: int = option(2000, minimum=1, help="Good steps before the scale grows.")
     enabled: bool = option(True, help="Whether the loss is scaled at all.")
 
 
@@ -75,14 +74,18 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = option(None, unit="s", help="How long a collective may wait.")
 
 
+def _names(given: Any) -> Any:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 @frozen(kw_only=True)
 class ProfileKwargs(KwargsHandler):
     """How `accelerator.profile()` records. Section `profile`."""
 
     activities: tuple[str, ...] | None = option(
-        None,
-        converter=lambda given: None if given is None else tuple(given),
-        help="Activities to record; unset: all.",
+        None, converter=optional(_names), help="What to record: cpu, or a device type; unset: all there is."
     )
     schedule_option: Mapping[str, int] | None = option(
         None, help="Arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first."
@@ -102,15 +105,13 @@ class ProfileKwargs(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled; nothing is compiled while `backend` is unset. Section `compile`."""
 
-    backend: str | None = option(None, help="Backend of torch.compile; unset or no: models are not compiled.")
+    backend: str | None = option(None, help="Backend of torch.compile; unset or no: nothing is compiled.")
     mode: str | None = option(None, help="Mode of torch.compile, such as default or max-autotune.")
     fullgraph: bool | None = option(None, help="Refuse to split a model into several graphs.")
     dynamic: bool | None = option(None, help="Compile for dynamic shapes; unset: torch finds out.")
     options: Mapping[str, Any] | None = option(None, help="Options for the backend.")
     disable: bool = option(False, help="Make compiling do nothing, for testing.")
-    use_regional_compilation: bool | None = option(
-        None, help="Compile repeated blocks once instead of the model."
-    )
+    use_regional_compilation: bool | None = option(None, help="Compile a repeated block once, not the model.")
 
 
 @frozen(kw_only=True)
@@ -124,49 +125,32 @@ class DataLoaderConfiguration:
     even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
     use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
     data_seed: int | None = option(None, help="Seed of the seedable sampler; unset: torch's.")
-    non_blocking: bool = option(
-        False, help="Copy batches to the device without waiting; wants pinned memory."
-    )
-    use_stateful_dataloader: bool = option(
-        False, help="Use torchdata's loader, which knows its own position."
-    )
+    non_blocking: bool = option(False, help="Copy batches without waiting; wants pinned memory.")
+    use_stateful_dataloader: bool = option(False, help="Use torchdata's loader, which knows its position.")
 
 
 @frozen(kw_only=True)
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated. Section `accumulation`."""
 
-    num_steps: int | None = option(
-        None,
-        minimum=1,
-        unit="micro-batches",
-        help="Micro-batches a step; or set gradient_accumulation_steps.",
-    )
+    num_steps: int | None = option(None, minimum=1, help="Micro-batches a step.")
     adjust_scheduler: bool = option(True, help="Step schedulers once a window, not once a micro-batch.")
     sync_with_dataloader: bool = option(True, help="End the window with the loader's last batch.")
-    sync_each_batch: bool = option(
-        False, help="Reduce gradients each micro-batch: less memory, more traffic."
-    )
-
-
-def _path(given: str | os.PathLike[str] | None) -> str | None:
-    return None if given is None else os.fspath(given)
+    sync_each_batch: bool = option(False, help="Reduce each micro-batch: less memory, more traffic.")
 
 
 @frozen(kw_only=True)
 class ProjectConfiguration:
     """Where a run writes. Section `project`."""
 
-    project_dir: str | None = option(None, converter=_path, help="Folder of the project.")
+    project_dir: str | None = option(None, converter=optional(os.fspath), help="Folder of the project.")
     logging_dir: str | None = option(
         Factory(lambda self: self.project_dir, takes_self=True),
-        converter=_path,
+        converter=optional(os.fspath),
         help="Folder of logs; unset: the project's.",
     )
     automatic_checkpoint_naming: bool = option(False, help="Number saved states instead of naming each.")
-    total_limit: int | None = option(
-        None, minimum=1, unit="checkpoints", help="How many saved states are kept."
-    )
+    total_limit: int | None = option(None, minimum=1, help="How many saved states are kept; unset: all.")
     iteration: int = option(0, minimum=0, help="Number of the next saved state.")
     save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
 
@@ -185,12 +169,6 @@ class LaunchConfig:
     launcher: str = option("torchrun", help="The launcher plugin.")
 
 
-def _names(given: Any) -> Any:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 @frozen(kw_only=True)
 class RunConfig:
     """Everything that was asked of a run. Frozen; pickles."""
@@ -202,13 +180,9 @@ class RunConfig:
     )
     extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins.")
     mixed_precision: str = option("no", help="no, fp16, bf16, or a precision plugin.")
-    gradient_accumulation_steps: int = option(
-        1, minimum=1, unit="micro-batches", help="Micro-batches a step."
-    )
+    gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches a step.")
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")
-    step_scheduler_with_optimizer: bool = option(
-        True, help="Schedulers step when the optimizer does, once for each process."
-    )
+    step_scheduler_with_optimizer: bool = option(True, help="Schedulers step when their optimizer does.")
     rng_types: tuple[str, ...] = option(
         ("generator",), converter=_names, help="Random streams that ranks share at each epoch's start."
     )

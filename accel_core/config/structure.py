@@ -6,12 +6,11 @@ type it is meant for.
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Callable as AbstractCallable
 from datetime import timedelta
 from enum import Enum
 from functools import cache
@@ -98,30 +97,16 @@ def convert(raw: Any, kind: Any) -> Any:
 def _scalar(raw: Any, kind: Any) -> Any:
     if kind is Any or kind is object:
         return raw
-    if kind is None or kind is type(None):
-        kind = type(None)
     if kind is float and type(raw) is int:
         return float(raw)
     if kind is timedelta and type(raw) in (int, float):
         return timedelta(seconds=raw)
-    if isinstance(kind, type) and issubclass(kind, Enum) and not isinstance(raw, Enum):
-        return _enum(raw, kind)
-    if kind is str and isinstance(raw, os.PathLike):
-        return os.fspath(raw)
-    if (
-        isinstance(kind, type)
-        and isinstance(raw, kind)
-        and not (isinstance(raw, bool) and kind in (int, float))
-    ):
-        return raw
+    if isinstance(kind, type):
+        if isinstance(raw, kind) and not (isinstance(raw, bool) and kind in (int, float)):
+            return raw
+        if issubclass(kind, Enum) and any(member.value == raw for member in kind):
+            return kind(raw)
     raise _mismatch(raw, kind)
-
-
-def _enum(raw: Any, kind: type[Enum]) -> Enum:
-    found = next((member for member in kind if member.value == raw), None)
-    if found is None:
-        raise _mismatch(raw, kind)
-    return found
 
 
 def _first(raw: Any, kind: Any) -> Any:
@@ -167,19 +152,12 @@ def _item(label: str, raw: Any, kind: Any) -> Any:
         raise MismatchError(f"{label}: {mismatch}") from None
 
 
-def _callable(raw: Any, kind: Any) -> Any:
-    if callable(raw):
-        return raw
-    raise _mismatch(raw, kind)
-
-
 _CONTAINERS: Final[Mapping[Any, Callable[[Any, Any], Any]]] = {
     tuple: _sequence,
     list: _sequence,
     Sequence: _sequence,
     dict: _mapping,
     Mapping: _mapping,
-    AbstractCallable: _callable,
 }
 
 
@@ -255,13 +233,11 @@ def _name(kind: Any) -> str:
 
 def show(raw: Any) -> str:
     """A value as its user wrote it, in an error."""
-    if raw is None or isinstance(raw, bool):
-        return {None: "null", True: "true", False: "false"}[raw]
     if isinstance(raw, Mapping):
         return "a mapping"
     if isinstance(raw, (list, tuple)):
         return "a list"
-    return repr(str(raw)) if isinstance(raw, str) else f"{raw!r}"
+    return json.dumps(raw) if raw is None or isinstance(raw, bool) else repr(raw)
 
 
 def plain(value: Any) -> Any:
