@@ -52,11 +52,17 @@ def guard(call: Callable[[], R]) -> R:
     except BaseException as error:  # noted, not swallowed: the process ends here
         error.__traceback__ = _without_ours(error.__traceback__)
         text = _render(error)
-        if not _note("".join(traceback.format_exception_only(error)).strip(), text):
+        if not _note(f"{type(error).__name__}: {error}", text):
             sys.stderr.write(text)
-        if sys.excepthook is not sys.__excepthook__:  # the script's own, such as a tracker's
-            sys.excepthook(type(error), error, error.__traceback__)
+        _tell_others(error)
         sys.exit(1)
+
+
+def _tell_others(error: BaseException) -> None:
+    """Call the script's own excepthook, such as a tracker's; torch's would print the traceback."""
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch"):
+        hook(type(error), error, error.__traceback__)
 
 
 def die_with_parent() -> None:

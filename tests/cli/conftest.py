@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "host")]
-from toys import card_source, write_distribution
+from toys import card_source, write_distribution  # noqa: E402
 
 
 @pytest.fixture

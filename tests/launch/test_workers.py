@@ -1,0 +1,300 @@
+"""`accel launch` with real workers: what they see, how they end, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import ACCEL, accel, clean_environment
+
+ALL_SEE = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCEL_RUN_ID", "PONY")
+seen = {name: os.environ.get(name) for name in names}
+seen.update(argv=sys.argv, name=__name__, file=__file__, path=sys.path[0], torch="torch" in sys.modules)
+open(f"seen{os.environ['RANK']}", "w").write(json.dumps(seen))
+print(f"rank {os.environ['RANK']} was here")
+"""
+
+
+def launch(
+    folder: Path, source: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(source)
+    words = ("launch", "--device", "cpu", "-n", "2", *flags, "train.py", *arguments)
+    return accel(*words, cwd=folder, environment=environment)
+
+
+def seen(folder: Path) -> list[dict[str, object]]:
+    return [json.loads((folder / f"seen{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_a_script_runs_in_each_worker_as_under_plain_python(tmp_path):
+    ended = launch(tmp_path, ALL_SEE, arguments=("--lr", "0.1", "-n", "7"))
+
+    assert ended.returncode == 0
+    assert ended.stderr == "accel 0.1: 2 processes, cpu + auto + fp32, no config file\n"
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 was here", "rank 1 was here"]
+    for rank, worker in enumerate(seen(tmp_path)):
+        assert worker["argv"] == ["train.py", "--lr", "0.1", "-n", "7"]
+        assert (worker["name"], worker["file"]) == ("__main__", str(tmp_path / "train.py"))
+        assert worker["path"] == str(tmp_path)
+        assert (worker["RANK"], worker["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (worker["WORLD_SIZE"], worker["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert worker["MASTER_ADDR"] == "127.0.0.1"
+        assert worker["torch"] is False  # the script decides when to pay for it
+
+
+def test_all_ranks_have_the_same_run_id(tmp_path):
+    launch(tmp_path, ALL_SEE)
+
+    first, second = seen(tmp_path)
+    assert first["ACCEL_RUN_ID"]
+    assert first["ACCEL_RUN_ID"] == second["ACCEL_RUN_ID"]
+
+
+def test_a_run_id_of_the_user_is_kept(tmp_path):
+    launch(tmp_path, ALL_SEE, ACCEL_RUN_ID="mine")
+
+    assert {worker["ACCEL_RUN_ID"] for worker in seen(tmp_path)} == {"mine"}
+
+
+def test_a_module_runs_with_its_package_importable(tmp_path):
+    (tmp_path / "pony").mkdir()
+    (tmp_path / "pony" / "__init__.py").write_text("")
+    (tmp_path / "pony" / "gait.py").write_text("WORD = 'trot'")
+    (tmp_path / "pony" / "run.py").write_text(
+        "import sys\nfrom pony.gait import WORD\nprint(WORD, *sys.argv[1:])"
+    )
+
+    ended = accel("launch", "--device", "cpu", "-n", "1", "-m", "pony.run", "--fast", cwd=tmp_path)
+
+    assert (ended.returncode, ended.stdout) == (0, "trot --fast\n")
+
+
+def test_spawned_children_of_a_worker_find_the_scripts_functions(tmp_path):
+    source = """
+import multiprocessing
+def double(x): return 2 * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [21]))
+"""
+    (tmp_path / "train.py").write_text(source)
+
+    assert accel("launch", "--device", "cpu", "-n", "1", "train.py", cwd=tmp_path).stdout == "[42]\n"
+
+
+MERGED = """
+from accel_core.config.resolve import load
+from accel_core.plugins import discover
+resolved = load(discovery=discover())
+print(resolved.config.gradient_accumulation_steps, resolved.origins["gradient_accumulation_steps"])
+print(resolved.config.data.split_batches, resolved.origins["data.split_batches"])
+print(resolved.config.device, resolved.config.strategy)
+"""
+
+
+def test_workers_get_the_merged_config_with_its_origins_and_auto_stays_auto(tmp_path):
+    (tmp_path / "accel.yaml").write_text("gradient_accumulation_steps: 4\n")
+
+    ended = launch(tmp_path, MERGED, "-n", "1", "--data.split-batches", "true")
+
+    assert ended.stderr.startswith("accel 0.1: 1 process, cpu + auto + fp32, config accel.yaml\n")
+    assert ended.stdout.splitlines()[0].startswith("4 ")
+    assert "accel.yaml" in ended.stdout.splitlines()[0]
+    assert ended.stdout.splitlines()[1] == "True flag --data.split-batches"
+    assert ended.stdout.splitlines()[2] == "cpu auto"
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_the_first_failing_rank_is_named_and_only_its_traceback_shown(tmp_path):
+    source = """
+import os, time
+if os.environ["RANK"] == "0":
+    note = os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error")
+    while not os.path.exists(note): time.sleep(0.001)
+    raise RuntimeError("the peer is gone")
+raise ValueError("bad batch\\nmore")
+"""
+    ended = launch(tmp_path, source)
+
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "accel 0.1: 2 processes, cpu + auto + fp32, no config file\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/train.py", line 7, in <module>\n'
+        '    raise ValueError("bad batch\\nmore")\n'
+        "ValueError: bad batch\nmore\n"
+        "rank 1 (local 1) failed: ValueError: bad batch\n"
+    )
+
+
+def test_an_error_of_ours_is_shown_without_our_own_frames(tmp_path):
+    source = """
+from accel_core.world import World
+World.from_environment({"RANK": "0"})
+"""
+    ended = launch(tmp_path, source, "-n", "1")
+
+    assert "accel_core/world.py" not in ended.stderr
+    assert "line 3, in <module>" in ended.stderr
+    assert "rank 0 (local 0) failed: LaunchError: the launcher's variable" in ended.stderr
+
+
+def test_a_script_that_does_not_compile_is_told_like_any_failure(tmp_path):
+    ended = launch(tmp_path, "def f(:\n")
+
+    assert ended.returncode == 1
+    assert ended.stderr.count("SyntaxError") == 2  # in the traceback, and where the rank is named
+
+
+def test_the_scripts_own_excepthook_hears_of_the_failure(tmp_path):
+    source = "import sys\nsys.excepthook = lambda *about: print('heard', about[1])\nraise ValueError('bad')"
+
+    assert launch(tmp_path, source, "-n", "1").stdout == "heard bad\n"
+
+
+def test_exit_codes_pass_through(tmp_path):
+    ended = launch(tmp_path, "import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)")
+
+    assert ended.returncode == 3
+    assert ended.stderr.splitlines()[1:] == ["rank 1 (local 1) exited with code 3"]
+
+
+def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path):
+    ended = launch(
+        tmp_path,
+        "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nimport time; time.sleep(30)",
+    )
+
+    assert ended.returncode == 137
+    assert ended.stderr.splitlines()[1:] == [
+        "rank 1 (local 1) was killed by SIGKILL",
+        "the system kills processes when memory runs out: see `dmesg`",
+    ]
+
+
+MID_STEP = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1000):
+    if step == 5 and dist.get_rank() == 1:
+        os._exit(7)
+    dist.all_reduce(torch.ones(10))
+"""
+
+
+def test_a_worker_that_dies_mid_step_is_blamed_not_the_peer_that_misses_it(tmp_path):
+    ended = launch(tmp_path, MID_STEP)
+
+    assert ended.returncode == 7
+    assert ended.stderr.splitlines()[-1] == "rank 1 (local 1) exited with code 7"
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_restart_is_told_with_the_reason_and_keeps_the_run_id(tmp_path):
+    source = (
+        ALL_SEE
+        + """
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    open("first", "w").write(os.environ["ACCEL_RUN_ID"])
+    raise ValueError("once")
+"""
+    )
+    ended = launch(tmp_path, source, "--max-restarts", "1")
+
+    assert ended.returncode == 0
+    assert "accel: a worker failed (ValueError: once); restart 1 of 1" in ended.stderr
+    assert (tmp_path / "first").read_text() == seen(tmp_path)[0]["ACCEL_RUN_ID"]
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+WAITS = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"])  # like a DataLoader's
+open(f"pids{os.environ['RANK']}", "w").write(f"{os.getpid()} {child.pid} end")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A launcher whose two workers wait, and the pids of worker, child, worker, child."""
+    (tmp_path / "train.py").write_text(WAITS)
+    words = [ACCEL, "launch", "--device", "cpu", "-n", "2", "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            files = [tmp_path / "pids0", tmp_path / "pids1"]
+            deadline = time.monotonic() + 60
+            while not all(file.exists() and file.read_text().endswith("end") for file in files):
+                assert time.monotonic() < deadline
+                assert launcher.poll() is None
+                time.sleep(0.05)
+            yield launcher, [int(pid) for file in files for pid in file.read_text().split()[:2]]
+        finally:
+            launcher.kill()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_launcher_takes_its_workers_and_their_children_along(waiting, number, code):
+    launcher, pids = waiting
+
+    launcher.send_signal(number)
+    _, told = launcher.communicate(timeout=30)
+
+    assert launcher.returncode == code
+    assert gone(pids)
+    assert "Traceback" not in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_no_worker_outlives_a_launcher_that_is_killed(waiting):
+    launcher, pids = waiting
+
+    launcher.kill()
+    launcher.wait(timeout=30)
+    for pid in pids[1::2]:  # children of the script's own, which nothing binds to their parent
+        os.kill(pid, signal.SIGKILL)
+
+    assert gone(pids)
+
+
+def test_a_failing_worker_leaves_no_folder_behind(tmp_path):
+    place = tmp_path / "tmp"
+    place.mkdir()
+
+    launch(tmp_path, "raise ValueError", TMPDIR=str(place))
+
+    assert list(place.iterdir()) == []
