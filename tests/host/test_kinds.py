@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -63,6 +64,11 @@ def test_the_layers_are_those_of_the_contract():
 def test_an_owner_that_nobody_is_says_which_stack():
     with pytest.raises(PluginError, match=r"^hook backward: nobody in device \+ strategy implements it$"):
         stack(strategy=Decides(1), device=Decides(2)).backward("u", 1.0, True)
+
+
+def test_hooks_can_be_looked_at_by_tools_that_ask_for_private_names():
+    assert not hasattr(stack(base=Decides(1)), "_repr_html_")
+    assert copy.copy(stack(base=Decides(1))).decide("u", {}) == 1
 
 
 def test_a_hook_that_does_not_exist_is_answered_with_the_nearest():
@@ -312,6 +318,10 @@ class Backward:
 
 def test_a_step_whose_owner_does_nothing_is_none():
     assert stack(base=Idle()).step("backward") is None
+
+
+def test_an_owner_that_does_nothing_hides_those_below():
+    assert stack(device=Backward(), strategy=Idle()).step("backward") is None
 
 
 def test_a_step_nobody_implements_is_none():

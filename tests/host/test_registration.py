@@ -60,6 +60,15 @@ def test_parameters_may_stand_in_another_order():
     assert register(Turned).backward(loss=2.0, unit="u", boundary=False) == ("u", False)
 
 
+def test_all_parameters_may_stand_in_another_order():
+    class Turned:
+        @implements(hooks.backward)
+        def backward(self, boundary, loss, unit):
+            return unit, loss, boundary
+
+    assert register(Turned).backward("u", 2.0, True) == ("u", 2.0, True)
+
+
 def test_an_adapted_method_can_be_found_again():
     class Old:
         @implements(hooks.backward)
@@ -101,9 +110,9 @@ def test_an_unknown_parameter_is_answered_with_the_nearest():
     assert refusal(Misspelt) == "the spec has no parameter 'los'; did you mean 'loss'?"
 
 
-def starred(self, *unit): ...
-def doubly_starred(self, **unit): ...
-def keyword_only(self, *, unit): ...
+def starred(self, unit, *loss): ...
+def doubly_starred(self, unit, **loss): ...
+def keyword_only(self, unit, *, loss): ...
 def positional_only(self, unit, /): ...
 def defaulted(self, unit, loss=None): ...
 
