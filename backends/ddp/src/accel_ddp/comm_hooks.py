@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from accel_ddp.config import POWER_SGD, DDPCommunicationHookType
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
     from accel_ddp.config import DistributedDataParallelKwargs
@@ -31,11 +33,23 @@ def _on_any_device(hook: Hook) -> Hook:
     return carried
 
 
+def _orthogonalize(matrices: Tensor, epsilon: float = 0) -> None:
+    powerSGD_hook._orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+
+# Since pytorch#75157 torch's batched hook gives one matrix where a batch of them is asserted (2.13
+# still does), and so fails at its first compressed step. The same hook, with a batch of one made of it.
+_batched_power_sgd: Final = FunctionType(
+    powerSGD_hook.batched_powerSGD_hook.__code__,
+    vars(powerSGD_hook) | {"_orthogonalize": _orthogonalize},
+    "batched_powerSGD_hook",
+)
+
 HOOKS: Final[Mapping[DDPCommunicationHookType, Hook]] = {
     _Hook.FP16: default_hooks.fp16_compress_hook,
     _Hook.BF16: _on_any_device(default_hooks.bf16_compress_hook),
     _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    _Hook.BATCHED_POWER_SGD: _batched_power_sgd,
 }
 WRAPPERS: Final[Mapping[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
     _Hook.FP16: default_hooks.fp16_compress_wrapper,

@@ -58,7 +58,10 @@ class DataParallel:
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        return _each_quiet(_parallel(models))
+        # A static graph is recorded in the first backward, which torch can do only when it reduces.
+        # Reducing a first micro-batch too gives the same gradients.
+        quiet = [m for m in _parallel(models) if not (m.static_graph and _unrecorded(m))]
+        return _each_quiet(quiet)
 
     @implements(hooks.join)
     def join(self, units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
@@ -79,6 +82,10 @@ class DataParallel:
 
 def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [model for model in models if isinstance(model, DistributedDataParallel)]
+
+
+def _unrecorded(model: DistributedDataParallel) -> bool:
+    return not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 @contextmanager
@@ -110,7 +117,7 @@ class _Uneven(Join):
 def _refuse_short_window(window: Window, model: nn.Module, inputs: Any) -> None:
     # This rank would reduce its gradients while others, in the midst of their windows, would not:
     # collectives that never meet.
-    if window.boundary and window.index + 1 < window.size and torch.is_grad_enabled():
+    if window.boundary and 0 < window.index + 1 < window.size and torch.is_grad_enabled():
         raise AccelError(
             f"join: this rank's batches end after {window.index + 1} of the {window.size} micro-batches of"
             " a window, and the other ranks may not be at the end of theirs\n"

@@ -1,0 +1,205 @@
+"""Two processes train as plain DistributedDataParallel does, bitwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ddp_problem import accelerator, batches, equal, net, rank, train_ours, train_plainly, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_core.testing.processes import run_processes
+from accel_ddp import DistributedDataParallelKwargs
+
+
+def ours(arguments: dict[str, Any], steps: int, accumulate: int) -> dict[str, torch.Tensor]:
+    return train_ours(DistributedDataParallelKwargs(**arguments), steps=steps, accumulate=accumulate)
+
+
+def assert_trains_as_plain_ddp(arguments: dict[str, Any], steps: int, accumulate: int) -> None:
+    trained = run_processes(ours, arguments, steps, accumulate)
+    plain = run_processes(train_plainly, arguments, None, steps, accumulate)
+    assert [equal(*pair) for pair in zip(trained, plain, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_training_equals_plain_ddp_bitwise(accumulate: int) -> None:
+    assert_trains_as_plain_ddp({}, 6, accumulate)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bucket_cap_mb": 1},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_argument_trains_as_in_plain_ddp(arguments: dict[str, Any], accumulate: int) -> None:
+    assert_trains_as_plain_ddp(arguments, 4, accumulate)
+
+
+def attributes(arguments: dict[str, Any]) -> dict[str, Any]:
+    run = accelerator(DistributedDataParallelKwargs(**arguments))
+    model = run.prepare(net())
+    names = (
+        "dim",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "forward_sync_buffers",
+    )
+    found = {name: getattr(model, name) for name in names}
+    found["bucket_cap_mb"] = model.bucket_bytes_cap / 2**20
+    run.end_training()
+    return found
+
+
+def test_every_argument_reaches_the_wrapper() -> None:
+    given = {
+        "dim": 1,
+        "find_unused_parameters": False,  # torch warns that static_graph finds them anyway
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+        "bucket_cap_mb": 7,
+    }
+
+    found = run_processes(attributes, given | {"broadcast_buffers": False})
+
+    assert found == [given | {"forward_sync_buffers": False}] * 2
+
+
+def buffers_after_a_forward(broadcast: bool) -> torch.Tensor:
+    run = accelerator(DistributedDataParallelKwargs(broadcast_buffers=broadcast))
+    model = run.prepare(net())
+    run.unwrap_model(model)[1].running_mean.fill_(float(run.process_index))
+    model(torch.zeros(8, 6))
+    found = run.unwrap_model(model)[1].running_mean.detach().clone()
+    run.end_training()
+    return found
+
+
+def test_buffers_are_rank_0s_unless_that_is_switched_off() -> None:
+    same = run_processes(buffers_after_a_forward, True)
+    own = run_processes(buffers_after_a_forward, False)
+
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(own[0], own[1])
+
+
+def first_weights() -> dict[str, torch.Tensor]:
+    run = accelerator()
+    model = run.prepare(net(seed=run.process_index))
+    found = weights(run.unwrap_model(model))
+    run.end_training()
+    return found
+
+
+def test_all_ranks_start_with_the_weights_of_rank_0() -> None:
+    found = run_processes(first_weights)
+
+    assert equal(found[0], found[1])
+    assert equal(found[1], weights(net(seed=0)))
+
+
+def wrapped_types(world: int) -> list[str]:
+    run = accelerator(strategy="ddp")
+    teacher = net().requires_grad_(False)
+    found = [type(run.prepare(model)).__name__ for model in (net(), teacher)]
+    run.end_training()
+    return found
+
+
+def test_a_model_that_trains_nothing_stays_unwrapped() -> None:
+    assert run_processes(wrapped_types, 2) == [["DistributedDataParallel", "Sequential"]] * 2
+
+
+def test_in_a_world_of_one_nothing_is_wrapped() -> None:
+    assert run_processes(wrapped_types, 1, world=1) == [["Sequential", "Sequential"]]
+
+
+def unwrapped() -> tuple[bool, bool]:
+    run = accelerator()
+    model = net()
+    prepared = run.prepare(model)
+    found = (isinstance(prepared, DistributedDataParallel), run.unwrap_model(prepared) is model)
+    run.end_training()
+    return found
+
+
+def test_unwrapping_gives_the_users_own_module() -> None:
+    assert run_processes(unwrapped) == [(True, True)] * 2
+
+
+def collectives(model: nn.Module, *, quiet: Any) -> list[str]:
+    """The names of the collectives that forward and backward of one batch start."""
+    (x, y) = batches(1, rank())[0]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, quiet:
+        F.mse_loss(model(x), y).backward()
+    return [event.name for event in profile.events() if event.name.startswith("c10d::")]
+
+
+def counted() -> tuple[list[str], list[str], list[str]]:
+    run = accelerator(gradient_accumulation_steps=2)
+    model = net()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first = collectives(model, quiet=run.accumulate(model))
+    second = collectives(model, quiet=run.accumulate(model))
+    alone = collectives(model, quiet=run.no_sync(model))
+    run.end_training()
+    return first, second, alone
+
+
+def test_no_gradient_travels_inside_a_window() -> None:
+    for first, second, alone in run_processes(counted):
+        # A window's first forward still copies batch norm's buffers, as in plain torch.
+        assert set(first) <= {"c10d::broadcast_"}
+        assert "c10d::allreduce_" in second
+        assert set(alone) <= {"c10d::broadcast_"}
+
+
+def two_models_of_one_unit() -> tuple[list[str], bool]:
+    run = accelerator(gradient_accumulation_steps=2)
+    encoder, head = nn.Linear(6, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1)
+    encoder, head, optimizer = run.prepare(encoder, head, optimizer)
+    both = nn.Sequential(encoder, head)
+    first = collectives(both, quiet=run.accumulate(encoder, head))
+    collectives(both, quiet=run.accumulate(encoder, head))
+    gradients = [parameter.grad.flatten() for parameter in both.parameters() if parameter.grad is not None]
+    everyones = run.gather(torch.cat(gradients)[None])
+    run.end_training()
+    return first, torch.equal(everyones[0], everyones[1])
+
+
+def test_a_window_silences_every_model_of_its_unit() -> None:
+    assert run_processes(two_models_of_one_unit) == [([], True)] * 2
+
+
+def teacher_and_student() -> list[float]:
+    run = accelerator()
+    teacher, student = net(7).requires_grad_(False), net(run.process_index)
+    teacher = run.prepare(teacher, strategy="single", name="teacher")
+    student, optimizer = run.prepare(student, torch.optim.SGD(student.parameters(), lr=0.05))
+    losses = []
+    for x, _ in batches(8, run.process_index):
+        loss = F.mse_loss(student(x), teacher(x))
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(run.reduce(loss.detach(), "mean").item())
+    run.end_training()
+    return losses
+
+
+def test_a_teacher_of_another_strategy_trains_the_student() -> None:
+    first, second = run_processes(teacher_and_student)
+
+    assert first == second
+    assert first[-1] < first[0]
