@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from accel_core.errors import LaunchError
+from accel_core.errors import CollectiveError, LaunchError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Alone", "TorchCollectives", "control_group", "create", "shared"]
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+GRACE_SECONDS: Final = 2.0
+"""How long to wait for other ranks to notice that a collective failed."""
 
 # Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
 # find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
@@ -104,7 +108,11 @@ def control_group() -> dist.ProcessGroup:
 
 
 class TorchCollectives:
-    """Collectives over one torch process group, for tensors on `device`."""
+    """Collectives over one torch process group, for tensors on `device`.
+
+    Raises CollectiveError where torch's collective fails or times out, naming the ranks that did not
+    take part.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         assert group is not None
@@ -114,30 +122,78 @@ class TorchCollectives:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
-        dist.all_reduce(tensor, _REDUCE["sum" if operation == "mean" else operation], group=self.group)
+        try:
+            dist.all_reduce(tensor, _REDUCE["sum" if operation == "mean" else operation], group=self.group)
+        except RuntimeError as error:
+            raise self._failure(f"all_reduce of {_shape(tensor)}", error) from error
         return tensor.div_(self.size) if operation == "mean" else tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather(list(gathered.chunk(self.size)), tensor.contiguous(), group=self.group)
+        try:
+            dist.all_gather(list(gathered.chunk(self.size)), tensor.contiguous(), group=self.group)
+        except RuntimeError as error:
+            raise self._failure(f"all_gather of {_shape(tensor)}", error) from error
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(tensor, group=self.group, group_src=source)
+        try:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        except RuntimeError as error:
+            raise self._failure(f"broadcast of {_shape(tensor)}", error) from error
         return tensor
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise self._failure("all_gather_object", error) from error
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=source)
+        try:
+            dist.broadcast_object_list(values, group=self.group, group_src=source)
+        except RuntimeError as error:
+            raise self._failure("broadcast_object", error) from error
         return values[0]
 
     def barrier(self) -> None:
-        dist.barrier(group=self.group)
+        try:
+            dist.barrier(group=self.group)
+        except RuntimeError as error:
+            raise self._failure("barrier", error) from error
+
+    def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
+        """Who else noticed? Ranks that waited in vain say so in the store; the others are missing."""
+        absent: list[int] = []
+        try:
+            absent = self._absent()
+        except RuntimeError:  # the store went down with the rank that served it
+            absent = [0] if self.rank else []
+        who = ", ".join(map(str, absent)) or "unknown"
+        return CollectiveError(
+            f"{operation}: rank {self.rank} waited for rank(s) {who} of {self.size} in vain\n"
+            f"{str(error).splitlines()[0]}\n"
+            "look at what those ranks did: they died, hang, or took another branch;"
+            " process_group.timeout says how long the others wait",
+            operation=operation,
+        )
+
+    def _absent(self) -> list[int]:
+        store = PrefixStore(f"accel/failed/{self.group.group_name}", _get_default_store())
+        store.set(str(self.rank), b"waits")
+        deadline = time.monotonic() + GRACE_SECONDS
+        missing = list(range(self.size))
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([str(rank)])]
+            time.sleep(0.05)
+        return missing
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class Alone:

@@ -118,7 +118,7 @@ def test_a_strategy_of_ours_that_is_not_installed_says_how_to_get_it():
 
 
 def test_a_plugin_of_another_slot_is_refused():
-    with pytest.raises(ConfigError, match="strategy: 'bf16' .* is a precision, not a strategy"):
+    with pytest.raises(ConfigError, match=r"strategy: 'bf16' .* is a precision, not a strategy"):
         stack_of(native_and(), strategy="bf16")
 
 
@@ -135,5 +135,5 @@ def test_needs_that_the_stack_does_not_offer_are_named():
 
 
 def test_a_tracker_that_is_not_installed_is_an_error():
-    with pytest.raises(ConfigError, match="log_with: no tracker 'nowhere'"):
+    with pytest.raises(ConfigError, match=r"log_with: no tracker 'nowhere'"):
         stack_of(native_and(), log_with="nowhere")

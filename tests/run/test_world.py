@@ -6,12 +6,24 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import AccelError, Accelerator, ConfigError, LaunchError, Topology, World, ops
+from accel_core import (
+    AccelError,
+    Accelerator,
+    CollectiveError,
+    ConfigError,
+    InitProcessGroupKwargs,
+    LaunchError,
+    Topology,
+    World,
+    ops,
+)
 from accel_core.run import current
 from accel_core.testing.processes import ProcessError, run_processes
 
@@ -113,6 +125,23 @@ def test_the_main_process_goes_first(tmp_path):
     assert run_processes(in_turn, tmp_path, world=3) == [False, True, True]
 
 
+def one_stays_away(seconds):
+    options = InitProcessGroupKwargs(timeout=timedelta(seconds=3))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    if accelerator.process_index == 1:
+        time.sleep(seconds)
+        return "away"
+    with pytest.raises(CollectiveError) as raised:
+        accelerator.wait_for_everyone()
+    return str(raised.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("seconds", [0, 9])
+def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds):
+    message = "barrier: rank {} waited for rank(s) 1 of 3 in vain"
+    assert run_processes(one_stays_away, seconds, world=3) == [message.format(0), "away", message.format(2)]
+
+
 def who():
     accelerator = Accelerator(cpu=True)
     marks = [
@@ -179,6 +208,7 @@ def test_a_script_that_never_ends_its_run_exits_cleanly(tmp_path):
                 "--standalone",
                 str(script),
             ],
+            check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
