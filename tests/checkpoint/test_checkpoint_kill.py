@@ -1,0 +1,56 @@
+"""A kill at any instant leaves a checkpoint that loads: the last committed one, or the one after it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import kill_job
+import pytest
+
+from accel_core.testing.processes import run_processes
+
+
+@pytest.fixture
+def folder():
+    # In memory where there is such a place: a kill does not lose what was written, and saves take 5 ms, not 80.
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
+        yield made
+
+
+@pytest.fixture
+def report(capsys, request):
+    def say(found):
+        with capsys.disabled():
+            print(f"\n{request.node.name}: {found}")
+
+    return say
+
+
+def test_one_rank_killed_at_random(folder, report):
+    (found,) = run_processes(kill_job.kill_at_random, folder, 120, world=1, timeout=110)
+    report(found)
+    assert found["kills"] == 120
+    assert found["leftovers"] > 10, "the kills missed the saves"
+    assert found["left at the end"] == 0, "the next save removes what killed ones left"
+
+
+def test_two_ranks_killed_at_random(folder, report):
+    (found,) = run_processes(kill_job.kill_ranks_at_random, folder, 20, world=1, timeout=110)
+    report(found)
+    assert found["kills"] == 20
+    assert found["leftovers"] > 2
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["first", "replacing"])
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
+def test_killed_at_each_point(folder, report, exchange, fresh):
+    if exchange and not kill_job.exchange_works():
+        pytest.skip("this system cannot exchange two names")
+    (found,) = run_processes(kill_job.kill_at_each_point, folder, exchange, fresh, world=1, timeout=110)
+    report(found)
+    assert found["points"] > 20
+    assert found["new"] > 0
+    assert found["none"] == (0 if not fresh else found["none"])
+    assert found["old"] > 0 or fresh
