@@ -77,6 +77,7 @@ class Run:
         self._verify()
         self._load()
         self.device: torch.device = self.hooks.select_device(self.world)
+        self.hooks.set_affinity(self.world)
         self._check_capabilities()
         self.mark_step = None if self._idle("mark_step") else self.hooks.mark_step
         self._dims: dict[str, Collectives] = {}
