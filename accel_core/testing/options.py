@@ -12,16 +12,22 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("accel", "conformance kit of accel-core (pytest --pyargs accel_core.testing)")
-    group.addoption("--accel-stack", metavar="NAMES", help="plugins to check, joined by +: a device, a strategy, ...")
+    group.addoption(
+        "--accel-stack", metavar="NAMES", help="plugins to check, joined by +: a device, a strategy, ..."
+    )
     group.addoption("--accel-world", metavar="SIZES", help="numbers of processes, such as 1,2 (level 3)")
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
-    group.addoption("--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend")
+    group.addoption(
+        "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"
+    )
     group.addoption("--accel-xfails", metavar="FILE", help="known failures, a line each: CHECK  # reason")
     group.addoption("--accel-report", metavar="FILE", help="write what was checked: FILE.md or FILE.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "accel_requires(words): a check of the conformance kit, gated by capabilities")
+    config.addinivalue_line(
+        "markers", "accel_requires(words): a check of the conformance kit, gated by capabilities"
+    )
     if config.getoption("accel_stack"):
         from accel_core.testing.kit.plugin import Kit
 

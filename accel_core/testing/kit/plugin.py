@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from attrs import define, field
+from attrs import define
 
 from accel_core.errors import PluginError
 from accel_core.plugins import CAPABILITIES, discover
@@ -35,7 +35,6 @@ class Kit:
     report_file: str | None
     report: Report
     _temporary: TemporaryDirectory[str]
-    _met_xfails: set[str] = field(factory=set)
 
     @classmethod
     def from_config(cls, config: pytest.Config) -> Kit:
@@ -66,9 +65,11 @@ class Kit:
         return self.report.title
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """A check that takes `world` runs at each size."""
+        """A check that takes `world` runs at each size, one that takes `plugin` for each of the stack."""
         if _is_check(metafunc.definition) and "world" in metafunc.fixturenames:
             metafunc.parametrize("world", self.worlds, ids=lambda world: f"world{world}")
+        if _is_check(metafunc.definition) and "plugin" in metafunc.fixturenames:
+            metafunc.parametrize("plugin", list(self.tested.plugins.values()), ids=lambda record: record.name)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,7 +89,7 @@ class Kit:
 
     # -- running ---------------------------------------------------------------------------------
 
-    @pytest.fixture(scope="session")
+    @pytest.fixture
     def stack(self) -> TestedStack:
         """The stack under test."""
         return self.tested
@@ -110,9 +111,7 @@ class Kit:
         return call
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         """What a card does not claim cannot fail: it is left out, or reported as observed."""
         report: pytest.TestReport = yield
         if not _is_check(item):
@@ -123,7 +122,11 @@ class Kit:
                 self.report.observed.update(undeclared)
             words = ", ".join(undeclared)
             report.outcome = "skipped"
-            report.longrepr = (str(item.path), 0, f"not declared by the stack: {words} ({CAPABILITIES[undeclared[0]]})")
+            report.longrepr = (
+                str(item.path),
+                0,
+                f"not declared by the stack: {words} ({CAPABILITIES[undeclared[0]]})",
+            )
         self._record(item, report)
         return report
 
@@ -190,7 +193,9 @@ def _read_xfails(file: str | None) -> dict[str, str]:
     for number, line in enumerate(Path(file).read_text().splitlines() if file else (), 1):
         check, hash_, reason = line.partition("#")
         if check.strip() and not reason.strip():
-            raise pytest.UsageError(f"{file}:{number}: no reason; write CHECK  # why it fails, and where that is tracked")
+            raise pytest.UsageError(
+                f"{file}:{number}: no reason; write CHECK  # why it fails, and where that is tracked"
+            )
         if check.strip():
             found[check.strip()] = reason.strip()
     return found

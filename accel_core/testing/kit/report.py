@@ -59,7 +59,9 @@ class Report:
         if self.observed:
             yield f"observed but not declared: {', '.join(sorted(self.observed))}"
         counts = Counter(check.outcome for check in self.checks)
-        found = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "xfailed", "skipped"))
+        found = ", ".join(
+            f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "xfailed", "skipped")
+        )
         yield f"{self.stack}: {found}"
 
     def render(self, file: str) -> str:
@@ -89,7 +91,9 @@ class Report:
         lines = [f"# {self.title}", ""]
         if self.stack.simulated:
             lines += ["**Simulated**: obtained without the hardware, on accel-core's simulated device.", ""]
-        lines += [f"* {p['slot']}: {p['plugin']} ({p['distribution']} {p['version']})" for p in facts["stack"]]
+        lines += [
+            f"* {p['slot']}: {p['plugin']} ({p['distribution']} {p['version']})" for p in facts["stack"]
+        ]
         lines += [f"* torch {facts['torch']}, Python {facts['python']}, {facts['platform']}", ""]
         outcomes = ("passed", "failed", "xfailed", "skipped")
         lines += [f"| level | {' | '.join(outcomes)} |", "|---|" + "---|" * len(outcomes)]

@@ -50,7 +50,9 @@ class TestedStack:
                     plugin=name,
                 )
             if record.slot in plugins:
-                raise PluginError(f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s")
+                raise PluginError(
+                    f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s"
+                )
             plugins[record.slot] = record
         return cls(plugins=plugins, simulate=simulate)
 

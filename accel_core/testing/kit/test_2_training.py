@@ -67,7 +67,9 @@ def test_forward_runs_in_the_precision(run: Run, precision: str) -> None:
 @requires("fp16")
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_overflowing_steps_are_skipped(run: Run, optimizers: int) -> None:
-    ours, _ = check(run, precision="fp16", init_scale=2.0**24, schedule=True, optimizers=optimizers, clip_norm=0.5)
+    ours, _ = check(
+        run, precision="fp16", init_scale=2.0**24, schedule=True, optimizers=optimizers, clip_norm=0.5
+    )
     assert ours.skipped[0], "the recipe must overflow to show anything"
     assert not ours.skipped[-1]
 
@@ -90,4 +92,9 @@ def test_forward_backward_equals_the_loop(run: Run) -> None:
 
 def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
     (found,) = run(work.mid_window)
-    assert found == {"weights changed": False, "gradients kept": True, "clipped": False, "rate changed": False}
+    assert found == {
+        "weights changed": False,
+        "gradients kept": True,
+        "clipped": False,
+        "rate changed": False,
+    }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_core import InitProcessGroupKwargs
 
-__all__ = ["enter", "make"]
+if TYPE_CHECKING:
+    from accel_core import Accelerator
+
+__all__ = ["enter", "make", "stack_members"]
 
 COLLECTIVE_SECONDS = 20
 
@@ -24,6 +27,16 @@ def enter(simulate: tuple[str, str] | None, function: Callable[..., Any], args: 
 
 def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
     """An Accelerator of the stack under test, whose collectives give up in seconds."""
+    from accel_core import Accelerator
+
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     handlers = [limit, *more.pop("kwargs_handlers", ())]
     return Accelerator(**{**arguments, **more}, kwargs_handlers=handlers)
+
+
+def stack_members(arguments: Mapping[str, Any]) -> list[str]:
+    """Names of the plugins of a run; making it loads them and checks each of their hooks."""
+    accelerator = make(arguments)
+    names = [chosen.name for chosen in accelerator.run.stack.members()]
+    accelerator.end_training()
+    return names

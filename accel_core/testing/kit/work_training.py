@@ -95,12 +95,18 @@ def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[An
 
 def weights(model: nn.Module) -> list[float]:
     """All parameters, in order, as numbers."""
-    return [value for parameter in model.parameters() for value in parameter.detach().float().cpu().flatten().tolist()]
+    return [
+        value
+        for parameter in model.parameters()
+        for value in parameter.detach().float().cpu().flatten().tolist()
+    ]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """torch's autocast, as a plain loop enters it."""
-    return torch.autocast(device.type, dtype=DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES)
+    return torch.autocast(
+        device.type, dtype=DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES
+    )
 
 
 # -- the plain loop --------------------------------------------------------------------------------
@@ -147,7 +153,11 @@ def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor, bool]]:
 
 
 def _clip_plain(
-    recipe: Recipe, trace: Trace, model: nn.Module, made: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler
+    recipe: Recipe,
+    trace: Trace,
+    model: nn.Module,
+    made: Sequence[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
 ) -> None:
     if recipe.clip_norm is None and recipe.clip_value is None:
         return
@@ -415,7 +425,9 @@ def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
     accelerator = make(arguments)
     teacher = accelerator.prepare(network(5))
     student = network(6)
-    student, optimizer, batches = accelerator.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1), _real_batches())
+    student, optimizer, batches = accelerator.prepare(
+        student, torch.optim.SGD(student.parameters(), lr=0.1), _real_batches()
+    )
     trace = Trace()
     for x, _ in batches:
         with torch.no_grad():
@@ -425,7 +437,9 @@ def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
         optimizer.step()
         optimizer.zero_grad()
         trace.losses.append(loss.item())
-    trace.weights.extend(weights(accelerator.unwrap_model(student)) + weights(accelerator.unwrap_model(teacher)))
+    trace.weights.extend(
+        weights(accelerator.unwrap_model(student)) + weights(accelerator.unwrap_model(teacher))
+    )
     reference = _distillation_by_hand(accelerator.device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace, reference

@@ -39,7 +39,9 @@ def write_distribution(
     entry_points = entry_points or f"[accel_core.device]\n{CARD.name} = {__name__}:CARD\n"
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: accel-core\n"
+    )
     (info / "entry_points.txt").write_text(entry_points)
     return folder
 

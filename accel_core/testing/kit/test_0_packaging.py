@@ -1,0 +1,109 @@
+"""Level 0: a plugin can be listed, configured and launched without loading torch or its vendor's library."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from accel_core.hookspecs import API_VERSION
+from accel_core.plugins import CAPABILITIES, Record
+from accel_core.testing.kit.work import stack_members
+
+PROBE_SECONDS = 0.005
+CORE = "accel-core"
+
+
+@cache
+def observed(name: str, distribution: str) -> dict[str, Any]:
+    module = "accel_core.testing.kit.work_packaging"
+    ended = subprocess.run(
+        [sys.executable, "-m", module, name, distribution],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def facts(plugin: Record) -> dict[str, Any]:
+    """What a fresh interpreter sees of the plugin."""
+    return observed(plugin.name, plugin.distribution)
+
+
+def test_the_card_describes_itself(plugin: Record) -> None:
+    card = plugin.card
+    assert card is not None
+    assert re.fullmatch(r"\d+\.\d+", card.api_version)
+    assert card.api_version.partition(".")[0] <= API_VERSION.partition(".")[0]
+    assert card.summary.strip()
+    assert card.implementation, "the card names no implementation"
+    assert card.offers <= CAPABILITIES.keys()
+
+
+def test_the_card_loads_nothing_heavy(facts: dict[str, Any]) -> None:
+    assert facts["card"]["loads"] == [], "importing the card imports third parties"
+
+
+def test_the_probe_is_quick_and_light(facts: dict[str, Any]) -> None:
+    probe = facts["probe"]
+    assert probe["answer"] in ("NoneType", "str"), "a probe answers None or the reason"
+    assert probe["loads"] == [], "the probe imports third parties"
+    assert probe["seconds"] <= PROBE_SECONDS
+
+
+def test_the_config_class_is_light(facts: dict[str, Any]) -> None:
+    if "config" in facts:
+        assert facts["config"]["loads"] == [], "importing the config class imports third parties"
+
+
+def test_options_are_declared_in_full(facts: dict[str, Any]) -> None:
+    config = facts.get("config")
+    if config is not None:
+        assert config["attrs"], "the config class is no attrs class"
+        assert config["frozen"]
+        assert config["positional"] == [], "options are keyword-only"
+        assert config["helpless"] == [], "options without help= (use accel_core.option)"
+        assert config["repeatable"], "two configs made of defaults differ"
+
+
+def test_the_launch_class_is_light(facts: dict[str, Any]) -> None:
+    launch = facts.get("launch")
+    if launch is not None:
+        assert launch["loads"] == [], "launch class or its hooks import third parties"
+        assert launch.get("environment", True), "launch_environment gives a mapping of strings"
+        assert launch.get("devices", True), "visible_devices gives (variable, count)"
+
+
+def test_torch_stays_unloaded(facts: dict[str, Any]) -> None:
+    assert not facts["torch"], "card, probe, config or launch class imports torch"
+
+
+def test_types_are_shipped(facts: dict[str, Any]) -> None:
+    assert facts["typed"], "the package has no py.typed: users' type checkers see nothing of it"
+
+
+def test_requirements_leave_torch_alone(plugin: Record) -> None:
+    if plugin.distribution == CORE:
+        return
+    requirements = [line for line in metadata.requires(plugin.distribution) or () if "extra ==" not in line]
+    names = {
+        re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0].lower().replace("_", "-") for line in requirements
+    }
+    assert CORE in names, f"{plugin.distribution} does not require {CORE}"
+    assert "torch" not in names, "requiring torch lets pip replace a vendor's build of it"
+
+
+def test_the_stack_binds(run: Any, stack: Any) -> None:
+    (members,) = run(stack_members)
+    assert {record.name for record in stack.plugins.values()} <= set(members)

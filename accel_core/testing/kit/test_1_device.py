@@ -1,0 +1,84 @@
+"""Level 1: the device is found, holds models and batches, and keeps its promises about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from accel_core.plugins import CAPABILITIES
+from accel_core.testing.kit import work_device as work
+from accel_core.testing.kit.plugin import requires
+from accel_core.testing.kit.stack import TestedStack
+
+Run = Callable[..., list[Any]]
+MEGABYTES_4 = 4_000_000
+
+
+def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
+    (found,) = run(work.chosen)
+    device = stack.plugins.get("device")
+    promised = device.card.torch_device if device and device.card else None
+    if promised is not None:
+        assert found["type"] == promised
+    assert found["indexed"], "the device has no index: two processes could not be told apart"
+    assert found["computes"] == 6.0
+
+
+def test_capabilities_are_words_the_card_offers(run: Run, stack: TestedStack) -> None:
+    (found,) = run(work.chosen)
+    assert set(found["capabilities"]) <= CAPABILITIES.keys()
+    assert set(found["capabilities"]) <= stack.offers, "a chip can do less than its card offers, not more"
+
+
+def test_batches_move_with_their_structure(run: Run) -> None:
+    (found,) = run(work.moved)
+    assert found["types"] == ["dict", "Pair", "list"]
+    assert found["devices"] == [found["type"]] * 2
+    assert found["values"] == [[0.0, 1.0, 2.0], [1, 1]]
+    assert found["rest"] == ["as it is", None]
+
+
+def test_models_are_placed_whole(run: Run) -> None:
+    (found,) = run(work.placed)
+    assert found["devices"] == [found["type"]]
+    assert found["tied"], "tied weights came apart"
+    assert found["frozen"], "a frozen parameter was unfrozen"
+    assert found["optimizer holds the parameters"]
+
+
+def test_seeding_repeats_what_is_drawn(run: Run) -> None:
+    ((first, again, other),) = run(work.seeded)
+    assert first == again
+    assert first != other
+
+
+@requires("rng")
+def test_random_streams_are_saved_and_restored(run: Run) -> None:
+    (found,) = run(work.random_streams)
+    assert found["types"] == ["torch.uint8 cpu"]
+    assert found["device stream"], "the device drew other numbers after its stream was restored"
+    assert found["host stream"]
+
+
+def test_memory_is_reported_in_bytes(run: Run) -> None:
+    (found,) = run(work.memory)
+    before, held, after = found["stats"]
+    assert {key for stats in found["stats"] for key in stats} <= {"allocated", "reserved", "peak", "total"}
+    assert all(type(value) is int and value >= 0 for stats in found["stats"] for value in stats.values())
+    if found["claimed"]:
+        assert held["allocated"] - before["allocated"] >= MEGABYTES_4
+        assert after["allocated"] - before["allocated"] < MEGABYTES_4
+        assert held.get("peak", held["allocated"]) >= held["allocated"]
+
+
+@requires("float64")
+def test_float64_keeps_its_precision(run: Run) -> None:
+    (found,) = run(work.floats)
+    assert found["dtype"] == "torch.float64"
+    assert found["sum"] == pytest.approx(2 / 3, abs=1e-15)
+
+
+def test_services_answer(run: Run) -> None:
+    run(work.services)

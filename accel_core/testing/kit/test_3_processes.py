@@ -1,0 +1,158 @@
+"""Level 3: several processes are one run: one order of data, one model, one set of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from accel_core.testing.kit import work_parallel as work
+from accel_core.testing.kit.compare import assert_near
+from accel_core.testing.kit.plugin import requires
+from accel_core.testing.kit.stack import TestedStack
+from accel_core.testing.kit.work_training import Recipe
+
+Run = Callable[..., list[Any]]
+GLOBAL_BATCH = 8
+SHAPES = [(16, 6), (16,), (16,), (16,), (3, 16), (3,)]
+
+
+@pytest.mark.parametrize("dim", ["world", "control"])
+def test_collectives(run: Run, world: int, dim: str) -> None:
+    ranks = range(world)
+    for rank, found in enumerate(run(work.dims, world=world)):
+        mine = found[dim]
+        assert (mine["rank"], mine["size"]) == (rank, world)
+        assert mine["sum"] == [sum(r + 1 for r in ranks), 10 * world]
+        assert mine["mean"] == [(world + 1) / 2, 10]
+        assert mine["min"] == [1, 10]
+        assert mine["max"] == [world, 10]
+        assert mine["gather"] == [value for r in ranks for value in (r + 1, 10)]
+        assert mine["scalars"] == (world, 2)
+        assert mine["broadcast"] == [world, 10]
+        assert mine["objects"] == [{"rank": r} for r in ranks]
+        assert mine["object"] == "from 0"
+
+
+def test_gather_reduce_broadcast_pad(run: Run, world: int) -> None:
+    ranks = range(world)
+    for found in run(work.nested, world=world):
+        assert found["a"] == [float(r) for r in ranks for _ in range(2)]
+        assert found["b"] == list(ranks)
+        assert found["scalar"] == [float(r) for r in ranks]
+        assert found["sum"] == sum(r + 1 for r in ranks)
+        assert found["mean"] == (world + 1) / 2
+        assert found["broadcast"] == [world - 1]
+        assert found["padded"] == [[r + 1] * (r + 1) + [0] * (world - r - 1) for r in ranks]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_sample_is_read_once_an_epoch(run: Run, world: int, shuffle: bool) -> None:
+    found = run(work.samples, 8 * world, 2, shuffle, 2, world=world)
+    by_reader = {each["reader"][0]: each for each in found}
+    assert sorted(by_reader) == list(range(found[0]["reader"][1])), "readers are not numbered 0, 1, ..."
+    for epoch in range(2):
+        read = [sample for each in by_reader.values() for batch in each["epochs"][epoch] for sample in batch]
+        assert sorted(read) == list(range(8 * world))
+    if shuffle:
+        assert found[0]["epochs"][0] != found[0]["epochs"][1], "the second epoch has the first one's order"
+
+
+def test_batches_are_dealt_in_turn(run: Run, world: int) -> None:
+    found = run(work.samples, 8 * world, 2, False, 1, world=world)
+    for each in found:
+        reader, readers = each["reader"]
+        dealt = each["epochs"][0]
+        assert dealt == [[start, start + 1] for start in range(2 * reader, 8 * world, 2 * readers)]
+        assert each["length"] == len(dealt)
+
+
+def test_all_readers_get_equally_many_full_batches(run: Run, world: int) -> None:
+    found = run(work.samples, 4 * world + 1, 2, False, 1, world=world)
+    sizes = {tuple(len(batch) for batch in each["epochs"][0]) for each in found}
+    assert len(sizes) == 1, f"readers get batches of different sizes: {sizes}"
+    read = {sample for each in found for batch in each["epochs"][0] for sample in batch}
+    assert read == set(range(4 * world + 1))
+
+
+@pytest.mark.parametrize("length", [11, 12, 13, 17])
+def test_metrics_see_each_sample_once_in_order(run: Run, world: int, length: int) -> None:
+    for seen in run(work.metrics, length, 3, world=world):
+        assert seen == list(range(length))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_global_batch_decides_not_who_computes_it(run: Run, world: int, accumulation: int) -> None:
+    steps = 24
+    share = GLOBAL_BATCH // world // accumulation
+    mine = Recipe(
+        batches=steps * GLOBAL_BATCH // share, batch_size=share, accumulation=accumulation, epochs=1
+    )
+    by_rank = run(work.invariance, mine, world=world)
+    alone = Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1)
+    ((losses, weights),) = run(work.by_hand, alone)
+    micro = [sum(values) / world for values in zip(*(each[0] for each in by_rank), strict=True)]
+    means = [sum(micro[at : at + accumulation]) / accumulation for at in range(0, len(micro), accumulation)]
+    assert_near("losses", means, losses)
+    assert_near("weights", by_rank[0][1], weights)
+
+
+@requires("whole_weights")
+def test_replicas_begin_and_stay_equal(run: Run, world: int) -> None:
+    found = run(work.replicas, world=world)
+    assert all(each == found[0] for each in found), "ranks hold different weights"
+
+
+@requires("whole_weights")
+def test_each_rank_holds_whole_weights(run: Run, world: int) -> None:
+    assert run(work.whole, world=world) == [SHAPES] * world
+
+
+@requires("no_sync", "whole_weights")
+def test_a_window_communicates_once(run: Run, world: int, stack: TestedStack) -> None:
+    found = run(work.quiet_windows, world=world)
+    for window in (0, 2):
+        inside, at_its_end = ([each["gradients"][window + at] for each in found] for at in (0, 1))
+        assert all(each == at_its_end[0] for each in at_its_end), "ranks apply different gradients"
+        if world > 1:
+            assert inside[0] != inside[1], "gradients were communicated inside the window"
+    if world > 1:
+        assert found[0]["gradients"][4] != found[1]["gradients"][4], "gradients were communicated in no_sync"
+        _check_counts(found[0]["reductions"])
+
+
+def _check_counts(counts: list[int | None]) -> None:
+    if None in counts:
+        return  # no device that counts; the gradients have shown it
+    steps = [after - before for before, after in zip(counts, counts[1:], strict=False)]  # type: ignore[operator]
+    inside, at_the_end, in_no_sync = steps[1], steps[2], steps[3]
+    assert (inside, in_no_sync) == (0, 0), f"{inside} reductions inside a window, {in_no_sync} in no_sync"
+    assert at_the_end >= 1
+
+
+@requires("join", "whole_weights")
+def test_ranks_may_run_out_of_batches(run: Run, world: int) -> None:
+    found = run(work.uneven_inputs, world=world)
+    assert all(each == found[0] for each in found), "ranks hold different weights"
+
+
+def test_processes_coordinate(run: Run, world: int) -> None:
+    found = run(work.coordination, world=world)
+    assert all(each["triggers"] == (False, True, False) for each in found)
+    assert found[0]["entered"] == min(each["entered"] for each in found)
+    assert [item for each in found for item in each["share"]] == list(range(5))
+    assert [each["main"] for each in found] == [True] + [False] * (world - 1)
+    assert [each["last"] for each in found] == [False] * (world - 1) + [True]
+    assert [each["only"] for each in found] == [0] + [None] * (world - 1)
+
+
+def test_runs_follow_one_another_in_a_process(run: Run, world: int) -> None:
+    for _, second, third in run(work.sequential_runs, world=world):
+        assert_near("losses", third, second)
+
+
+def test_two_runs_live_in_one_process(run: Run, world: int) -> None:
+    for found in run(work.simultaneous_runs, world=world):
+        assert_near("losses beside another run", found["two"], found["two, alone"])
+        assert_near("losses after another run", found["two, after one has ended"], found["two, alone"])

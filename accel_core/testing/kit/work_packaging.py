@@ -1,0 +1,131 @@
+"""What level 0 observes of a plugin's light parts, in an interpreter that has loaded nothing else.
+
+Run as `python -m accel_core.testing.kit.work_packaging NAME DISTRIBUTION`; prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from accel_core.config.jsonschema import class_schema
+from accel_core.config.options import describe
+from accel_core.config.schema import RunConfig
+from accel_core.hookspecs import implements  # noqa: F401 - part of what every plugin's card may load
+from accel_core.plugins import GROUP, Card
+from accel_core.world import World
+
+__all__ = ["facts"]
+
+
+def facts(name: str, distribution: str) -> dict[str, Any]:
+    """What loading card, probe, config and launch class does, in that order."""
+    card, target = _card(name, distribution)
+    loaded = _Loaded(target)
+    found: dict[str, Any] = {"card": {"loads": loaded.since()}, "typed": _type_marker(target)}
+    found["probe"] = {**_probe(card), "loads": loaded.since()}
+    if card.config is not None:
+        found["config"] = {**_config(_load(card.config)), "loads": loaded.since()}
+    if card.launch is not None:
+        found["launch"] = {**_launch(_load(card.launch)()), "loads": loaded.since()}
+    found["torch"] = "torch" in sys.modules
+    return found
+
+
+def _card(name: str, distribution: str) -> tuple[Card, str]:
+    for point in metadata.distribution(distribution).entry_points:
+        if point.name == name and point.group.startswith(GROUP):
+            card = point.load()
+            assert isinstance(card, Card), f"{point.value} is no Card"
+            return card, point.module
+    raise AssertionError(f"{distribution} has no entry point {name!r}")
+
+
+class _Loaded:
+    """Third-party packages that imports have brought in; the standard library and the plugin's own are no news."""
+
+    def __init__(self, target: str) -> None:
+        self.known = {target.partition(".")[0], *sys.stdlib_module_names, *_BASELINE}
+
+    def since(self) -> list[str]:
+        """Those loaded since the last call."""
+        tops = {name.partition(".")[0] for name in sys.modules} - self.known
+        self.known |= tops
+        return sorted(top for top in tops if not top.startswith("_"))
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _type_marker(target: str) -> bool:
+    spec = find_spec(target.partition(".")[0])
+    assert spec is not None
+    folders = spec.submodule_search_locations or ()
+    return any((Path(folder) / "py.typed").exists() for folder in folders)
+
+
+def _probe(card: Card) -> dict[str, Any]:
+    if card.probe is None:
+        return {"seconds": 0.0, "answer": "NoneType"}
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        answer = card.probe()
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": min(seconds), "answer": type(answer).__name__}
+
+
+def _config(cls: type) -> dict[str, Any]:
+    if not attrs.has(cls):
+        return {"attrs": False}
+    fields = attrs.fields(cls)
+    built = cls()
+    return {
+        "attrs": True,
+        "frozen": _refuses_change(built, fields),
+        "positional": [each.name for each in fields if not each.kw_only],
+        "helpless": [each.name for each in fields if not describe(each).help and each.init],
+        "schema": sorted(class_schema(cls)["properties"]),
+        "repeatable": cls() == built,
+    }
+
+
+def _refuses_change(built: Any, fields: Any) -> bool:
+    if not fields:
+        return True
+    name = fields[0].name
+    try:
+        setattr(built, name, getattr(built, name))
+    except attrs.exceptions.FrozenInstanceError:
+        return True
+    return False
+
+
+def _launch(light: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if hasattr(light, "launch_environment"):
+        answer = light.launch_environment(RunConfig(), World())
+        strings = isinstance(answer, Mapping) and all(
+            isinstance(i, str) for pair in answer.items() for i in pair
+        )
+        found["environment"] = strings
+    if hasattr(light, "visible_devices"):
+        variable, count = light.visible_devices(RunConfig())
+        found["devices"] = isinstance(variable, str) and isinstance(count, int) and count >= 0
+    return found
+
+
+_BASELINE = {name.partition(".")[0] for name in sys.modules}
+
+if __name__ == "__main__":
+    print(json.dumps(facts(*sys.argv[1:])))

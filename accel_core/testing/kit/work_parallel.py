@@ -1,0 +1,262 @@
+"""What level 3 observes: several processes of one run, each giving its own view."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core import Accelerator
+from accel_core.testing.kit.work import make
+from accel_core.testing.kit.work_training import FEATURES, Recipe, dataset, network, plain, train, weights
+
+__all__ = [
+    "coordination",
+    "dims",
+    "invariance",
+    "metrics",
+    "nested",
+    "quiet_windows",
+    "replicas",
+    "samples",
+    "sequential_runs",
+    "simultaneous_runs",
+    "uneven_inputs",
+    "whole",
+]
+
+
+def dims(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Every collective of both dimensions that a run always has."""
+    accelerator = make(arguments)
+    found = {dim: _collectives(accelerator, dim) for dim in ("world", "control")}
+    accelerator.end_training()
+    return found
+
+
+def _collectives(accelerator: Accelerator, dim: str) -> dict[str, Any]:
+    group = accelerator.run.collectives(dim)
+    device = accelerator.device if dim == "world" else torch.device("cpu")
+
+    def mine() -> Tensor:
+        return torch.tensor([group.rank + 1.0, 10.0], device=device)
+
+    found: dict[str, Any] = {
+        operation: group.all_reduce(mine(), operation).tolist() for operation in ("sum", "mean", "min", "max")
+    }
+    found["gather"] = group.all_gather(mine()).tolist()
+    found["scalars"] = group.all_gather(mine().reshape(1, 2)).shape
+    found["broadcast"] = group.broadcast(mine(), source=group.size - 1).tolist()
+    found["objects"] = list(group.all_gather_object({"rank": group.rank}))
+    found["object"] = group.broadcast_object(f"from {group.rank}", source=0)
+    group.barrier()
+    return found | {"rank": group.rank, "size": group.size}
+
+
+def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The facade's collectives over nested structures, of unequal lengths too."""
+    accelerator = make(arguments)
+    rank, device = accelerator.process_index, accelerator.device
+    tensors = {
+        "a": torch.full((2, 1), float(rank), device=device),
+        "b": [torch.tensor([rank], device=device)],
+    }
+    ragged = torch.full((rank + 1,), rank + 1, device=device)
+    gathered = accelerator.gather(tensors)
+    padded = accelerator.pad_across_processes(ragged)
+    found = {
+        "a": gathered["a"].flatten().tolist(),
+        "b": gathered["b"][0].tolist(),
+        "sum": accelerator.reduce(torch.tensor(rank + 1.0, device=device), "sum").item(),
+        "mean": accelerator.reduce({"x": torch.tensor(rank + 1.0, device=device)}, "mean")["x"].item(),
+        "padded": accelerator.gather(padded).reshape(-1, accelerator.num_processes).tolist(),
+        "broadcast": accelerator.broadcast(
+            torch.tensor([rank], device=device), accelerator.num_processes - 1
+        ).tolist(),
+        "scalar": accelerator.gather(torch.tensor(float(rank), device=device)).tolist(),
+    }
+    accelerator.end_training()
+    return found
+
+
+def samples(
+    length: int, batch_size: int, shuffle: bool, epochs: int, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Which samples this process sees: a list of batches an epoch."""
+    accelerator = make(arguments)
+    generator = torch.Generator().manual_seed(4)
+    loader = DataLoader(TensorDataset(torch.arange(length)), batch_size, shuffle=shuffle, generator=generator)
+    prepared = accelerator.prepare(loader)
+    found = {
+        "epochs": [[batch[0].tolist() for batch in prepared] for _ in range(epochs)],
+        "length": len(prepared),
+        "reader": (accelerator.run.topology.reader, accelerator.run.topology.readers),
+    }
+    accelerator.end_training()
+    return found
+
+
+def metrics(length: int, batch_size: int, arguments: Mapping[str, Any]) -> list[int]:
+    """Every sample as `gather_for_metrics` gives it over one epoch."""
+    accelerator = make(arguments)
+    prepared = accelerator.prepare(DataLoader(TensorDataset(torch.arange(length)), batch_size))
+    seen: list[int] = []
+    for (batch,) in prepared:
+        seen.extend(accelerator.gather_for_metrics({"ids": batch})["ids"].tolist())
+    accelerator.end_training()
+    return seen
+
+
+def invariance(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """(loss of each micro-batch of this process, final weights)."""
+    accelerator = make(arguments, gradient_accumulation_steps=recipe.accumulation)
+    trace = train(recipe, accelerator)
+    accelerator.end_training()
+    return trace.losses, trace.weights
+
+
+def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """The same in one process, as a plain loop on the stack's device."""
+    accelerator = make({name: value for name, value in arguments.items() if name != "strategy"})
+    trace = plain(recipe, accelerator.device, accelerator.mixed_precision)
+    accelerator.end_training()
+    return trace.losses, trace.weights
+
+
+def replicas(arguments: Mapping[str, Any]) -> list[float]:
+    """Weights after training that each process began with weights of its own."""
+    accelerator = make(arguments)
+    model = network(seed=accelerator.process_index)
+    batches = DataLoader(dataset(16), batch_size=2)
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), batches
+    )
+    for x, y in batches:
+        accelerator.backward(cross_entropy(model(x).float(), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights(accelerator.unwrap_model(model))
+    accelerator.end_training()
+    return found
+
+
+def whole(arguments: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of the parameters this process holds."""
+    accelerator = make(arguments)
+    model = network()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = [tuple(parameter.shape) for parameter in accelerator.unwrap_model(model).parameters()]
+    accelerator.end_training()
+    return found
+
+
+def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Gradients in and at the end of a window of two, and in `no_sync`; collectives, where counted."""
+    accelerator = make(arguments, gradient_accumulation_steps=2)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    x = torch.full((2, FEATURES), accelerator.process_index + 1.0, device=accelerator.device)
+    y = torch.zeros(2, dtype=torch.int64, device=accelerator.device)
+    gradients, counts = [], []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(x).float(), y))
+            gradients.append(_gradients(accelerator.unwrap_model(model)))
+            counts.append(_reductions())
+            optimizer.step()
+            optimizer.zero_grad()
+    with accelerator.no_sync(model):
+        accelerator.backward(cross_entropy(model(x).float(), y))
+    counts.append(_reductions())
+    gradients.append(_gradients(accelerator.unwrap_model(model)))
+    accelerator.end_training()
+    return {"gradients": gradients, "reductions": counts}
+
+
+def _gradients(model: nn.Module) -> list[float]:
+    return [
+        value
+        for p in model.parameters()
+        if p.grad is not None
+        for value in p.grad.float().cpu().flatten().tolist()
+    ]
+
+
+def _reductions() -> int | None:
+    """How many reductions this process took part in; only the simulated device counts."""
+    from accel_core.testing.simulated.group import COLLECTIVES
+
+    reductions = [count for name, count in COLLECTIVES.items() if "reduce" in name]
+    return sum(reductions) if COLLECTIVES else None
+
+
+def uneven_inputs(arguments: Mapping[str, Any]) -> list[float]:
+    """Weights after rank r has trained on r + 2 batches."""
+    accelerator = make(arguments)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, FEATURES, device=accelerator.device)
+    y = torch.zeros(2, dtype=torch.int64, device=accelerator.device)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _ in range(accelerator.process_index + 2):
+            accelerator.backward(cross_entropy(model(x).float(), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    found = weights(accelerator.unwrap_model(model))
+    accelerator.end_training()
+    return found
+
+
+def coordination(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Triggers, turns, shares and the main process."""
+    accelerator = make(arguments)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    untouched = accelerator.check_trigger()
+    if rank == size - 1:
+        accelerator.set_trigger()
+    triggered, again = accelerator.check_trigger(), accelerator.check_trigger()
+    with accelerator.main_process_first():
+        entered = time.monotonic()
+    with accelerator.split_between_processes(list(range(5))) as share:
+        mine = list(share)
+    found = {
+        "triggers": (untouched, triggered, again),
+        "entered": entered,
+        "share": mine,
+        "main": accelerator.is_main_process,
+        "last": accelerator.is_last_process,
+        "only": accelerator.on_main_process(lambda: rank)(),
+    }
+    accelerator.end_training()
+    return found
+
+
+def sequential_runs(arguments: Mapping[str, Any]) -> list[list[float]]:
+    """Losses of three runs in a row in one process; the last two are of the same recipe."""
+    losses = []
+    for accumulation in (1, 2, 2):
+        accelerator = make(arguments, gradient_accumulation_steps=accumulation)
+        losses.append(train(Recipe(accumulation=accumulation, epochs=1), accelerator).losses)
+        accelerator.end_training()
+    return losses
+
+
+def simultaneous_runs(arguments: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Losses of two runs that live side by side, and of each alone."""
+    first, second = Recipe(epochs=1), Recipe(accumulation=2, epochs=1)
+    one = make(arguments)
+    two = make(arguments, gradient_accumulation_steps=2)
+    found = {"one": train(first, one).losses, "two": train(second, two).losses}
+    one.end_training()
+    found["two, after one has ended"] = train(second, two).losses
+    two.end_training()
+    alone = make(arguments, gradient_accumulation_steps=2)
+    found["two, alone"] = train(second, alone).losses
+    alone.end_training()
+    return found
