@@ -64,8 +64,7 @@ def main() -> None:
     for epoch in range(scheduler.last_epoch, args.epochs):
         model.train()
         for number, (images, labels) in enumerate(train, 1):
-            images, labels = images.to(device), labels.to(device)
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
             (loss / args.accumulate).backward()
             if number % args.accumulate == 0 or number == len(train):
                 optimizer.step()
@@ -78,8 +77,7 @@ def main() -> None:
         right = 0
         with torch.no_grad():
             for images, labels in test:
-                images, labels = images.to(device), labels.to(device)
-                hits = model(images).argmax(1) == labels
+                hits = model(images.to(device)).argmax(1) == labels.to(device)
                 right += hits.sum().item()
         print(f"epoch {epoch + 1}: test accuracy {right / len(unseen):.1%}")
         torch.save([part.state_dict() for part in (model, optimizer, scheduler)], args.checkpoint)
