@@ -140,7 +140,8 @@ def load(
         file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
         discovery: the installed plugins.
         environment: variables ACCEL__SECTION__KEY. In a worker, ACCEL_LAUNCH_CONFIG names the
-            launcher's handover, which stands for file, environment and flags.
+            launcher's handover, which stands for file, environment and flags; it is not read where
+            flags or a file are given.
         directory: where `accel.yaml` is looked for.
 
     Raises:
@@ -149,7 +150,7 @@ def load(
     reader = Reader(discovery)
     settings: Settings = {}
     bases: dict[Path, object] = {}
-    if environment.get(HANDOVER_VARIABLE):
+    if environment.get(HANDOVER_VARIABLE) and not (flags or file):  # a worker may launch something else
         name, layers = _handed_over(environment[HANDOVER_VARIABLE])
     else:
         name = find_file(file, environment, directory)

@@ -139,6 +139,12 @@ def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolv
     assert (worker.config.device, worker.file) == ("cpu", "accel.yaml")
 
 
+def test_flags_given_in_a_worker_are_those_of_another_launcher(resolve, tmp_path):
+    (tmp_path / "handover").write_text(resolve(flags={"device": "cpu"}).handover(), encoding="utf-8")
+    found = resolve(flags={"launch.nodes": "2"}, ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"))
+    assert (found.config.device, found.config.launch.nodes) == ("auto", 2)
+
+
 def test_a_handover_that_no_launcher_wrote_is_refused(resolve, tmp_path):
     with pytest.raises(ConfigError, match=r"which no launcher wrote(?s:.*)unset ACCEL_LAUNCH_CONFIG"):
         resolve(ACCEL_LAUNCH_CONFIG=str(tmp_path / "missing"))
