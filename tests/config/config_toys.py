@@ -1,4 +1,4 @@
-"""Config classes of plugins that do not exist, as a backend would write them."""
+"""Plugins that do not exist, with config classes as a backend would write them; and a bad file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from accel_core import KwargsHandler, Proposal, RunConfig, option
+from accel_core import Card, KwargsHandler, Proposal, RunConfig, option
+from accel_core.plugins import Discovery, Record
 
 if TYPE_CHECKING:
     import nowhere  # type: ignore[import-not-found]
@@ -69,3 +70,40 @@ class Unreadable:
     """Forgets python_only."""
 
     dtype: nowhere.dtype | None = option(None, help="Cannot be resolved at run time.")
+
+
+def record(name: str, slot: str = "strategy", config: str | None = None, **facts):
+    card = Card(name=name, slot=slot, summary="A toy.", api_version="1.0", config=config)
+    return Record(
+        **{"name": name, "slot": slot, "distribution": f"toy-{name}", "version": "0.1", "card": card} | facts
+    )
+
+
+TOYS = Discovery(
+    (
+        record("shard", config="config_toys:ShardConfig"),
+        record("plain"),
+        record("rival-one", "extension", config="config_toys:RivalConfig"),
+        record("unreadable", "extension", config="config_toys:Unreadable"),
+        record("absent", config="no_such_module:Config"),
+        record("torn", card=None, fault="broken", detail="ImportError: libtorn.so"),
+        record("torchrun", "launcher"),
+    )
+)
+
+TEN_MISTAKES = """\
+mixed_precision: no
+gradient_accumulation_steps: "4"
+strategi: shard
+launch:
+  nodes: 2
+  nodes: 3
+project: {projct_dir: out}
+grad_scaler:
+  init_scale: 1e-4
+  enabled: "false"
+shard:
+  stage: 4
+rng_types: generator
+1: 2
+"""

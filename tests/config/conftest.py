@@ -1,29 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from config_toys import TOYS
 
 from accel_core.config.resolve import load
-from accel_core.plugins import Card, Discovery, Record
-
-
-def record(name: str, slot: str = "strategy", config: str | None = None, **facts):
-    card = Card(name=name, slot=slot, summary="A toy.", api_version="1.0", config=config)
-    return Record(
-        **{"name": name, "slot": slot, "distribution": f"toy-{name}", "version": "0.1", "card": card} | facts
-    )
-
-
-TOYS = Discovery(
-    (
-        record("shard", config="config_toys:ShardConfig"),
-        record("plain"),
-        record("rival-one", "extension", config="config_toys:RivalConfig"),
-        record("unreadable", "extension", config="config_toys:Unreadable"),
-        record("absent", config="no_such_module:Config"),
-        record("torn", card=None, fault="broken", detail="ImportError: libtorn.so"),
-        record("torchrun", "launcher"),
-    )
-)
 
 
 @pytest.fixture

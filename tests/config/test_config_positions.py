@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from config_toys import TEN_MISTAKES
 
 from accel_core import ConfigError
 
-TEN_MISTAKES = """\
-mixed_precision: no
-gradient_accumulation_steps: "4"
-strategi: shard
-launch:
-  nodes: 2
-  nodes: 3
-project: {projct_dir: out}
-grad_scaler:
-  init_scale: 1e-4
-  enabled: "false"
-shard:
-  stage: 4
-rng_types: generator
-1: 2
-"""
 BARE_NO = "YAML reads bare yes, no, on and off as true or false: write it in quotes"
 BARE_EXPONENT = "YAML reads 1e-4 as text: write 0.0001"
 

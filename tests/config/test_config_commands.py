@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_positions import TEN_MISTAKES
+from config_toys import TEN_MISTAKES
 
 NEEDS = "device: far-away\nmixed_precision: bf16\n"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_toys import ShardConfig
-from conftest import TOYS
+from config_toys import TOYS, ShardConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
