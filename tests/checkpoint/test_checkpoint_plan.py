@@ -1,0 +1,143 @@
+"""The boxes of all ranks make up each leaf exactly once, or the problem is named; replicas are spread."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_core.checkpoint.plan import Box, Declared, intersect, plan, tiling_problem
+from accel_core.errors import CheckpointError
+
+KEY = ("unit0", "model/w")
+
+
+def leaf(shape, *boxes, replicated=False, spread=True, dtype="float32", kind="like_param"):
+    return Declared(kind, shape, dtype if boxes else None, replicated, None, spread, tuple(Box(*box) for box in boxes))
+
+
+@st.composite
+def tilings(draw):
+    """A shape cut into boxes, by cutting boxes again and again."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 8))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        if box.shape[dim] < 2:
+            boxes.append(box)
+            continue
+        cut = draw(st.integers(1, box.shape[dim] - 1))
+        boxes.append(Box(box.offset, (*box.shape[:dim], cut, *box.shape[dim + 1 :])))
+        offset = (*box.offset[:dim], box.offset[dim] + cut, *box.offset[dim + 1 :])
+        boxes.append(Box(offset, (*box.shape[:dim], box.shape[dim] - cut, *box.shape[dim + 1 :])))
+    return shape, draw(st.permutations(boxes))
+
+
+@given(tilings())
+def test_a_tiling_has_no_problem(tiling):
+    shape, boxes = tiling
+    assert tiling_problem(shape, boxes) is None
+
+
+@given(tilings(), st.data())
+def test_a_missing_box_is_a_gap(tiling, data):
+    shape, boxes = tiling
+    lost = data.draw(st.sampled_from(boxes))
+    problem = tiling_problem(shape, [box for box in boxes if box != lost])
+    assert problem == f"{lost.volume} of its {math.prod(shape)} elements are held by no rank"
+
+
+@given(tilings(), st.data())
+def test_a_box_grown_by_one_is_an_overlap_or_outside(tiling, data):
+    shape, boxes = tiling
+    grown = data.draw(st.sampled_from(boxes))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    larger = Box(grown.offset, (*grown.shape[:dim], grown.shape[dim] + 1, *grown.shape[dim + 1 :]))
+    problem = tiling_problem(shape, [larger if box == grown else box for box in boxes])
+    assert "overlap" in problem or "is not inside of" in problem
+
+
+@given(tilings(), tilings())
+def test_intersect_is_what_both_have(one, other):
+    def cells(box):
+        ranges = [range(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)]
+        found = {()}
+        for each in ranges:
+            found = {(*cell, index) for cell in found for index in each}
+        return found
+
+    a, b = one[1][0], other[1][-1]
+    if len(a.shape) == len(b.shape):
+        common = intersect(a, b)
+        assert (cells(common) if common else set()) == cells(a) & cells(b)
+
+
+@given(tilings(), st.integers(1, 4), st.data())
+def test_every_box_is_written_once_whoever_holds_it(tiling, ranks, data):
+    shape, boxes = tiling
+    held = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in boxes]
+    declarations = [
+        {KEY: leaf(shape, *(box for box, holders in zip(boxes, held, strict=True) if rank in holders), replicated=True)}
+        for rank in range(ranks)
+    ]
+    writes = plan(declarations)
+    written = Counter(box for rank in writes for box in rank.get(KEY, ()))
+    assert written == Counter(boxes)
+    for rank, write in enumerate(writes):
+        assert set(write.get(KEY, ())) <= set(declarations[rank][KEY].boxes)
+
+
+def test_replicas_are_spread_over_the_ranks():
+    whole = {("unit0", f"model/{number}"): leaf((100,), ((0,), (100,)), replicated=True) for number in range(8)}
+    writes = plan([whole] * 4)
+    assert [sum(map(len, write.values())) for write in writes] == [2, 2, 2, 2]
+
+
+def test_replicas_that_may_differ_are_those_of_the_lowest_rank():
+    whole = {KEY: leaf((4,), ((0,), (4,)), replicated=True, spread=False)}
+    assert plan([{}, whole, whole])[1] == {KEY: [Box((0,), (4,))]}
+
+
+def test_a_scalar_may_be_held_by_some_ranks_only():
+    scalar = {KEY: leaf((), ((), ()), replicated=True, kind="scalar")}
+    assert sum(len(write) for write in plan([{}, scalar, scalar])) == 1
+
+
+def test_an_empty_tensor_is_written_so_that_it_is_known():
+    assert plan([{KEY: leaf((0, 3), ((0, 0), (0, 3)))}]) == [{KEY: [Box((0, 0), (0, 3))]}]
+
+
+def test_an_empty_shard_is_not_written():
+    declarations = [{KEY: leaf((4,), ((0,), (4,)))}, {KEY: leaf((4,), ((4,), (0,)))}]
+    assert plan(declarations) == [{KEY: [Box((0,), (4,))]}, {}]
+
+
+@pytest.mark.parametrize(
+    ("declarations", "problem"),
+    [
+        ([{KEY: leaf((4,), ((0,), (4,)))}] * 2, r"ranks 0 and 1 both hold \[0:4\], and it is not declared replicated"),
+        ([{KEY: leaf((4,), ((0,), (3,)))}, {KEY: leaf((4,), ((2,), (2,)))}], r"\[0:3\] and \[2:4\] overlap"),
+        ([{KEY: leaf((4,), ((0,), (2,)))}, {}], "2 of its 4 elements are held by no rank"),
+        ([{KEY: leaf((4,))}], "4 of its 4 elements are held by no rank"),
+        ([{KEY: leaf((4,), ((0,), (4,)))}, {KEY: leaf((5,))}], "rank 0 says .*, rank 1"),
+        (
+            [{KEY: leaf((4,), ((0,), (2,)))}, {KEY: leaf((4,), ((2,), (2,)), dtype="bfloat16")}],
+            "rank 0 says float32, rank 1 bfloat16",
+        ),
+        ([{KEY: leaf((4,), ((0, 0), (4, 1)))}], "is not inside of"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_and_named(declarations, problem):
+    with pytest.raises(CheckpointError, match=f"unit0: model/w: .*{problem}"):
+        plan(declarations)
+
+
+def test_all_problems_are_named_at_once():
+    declared = {("u", f"model/{number}"): leaf((2,)) for number in range(3)}
+    with pytest.raises(CheckpointError) as refused:
+        plan([declared])
+    assert all(f"u: model/{number}" in str(refused.value) for number in range(3))
