@@ -225,6 +225,15 @@ def collectives(dim: str) -> Collectives:
     """
 
 
+DUTIES: Final = ("precision", "accumulation", "clipping", "optimizer", "schedule", "placement", "data_order")
+"""What a plugin may take over from the run altogether."""
+
+
+@everyone
+def owns(config: RunConfig) -> Sequence[str]:
+    """The duties this plugin takes over with this config. Two claims of one in a unit are refused."""
+
+
 @everyone
 def refuse(config: RunConfig) -> Sequence[str]:
     """Reasons why this stack cannot run with this config, each saying what to change."""

@@ -21,10 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from accel_core.binding import Binder, Hooks, Registered, Steps
 from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, ConfigError, PluginError
+from accel_core.hookspecs import DUTIES
 from accel_core.native.base import Base
 from accel_core.native.launcher import refuse_lonely_tasks
 from accel_core.native.process_group import shared
-from accel_core.plugins import Discovery, discover
+from accel_core.plugins import Discovery, discover, near
 from accel_core.plugins import load as load_path
 from accel_core.prepare import Homes
 from accel_core.stack import Chosen, Stack, choose
@@ -104,6 +105,7 @@ class Run:
         if any(unit.name == name for unit in self.units):
             raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
         hooks = self._hooks_of(alias)
+        self._check_duties(hooks)
         plugin = self.plugins[alias]
         window = Window(self.accumulation_steps)
         return Unit(
@@ -251,6 +253,30 @@ class Run:
             chosen = self.stack.strategies.get(alias) or self._late_strategy(alias)
             self._strategies[alias] = self._instance(chosen, alias)
         return self.binder.hooks([*self._lower, self._strategies[alias], *self._upper])
+
+    def _check_duties(self, hooks: Hooks) -> None:
+        """Hooks override each other by layer; a duty has one owner."""
+        owner: dict[str, str] = {}
+        for claim in hooks.implementations("owns"):
+            for duty in claim.call(self.config):
+                if duty not in DUTIES:
+                    raise PluginError(
+                        f"{claim.plugin}: unknown duty {duty!r}{near(duty, DUTIES)}", plugin=claim.plugin
+                    )
+                if duty in owner:
+                    rivals = " and ".join(self._reason(name) for name in (owner[duty], claim.plugin))
+                    raise ConfigError(
+                        f"two plugins of this stack want to do {duty}: {rivals}\n"
+                        f"leave one of them out, or configure it so that it does not own {duty}"
+                    )
+                owner[duty] = claim.plugin
+
+    def _reason(self, name: str) -> str:
+        why = next((c.why for c in self.stack.members() if c.name == name), "chosen in prepare")
+        lines = [
+            f"{path} by {origin}" for path, origin in self.resolved.origins.items() if name in path.split(".")
+        ]
+        return f"{name} ({'; '.join([why, *lines])})"
 
     def _late_strategy(self, alias: str) -> Chosen:
         record = discover().get(alias)

@@ -1,0 +1,120 @@
+"""What a run does with plugins: when it imports them, what it sets, which claims it refuses."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from accel_core import Accelerator, ConfigError, PluginError
+
+EXTENSION = """
+from accel_core import Card, hooks, implements
+
+class Launch:
+    def launch_environment(self, config, world):
+        return {{"TOY_MODE": "fast"}}
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run = run
+
+    @implements(hooks.owns)
+    def owns(self, config):
+        return {owns}
+
+    @implements(hooks.refuse)
+    def refuse(self, config):
+        return {refuses}
+
+    @implements(hooks.after_step)
+    def after_step(self, unit, optimizer, applied):
+        unit.run.applied = applied
+
+CARD = Card(name="{name}", slot="extension", summary="A toy.", api_version="1.0",
+            launch="toy_{name}:Launch", implementation="toy_{name}:Plugin")
+"""
+
+
+def extension(name, owns=(), refuses=()):
+    return EXTENSION.format(name=name, owns=repr(tuple(owns)), refuses=repr(list(refuses)))
+
+
+@pytest.fixture
+def run_with(toy_plugin, monkeypatch):
+    made = []
+
+    def make(**sources):
+        for name, source in sources.items():
+            toy_plugin(name, "extension", source=source)
+        monkeypatch.setenv("ACCEL__EXTENSIONS", ",".join(sources))
+        made.append(Accelerator(cpu=True))
+        return made[-1]
+
+    yield make
+    for accelerator in made:
+        accelerator.end_training()
+
+
+def test_two_owners_of_a_duty_are_refused_with_who_asked_for_each(run_with):
+    accelerator = run_with(one=extension("one", ["clipping"]), two=extension("two", ["clipping"]))
+    with pytest.raises(ConfigError, match=r"want to do clipping: one \(asked for by .*\) and two \(asked for by"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_a_duty_that_does_not_exist_is_refused(run_with):
+    accelerator = run_with(one=extension("one", ["cliping"]))
+    with pytest.raises(PluginError, match="unknown duty 'cliping'; did you mean 'clipping'"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_every_reason_to_refuse_a_config_is_told(run_with):
+    with pytest.raises(ConfigError, match="refuses this config\nno luck today\nnor tomorrow"):
+        run_with(one=extension("one", refuses=["no luck today", "nor tomorrow"]))
+
+
+def test_a_per_step_hook_of_an_extension_is_called(run_with):
+    accelerator = run_with(one=extension("one"))
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    assert accelerator.run.applied is True
+
+
+def test_what_the_vendor_reads_at_import_is_set_before_it(run_with, monkeypatch):
+    monkeypatch.delenv("TOY_MODE", raising=False)
+    run_with(one="import os\nSEEN = []\n" + extension("one") + "\n")
+    assert os.environ.pop("TOY_MODE") == "fast"
+
+
+def test_the_users_own_variable_wins_and_is_told(run_with, monkeypatch):
+    monkeypatch.setenv("TOY_MODE", "slow")
+    accelerator = run_with(one=extension("one"))
+    assert os.environ["TOY_MODE"] == "slow"
+    assert "TOY_MODE=slow is yours; one would have set fast" in accelerator.explain()
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('no driver')", "import sys; sys.exit(3)", "import nowhere"])
+def test_a_chosen_plugin_whose_import_fails_is_named_with_the_cause(run_with, fault):
+    source = extension("one").replace('implementation="toy_one:Plugin"', 'implementation="toy_broken:Plugin"')
+    with pytest.raises(PluginError, match=r"extension plugin 'one' \(accel-one 1.0\) cannot be imported from toy_br"):
+        run_with(one=source)
+
+
+def test_a_plugin_nobody_chose_harms_nobody(toy_plugin):
+    toy_plugin("broken", "device", source="raise SystemExit(7)")
+    Accelerator(cpu=True).end_training()
+
+
+def test_a_misspelt_hook_is_refused_with_the_nearest(run_with):
+    source = extension("one").replace("hooks.after_step", "hooks.after_stp")
+    with pytest.raises(PluginError, match="after_step"):
+        run_with(one=source)
+
+
+def test_a_hook_with_an_unknown_argument_is_refused(run_with):
+    source = extension("one").replace("unit, optimizer, applied", "unit, optimiser, applied")
+    with pytest.raises(PluginError, match=r"hook after_step: .*'optimiser'; did you mean 'optimizer'"):
+        run_with(one=source)
