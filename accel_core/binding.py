@@ -69,39 +69,37 @@ class Registered:
 
 
 @frozen
-class _Specs:
-    """What binding needs to know of the specs in a module; read once a process."""
+class _Hook:
+    """What binding needs to know of a spec."""
 
-    kinds: Mapping[str, Spec]
-    parameters: Mapping[str, tuple[str, ...]]
-    answers: Mapping[str, str]
+    spec: Spec
+    parameters: tuple[str, ...]
+    answer: str
+    """How answers combine: "wrapper", or the outer word of the return type."""
 
 
 @cache
-def _read_specs(module: ModuleType) -> _Specs:
+def _read_specs(module: ModuleType) -> Mapping[str, _Hook]:
+    """The hooks of a contract; read once a process."""
     manager = pluggy.PluginManager("accel_core")
     manager.add_hookspecs(module)
-    found = {
-        name: spec for name, value in vars(module).items() if (spec := getattr(value, "accel_spec", None))
-    }
-    specs = {name: getattr(manager.hook, name).spec for name in found}
-    return _Specs(
-        found,
-        {name: tuple(spec.argnames) for name, spec in specs.items()},
-        # Annotations are text (PEP 563): "Mapping[str, str]" -> "Mapping".
-        {
-            name: str(spec.function.__annotations__["return"]).partition("[")[0]
-            for name, spec in specs.items()
-        },
-    )
+    hooks = {}
+    for name, function in vars(module).items():
+        spec = getattr(function, "accel_spec", None)
+        if spec is not None:
+            # Annotations are text (PEP 563): "Mapping[str, str]" -> "Mapping".
+            outer = str(function.__annotations__["return"]).partition("[")[0]
+            answer = "wrapper" if spec.kind == "wrapper" else outer
+            hooks[name] = _Hook(spec, tuple(getattr(manager.hook, name).spec.argnames), answer)
+    return hooks
 
 
 class Binder:
     """Checks plugin instances against the specs of a module and adapts their methods."""
 
     def __init__(self, specs: ModuleType = hookspecs) -> None:
-        self._specs = _read_specs(specs)
-        self.specs: Mapping[str, Spec] = self._specs.kinds
+        self._hooks = _read_specs(specs)
+        self.specs: Mapping[str, Spec] = {name: hook.spec for name, hook in self._hooks.items()}
 
     def register(self, plugin: object, *, name: str, slot: str, origin: str = "accel-core") -> Registered:
         """Check every hook of `plugin` and give its methods, adapted to the specs' parameters.
@@ -126,19 +124,17 @@ class Binder:
 
     def combine(self, hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
         """One callable with the spec's parameters for what these implementations answer together."""
-        spec = self.specs[hook]
-        if spec.kind == "owner":
+        known = self._hooks[hook]
+        if known.spec.kind == "owner":
             return found[-1].call
         busy = [implementation for implementation in found if not implementation.idle]
-        answer = "wrapper" if spec.kind == "wrapper" else self._specs.answers[hook]
-        if len(busy) == 1 and answer in _AS_IT_IS:
-            return busy[0].call
-        parameters = self._specs.parameters[hook]
-        if answer == "wrapper":
-            combined = _wrap(hook, busy, parameters.index(str(spec.refines)))
+        if len(busy) == 1 and known.answer in ("Callable", "None"):
+            return busy[0].call  # combining would not change its answer
+        if known.spec.refines is not None:
+            combined = _wrap(hook, busy, known.parameters.index(known.spec.refines))
         else:
-            combined = _ANSWERS[answer](hook, busy)
-        return _with_parameters(hook, parameters, parameters, combined)
+            combined = _ANSWERS[known.answer](hook, busy)
+        return _with_parameters(hook, known.parameters, known.parameters, combined)
 
     def _check(self, refuse: _Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
         if hook not in self.specs:
@@ -155,7 +151,7 @@ class Binder:
             raise refuse(hook, "an extension implements no owner hook; make it a strategy, or refine a value")
 
     def _adapt(self, refuse: _Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        wanted = self._specs.parameters[hook]
+        wanted = self._hooks[hook].parameters
         taken = _plain_parameters(method) or _signature(refuse, hook, method)
         for parameter in taken:
             if parameter not in wanted:
@@ -293,8 +289,14 @@ class Hooks:
 def _wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[..., Any]:
     def refine(*arguments: Any) -> Any:
         values = list(arguments)
-        for implementation in found:
-            values[position] = implementation.call(*values)
+        for each in found:
+            values[position] = each.call(*values)
+            if values[position] is None:
+                raise PluginError(
+                    f"hook {hook}: {each.plugin} gave None; return what it was given, changed or not",
+                    plugin=each.plugin,
+                    hook=hook,
+                )
         return values[position]
 
     return refine
@@ -381,8 +383,6 @@ _ANSWERS: Final[Mapping[str, Callable[[str, Sequence[Implementation]], Callable[
     "Callable": _compose,
     "None": _agree,
 }
-_AS_IT_IS: Final = frozenset({"Callable", "None", "wrapper"})
-"""Answers that combining a single implementation would not change: it is called itself."""
 
 
 class Steps:

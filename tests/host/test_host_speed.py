@@ -7,6 +7,7 @@ import sys
 import time
 import timeit
 
+import attrs
 import pytest
 import toy_specs
 from generated import generate_backends
@@ -14,7 +15,7 @@ from generated import generate_backends
 from accel_core import hookspecs
 from accel_core.binding import LAYERS, Binder, Steps
 from accel_core.hookspecs import implements
-from accel_core.plugins import discover
+from accel_core.plugins import discover, load
 
 
 def best_ms(call, times: int = 20) -> float:
@@ -122,3 +123,14 @@ def test_a_resolved_hook_is_looked_up_once(hook):
     stack = binder.hooks([binder.register(Both(), name="both", slot="strategy")])
 
     assert getattr(stack, hook) is vars(stack)[hook]
+
+
+def test_a_generated_backends_config_is_a_real_one(tmp_path, monkeypatch):
+    (name,) = generate_backends(tmp_path, count=1, options=7)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [loaded for loaded in sys.modules if loaded.startswith("accel_generated_0")]:
+        monkeypatch.delitem(sys.modules, module)
+    record = discover({}).get(name)
+
+    assert len(attrs.fields(load(record, record.card.config))) == 7
+    assert load(record, record.card.config)().option_0 == "none"

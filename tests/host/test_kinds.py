@@ -284,6 +284,20 @@ def test_wrappers_refine_inside_out():
     assert top.refine("u", "m", "post") == "m"
 
 
+@pytest.mark.parametrize("others", [{}, {"extension": Wraps("fp8")}])
+def test_a_wrapper_that_forgets_to_return_is_named(others):
+    class Forgets:
+        @implements(hooks.refine)
+        def refine(self, unit, model, phase):
+            model.upper()
+
+    with pytest.raises(
+        PluginError, match="hook refine: strategy gave None; return what it was given"
+    ) as caught:
+        stack(strategy=Forgets(), **others).refine("u", "m", "convert")
+    assert caught.value.plugin == "strategy"
+
+
 def test_a_value_nobody_wraps_is_given_back():
     assert stack(base=Decides(1)).refine("u", "m", "convert") == "m"
 
