@@ -1,0 +1,254 @@
+"""What the plugin adds to the base layer, against a stand-in of torch.cuda."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Recorder
+
+from accel_core import CheckpointError, ConfigError, World
+from accel_core.binding import Binder
+from accel_cuda import CudaConfig, affinity, device, machine
+from accel_cuda.device import CudaDevice, verify
+
+DEVICE = torch.device("cuda", 0)
+
+
+def plugin(config: CudaConfig | None = None, *, offers: set[str] | None = None, world: int = 1) -> CudaDevice:
+    run: Any = SimpleNamespace(world=World(size=world), device=DEVICE)
+    made = CudaDevice(config, run)
+    made.below = SimpleNamespace(
+        select_device=lambda _: DEVICE, capabilities=lambda _: frozenset(offers or {"bf16", "fp16"})
+    )
+    return made
+
+
+@pytest.fixture(autouse=True)
+def switches() -> Iterator[None]:
+    """torch's switches of this process, as they were."""
+    cudnn = torch.backends.cudnn
+    before = (torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = before[1:]
+    device._live.clear()
+
+
+def test_the_contract_accepts_the_plugin() -> None:
+    registered = Binder().register(plugin(), name="cuda", slot="device")
+
+    assert {
+        "select_device",
+        "capabilities",
+        "communication_backend",
+        "set_affinity",
+    } <= registered.methods.keys()
+
+
+@pytest.mark.parametrize(
+    ("chip", "able"), [((9, 0), {"bf16", "fp16"}), ((8, 0), {"bf16", "fp16"}), ((7, 5), {"fp16"})]
+)
+def test_bf16_depends_on_the_chip(cuda: Recorder, chip: tuple[int, int], able: set[str]) -> None:
+    cuda.answers("get_device_capability", chip)
+
+    assert plugin().capabilities(DEVICE) == able
+    assert cuda.calls == [("get_device_capability", (DEVICE,))]
+
+
+def test_nccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+    assert plugin().communication_backend(DEVICE) == {"cuda": "nccl"}
+
+
+def test_a_torch_without_nccl_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+
+    with pytest.raises(ConfigError, match="set process_group.backend: gloo"):
+        plugin().communication_backend(DEVICE)
+
+
+def settings() -> tuple[str, bool, bool, bool]:
+    cudnn = torch.backends.cudnn
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
+
+
+def test_switches_are_set_when_the_device_is_selected() -> None:
+    run = plugin(CudaConfig(tf32=True, cudnn_benchmark=True, deterministic=True))
+
+    assert run.select_device(World()) == DEVICE
+    assert settings() == ("high", True, True, True)
+
+
+def test_switches_nobody_named_stay_as_they_were() -> None:
+    before = settings()
+    run = plugin(CudaConfig())
+    run.select_device(World())
+
+    assert settings() == before
+
+
+def test_tf32_can_be_switched_off() -> None:
+    run = plugin(CudaConfig(tf32=False))
+    run.select_device(World())
+
+    assert settings()[:2] == ("highest", False)
+
+
+def test_two_runs_of_a_process_cannot_set_one_switch_differently() -> None:
+    first, second = plugin(CudaConfig(tf32=True)), plugin(CudaConfig(tf32=False))
+    first.select_device(World())
+
+    with pytest.raises(ConfigError, match="cuda.tf32: False here, True in another run"):
+        second.select_device(World())
+    first.run_ended()
+    assert second.select_device(World()) == DEVICE
+
+
+def test_random_states_of_the_other_gpus_are_saved_and_restored(cuda: Recorder) -> None:
+    cuda.answers("device_count", 3)
+    cuda.answers("get_rng_state", lambda index: torch.tensor([index], dtype=torch.uint8))
+    cuda.answers("set_rng_state", None)
+
+    streams = plugin().rng_state()
+    plugin().set_rng_state(streams | {"cuda": torch.zeros(1), "torch": torch.zeros(1)})
+
+    assert {name: state.item() for name, state in streams.items()} == {"cuda:1": 1, "cuda:2": 2}
+    restored = [arguments for name, arguments in cuda.calls if name == "set_rng_state"]
+    assert [(state.item(), index) for state, index in restored] == [(1, 1), (2, 2)]
+
+
+def test_in_a_world_of_several_each_process_keeps_its_own_gpus_state_only(cuda: Recorder) -> None:
+    cuda.answers("device_count", 3)
+
+    assert plugin(world=3).rng_state() == {}
+
+
+def test_a_random_state_of_a_gpu_that_is_not_there_is_an_error(cuda: Recorder) -> None:
+    cuda.answers("device_count", 2)
+
+    with pytest.raises(CheckpointError, match=r"random states of GPUs \[5\], this process sees 2"):
+        plugin().set_rng_state({"cuda:5": torch.zeros(1)})
+
+
+# -- verify --------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_with_the_driver(
+    cuda: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.answers("is_available", answer=False)
+    monkeypatch.setattr(machine, "driver_version", lambda: "390.1")
+
+    assert "finds no usable GPU (driver 390.1)" in (verify() or "")
+
+
+@pytest.mark.parametrize(
+    ("chip", "usable"), [((8, 0), True), ((8, 6), True), ((9, 0), True), ((6, 1), False), ((12, 0), False)]
+)
+def test_a_chip_that_torch_was_not_built_for_is_told(
+    cuda: Recorder, chip: tuple[int, int], usable: bool
+) -> None:
+    cuda.answers("is_available", answer=True)
+    cuda.answers("get_device_capability", chip)
+    cuda.answers("get_arch_list", ["sm_75", "sm_80", "sm_90a", "compute_90"])
+
+    assert (verify() is None) == usable
+
+
+# -- affinity ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: Recorder) -> Path:
+    """The kernel's PCI tree with one GPU at 0000:3b:00.0."""
+    cuda.answers("get_device_properties", SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0))
+    monkeypatch.setattr(affinity, "PCI_DEVICES", tmp_path)
+    affinity.set_numa_affinity.cache_clear()
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    return folder / "local_cpulist"
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    made: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 8})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: made.append(set(cpus)))
+    return made
+
+
+def test_a_process_is_pinned_to_the_usable_cpus_nearest_its_gpu(pci: Path, pinned: list[set[int]]) -> None:
+    pci.write_text("2-3,8-11\n")
+
+    plugin(CudaConfig(numa_affinity=True)).set_affinity(World())
+
+    assert pinned == [{2, 3, 8}]
+
+
+def test_nothing_is_pinned_unless_asked(pci: Path, pinned: list[set[int]]) -> None:
+    pci.write_text("2-3\n")
+
+    plugin().set_affinity(World())
+
+    assert pinned == []
+
+
+def test_setting_is_done_once_and_overriding_each_time(pci: Path, pinned: list[set[int]]) -> None:
+    pci.write_text("2-3\n")
+    affinity.set_numa_affinity(0)
+    affinity.set_numa_affinity(0)
+    affinity.override_numa_affinity(0)
+
+    assert pinned == [{2, 3}, {2, 3}]
+
+
+@pytest.mark.parametrize("cpus", [None, "\n", "64-127\n"], ids=["unknown", "empty", "not ours"])
+def test_where_no_usable_cpu_is_near_nothing_changes_and_it_is_said(
+    pci: Path, pinned: list[set[int]], caplog: pytest.LogCaptureFixture, cpus: str | None
+) -> None:
+    if cpus is not None:
+        pci.write_text(cpus)
+
+    affinity.override_numa_affinity(0)
+
+    assert pinned == []
+    assert "CPU affinity is left as it is" in caplog.text
+
+
+def test_verbose_says_which_cpus(pci: Path, pinned: list[set[int]], caplog: pytest.LogCaptureFixture) -> None:
+    pci.write_text("2-3\n")
+    caplog.set_level("INFO")
+
+    affinity.override_numa_affinity(0, verbose=True)
+
+    assert "local rank 0 is pinned to 2 CPUs: [2, 3]" in caplog.text
+
+
+# -- reports -------------------------------------------------------------------------------------
+
+
+def test_the_report_works_without_a_run_and_without_a_gpu(cuda: Recorder) -> None:
+    cuda.answers("is_available", answer=False)
+    run: Any = None
+
+    report = CudaDevice(None, run).environment_report()
+
+    assert report["CUDA of torch"] == str(torch.version.cuda)
+    assert {"CUDA driver", "CUDA_VISIBLE_DEVICES"} <= report.keys()
+
+
+def test_the_report_lists_each_gpu(cuda: Recorder) -> None:
+    cuda.answers("is_available", answer=True)
+    cuda.answers("device_count", 1)
+    about = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=140 * 2**30)
+    cuda.answers("get_device_properties", about)
+
+    assert plugin().environment_report()["GPU 0"] == "NVIDIA H200, sm_90, 140.0 GiB"
