@@ -75,19 +75,19 @@ class Launch:
             return asked if asked != "auto" else self._visible() or 1
         if self.config.device.partition(":")[0] == "cpu":
             return 1 if asked == "auto" else asked
-        visible = self._visible()
         if asked == "auto":
-            return visible or 1
-        self._refuse_too_many(asked, visible)
+            return self._visible() or 1
+        self._refuse_too_many(asked)
         return asked
 
-    def _refuse_too_many(self, asked: int, visible: int | None) -> None:
+    def _refuse_too_many(self, asked: int) -> None:
         device, record = self.config.device, self._device()
         offers = record.card.offers if record and record.card else {"process_per_device"}
         if asked > 1 and "process_per_device" not in offers:
             raise LaunchError(
                 f"{asked} processes were asked for; {device} trains in one\nuse -n 1, or --device cpu"
             )
+        visible = self._visible()
         if visible is not None and asked > visible:
             raise LaunchError(
                 f"{asked} processes a node were asked for; this machine shows {visible} {device} device(s)\n"

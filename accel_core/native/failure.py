@@ -30,8 +30,8 @@ class Failure:
 
     @property
     def report(self) -> str:
-        """The traceback, then one line that names the rank."""
-        return f"{self.traceback}rank {self.rank} (local {self.local_rank}) {self.message}"
+        """One line that names the rank, then its traceback, whose last line is the error's own."""
+        return f"rank {self.rank} (local {self.local_rank}) {self.message}\n{self.traceback}".rstrip("\n")
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:

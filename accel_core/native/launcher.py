@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
 
 LOCAL: Final = "127.0.0.1"
+NOISY: Final = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
 PATIENCE: Final = 900.0
 """Seconds that nodes wait for each other."""
 TASK_COUNTS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -119,12 +119,12 @@ def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any] | Failure | int:
     """What each rank returned, or the first failure, or 128 + the signal that stopped the agent."""
+    meet = _meeting_point(job)  # first of all: it needs no torch to refuse
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     with TemporaryDirectory(prefix="accel-") as notes, _environment(job), _quiet_agent(), _signals(job):
-        meet = _meeting_point(job)
         try:
             returned: dict[int, Any] = elastic_launch(_config(job, meet, notes, start_method), entrypoint)(
                 *args
@@ -150,7 +150,7 @@ def _config(job: Job, meet: Mapping[str, Any], notes: str, start_method: str) ->
         min_nodes=job.nodes,
         max_nodes=job.nodes,
         nproc_per_node=job.processes_per_node,
-        run_id=job.environment.get("ACCEL_RUN_ID") or uuid.uuid4().hex,
+        run_id=os.environ.get("ACCEL_RUN_ID", "accel"),
         max_restarts=job.max_restarts,
         start_method=start_method,
         logs_specs=_notes(notes, job.max_restarts),
@@ -188,27 +188,25 @@ def _earliest_note(paths: Iterable[str]) -> str:
 
 def _meeting_point(job: Job) -> dict[str, Any]:
     """The rendezvous arguments of torch's LaunchConfig, checked as far as one node can."""
-    if job.nodes == 1:
-        endpoint = job.rendezvous or f"{LOCAL}:0"
-        _refuse_taken_port(endpoint)
-        port = endpoint.rpartition(":")[2]
-        return _c10d(f"{LOCAL}:{port}", LOCAL, is_host=True)
+    if job.rendezvous is None and job.nodes == 1:
+        return _c10d(f"{LOCAL}:0", LOCAL, is_host=True)
     if job.rendezvous is None:
         raise LaunchError(
             f"{job.nodes} nodes were asked for, and no place to meet\n"
             "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
         )
-    host = job.node_rank == 0
-    if host:
-        _refuse_taken_port(job.rendezvous)
+    host, port = _split(job.rendezvous)
+    endpoint = f"{host if job.nodes > 1 else LOCAL}:{port}"
+    if job.node_rank == 0:
+        _refuse_taken_port(endpoint)
     else:
-        _await_host(job.rendezvous, PATIENCE)
+        _await_host(endpoint)
     if job.max_restarts:
-        return _c10d(job.rendezvous, _address_towards(job.rendezvous), is_host=host)
+        return _c10d(endpoint, _address_towards(endpoint), is_host=job.node_rank == 0)
     # Without restarts the static kind will do, and keeps --node-rank; c10d sorts nodes by address.
     return {
         "rdzv_backend": "static",
-        "rdzv_endpoint": job.rendezvous,
+        "rdzv_endpoint": endpoint,
         "rdzv_configs": {"rank": job.node_rank, "timeout": int(PATIENCE)},
     }
 
@@ -245,16 +243,16 @@ def _refuse_taken_port(endpoint: str) -> None:
             ) from error
 
 
-def _await_host(endpoint: str, patience: float) -> None:
+def _await_host(endpoint: str) -> None:
     # In Python, because waiting inside torch's store cannot be interrupted.
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             socket.create_connection(_split(endpoint), timeout=5).close()
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"node 0 did not answer at {endpoint} for {patience:g} s: {error}\n"
+                    f"node 0 did not answer at {endpoint} for {PATIENCE:g} s: {error}\n"
                     "start the same command there with --node-rank 0, or correct --rendezvous"
                 ) from error
             time.sleep(0.2)
@@ -318,7 +316,7 @@ def _store_lacks_libuv() -> bool:
 def _quiet_agent() -> Iterator[None]:
     """Keep the agent's log lines from the terminal, unless LOGLEVEL asks for them."""
     silence = logging.NullHandler()
-    noisy = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    noisy = [logging.getLogger(name) for name in NOISY]
     propagated = [logger.propagate for logger in noisy]
     for logger in noisy:
         logger.propagate = "LOGLEVEL" in os.environ

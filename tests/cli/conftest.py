@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent.parent / "host")]
-from toys import card_source, write_distribution  # noqa: E402
+from toys import card_source, write_distribution
 
 
 @pytest.fixture

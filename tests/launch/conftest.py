@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("host", "cli")]
+sys.path[:0] = [str(Path(__file__).parent.parent / "cli")]
 from toys import card_source, write_distribution  # noqa: E402
 
 

@@ -130,11 +130,11 @@ raise ValueError("bad batch\\nmore")
     assert ended.returncode == 1
     assert ended.stderr == (
         "accel 0.1: 2 processes, cpu + auto + fp32, no config file\n"
+        "rank 1 (local 1) failed: ValueError: bad batch\n"
         "Traceback (most recent call last):\n"
         f'  File "{tmp_path}/train.py", line 7, in <module>\n'
         '    raise ValueError("bad batch\\nmore")\n'
         "ValueError: bad batch\nmore\n"
-        "rank 1 (local 1) failed: ValueError: bad batch\n"
     )
 
 
@@ -154,7 +154,7 @@ def test_a_script_that_does_not_compile_is_told_like_any_failure(tmp_path):
     ended = launch(tmp_path, "def f(:\n")
 
     assert ended.returncode == 1
-    assert ended.stderr.count("SyntaxError") == 2  # in the traceback, and where the rank is named
+    assert ended.stderr.count("SyntaxError") == 2  # where the rank is named, and in the traceback
 
 
 def test_the_scripts_own_excepthook_hears_of_the_failure(tmp_path):

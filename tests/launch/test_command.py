@@ -1,0 +1,216 @@
+"""What `accel launch` refuses, counts and says before a worker exists."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from command import accel, clean_environment
+
+DEVICE = """
+class Launch:
+    def visible_devices(self, config):
+        return "PONY_VISIBLE", 2
+
+    def launch_environment(self, config, world):
+        return {"PONY_NEEDS": "hay"}
+"""
+
+
+@pytest.fixture
+def pony(toys, tmp_path):
+    """The environment with a device plugin `pony`: two devices, one variable that its library reads."""
+    (tmp_path / "train.py").write_text(
+        "import os\nif os.environ['RANK'] == '0': print(os.environ['WORLD_SIZE'], os.environ['PONY_NEEDS'])"
+    )
+    return toys(
+        "pony",
+        "device",
+        launch="'toy_launch:Launch'",
+        offers="{'process_per_device'}",
+        modules={"toy_launch": DEVICE},
+    )
+
+
+def test_auto_is_one_worker_a_device_of_the_kind_asked_for(pony, tmp_path):
+    ended = accel("launch", "--device", "pony", "train.py", environment=pony, cwd=tmp_path)
+
+    assert ended.stderr == "accel 0.1: 2 processes, pony + auto + fp32, no config file\n"
+    assert ended.stdout == "2 hay\n"
+
+
+def test_what_a_device_wants_in_the_environment_does_not_replace_what_the_user_set(pony, tmp_path):
+    environment = {**pony, "PONY_NEEDS": "oats"}
+
+    ended = accel("launch", "--device", "pony", "-n", "1", "train.py", environment=environment, cwd=tmp_path)
+
+    assert ended.stdout == "1 oats\n"
+
+
+def test_more_processes_than_devices_is_an_error_not_fewer_processes(pony, tmp_path):
+    ended = accel("launch", "--device", "pony", "-n", "3", "train.py", environment=pony, cwd=tmp_path)
+
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "accel: 3 processes a node were asked for; this machine shows 2 pony device(s)\n"
+        "use -n 2, or -n auto, or --device cpu\n"
+    )
+
+
+def test_a_device_that_trains_in_one_process_refuses_two(toys, tmp_path):
+    (tmp_path / "train.py").write_text("")
+
+    ended = accel(
+        "launch", "--device", "mule", "-n", "2", "train.py", environment=toys("mule", "device"), cwd=tmp_path
+    )
+
+    assert ended.stderr == (
+        "accel: 2 processes were asked for; mule trains in one\nuse -n 1, or --device cpu\n"
+    )
+
+
+# -- dry run ---------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_starts_nothing_and_says_where_each_value_comes_from(tmp_path):
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    (tmp_path / "accel.yaml").write_text("mixed_precision: bf16\n")
+
+    ended = accel("launch", "--nodes", "2", "-n", "8", "--dry-run", "train.py", "--lr", "1", cwd=tmp_path)
+
+    assert ended.returncode == 0
+    told = ended.stdout.splitlines()
+    assert told[0] == "accel 0.1: 2 nodes x 8 = 16 processes, auto + auto + bf16, config accel.yaml"
+    assert told[1].endswith("-m accel_core.worker train.py --lr 1")
+    assert "  launch.nodes: flag --nodes" in told
+    assert any(line.startswith("  mixed_precision: accel.yaml") for line in told)
+    assert not (tmp_path / "ran").exists()
+
+
+NO_TORCH = """
+import sys
+from accel_core.cli import main
+sys.argv = ["accel", "launch", "--dry-run", "train.py"]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+def test_a_dry_run_imports_no_torch_and_counts_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("")
+
+    words, environment = [sys.executable, "-c", NO_TORCH], clean_environment()
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("accel 0.1: auto processes, auto + auto + fp32, no config file\n")
+
+
+def test_a_dry_run_on_a_login_node_says_that_the_device_is_not_here(toys, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    environment = toys("pony", "device", probe="lambda: 'no driver'")
+
+    ended = accel(
+        "launch", "--device", "pony", "--dry-run", "train.py", environment=environment, cwd=tmp_path
+    )
+
+    assert ended.returncode == 0
+    assert "pony: not usable on this machine (no driver); fine if the job runs elsewhere" in ended.stdout
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def refused(tmp_path, *words, code: int = 1) -> str:
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    ended = accel("launch", *words, cwd=tmp_path)
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "ran").exists()
+    return ended.stderr
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    told = refused(tmp_path, "-n", "2", "trian.py", code=2)
+
+    assert told.startswith(f"accel: the script trian.py does not exist in {tmp_path}\n")
+
+
+def test_nothing_to_launch(tmp_path):
+    assert refused(tmp_path, "-n", "2", code=2).startswith("accel: nothing to launch\n")
+
+
+def test_a_number_that_is_none(tmp_path):
+    told = refused(tmp_path, "-n", "two", "train.py")
+
+    assert "--processes-per-node" in told
+    assert "expected a whole number or 'auto', got 'two'" in told
+
+
+def test_nodes_without_a_place_to_meet(tmp_path):
+    told = refused(tmp_path, "--device", "cpu", "--nodes", "2", "train.py")
+
+    assert (
+        told.splitlines()[-1]
+        == "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
+    )
+
+
+def test_an_unknown_launcher(tmp_path):
+    told = refused(tmp_path, "--launcher", "torchrn", "train.py")
+
+    assert "the launcher 'torchrn' (flag --launcher) is not installed; did you mean 'torchrun'?" in told
+
+
+def test_a_misspelt_flag(tmp_path):
+    assert "--devise is no flag of accel launch; did you mean '--device'?" in refused(
+        tmp_path, "--devise", "train.py"
+    )
+
+
+def test_a_misspelt_dotted_flag_of_a_plugin_is_answered_with_its_option(toys, tmp_path):
+    config = "from attrs import frozen\nfrom accel_core import option\n"
+    config += "@frozen(kw_only=True)\nclass Config:\n    static_gait: bool = option(False, help='Trot.')\n"
+    environment = toys("pony", "strategy", config="'toy_config:Config'", modules={"toy_config": config})
+    (tmp_path / "train.py").write_text("")
+
+    ended = accel("launch", "--pony.static-gate", "true", "train.py", environment=environment, cwd=tmp_path)
+
+    assert ended.returncode == 1
+    assert "--pony.static-gate" in ended.stderr
+    assert "static_gait" in ended.stderr.replace("-", "_")
+
+
+OLD = {
+    "--num_processes 4": "counted all of them",
+    "--num_processes=4": "counted all of them",
+    "--nproc-per-node gpu": "auto is one process on a CPU, not one a core",
+    "--cpu": "where --cpu started one",
+    "--num_machines 2": "use --nodes",
+    "--nnodes 1:4": "a fixed number",
+    "--machine_rank 0": "use --node-rank",
+    "--main_process_ip 10.0.0.1": "use --rendezvous HOST:PORT",
+    "--main_process_port 29500": "a free port is taken by itself",
+    "--rdzv-endpoint 10.0.0.1:1": "--node-rank 0 on the node that has this address",
+    "--config_file a.yaml": "use --config FILE; it is accel-core's YAML",
+    "--mixed_precision fp16": "write --mixed-precision",
+    "--multi_gpu": "-n N or auto says how many processes",
+    "--fsdp_offload_params true": "--fsdp.OPTION VALUE",
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_an_old_flag_is_answered_with_what_it_means_here(tmp_path, old):
+    told = refused(tmp_path, *old.split(), "train.py")
+
+    assert told.startswith(f"accel: {old.replace('=', ' ').split()[0]} is no flag of accel launch")
+    assert OLD[old] in told
+
+
+def test_all_old_flags_of_a_line_are_answered_at_once(tmp_path):
+    told = refused(tmp_path, "--multi_gpu", "--num_processes", "2", "--machine_rank", "0", "train.py")
+
+    assert len(told.splitlines()) == 3

@@ -1,0 +1,62 @@
+"""Of several ranks that failed, which one is the cause."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from accel_core.native.failure import first_failure
+
+NOW = 1_000_000
+
+
+def noted(at: float, message: str = "ValueError: x"):
+    note = {
+        "message": message,
+        "extraInfo": {"py_callstack": "Traceback\n", "timestamp": str(NOW), "time": NOW + at},
+    }
+    return SimpleNamespace(exitcode=1, timestamp=NOW, local_rank=0, error_file_data={"message": note})
+
+
+def silent(exitcode: int, at: float = 1):
+    name = signal.Signals(-exitcode).name if exitcode < 0 else ""
+    return SimpleNamespace(
+        exitcode=exitcode,
+        timestamp=NOW + at,
+        local_rank=0,
+        error_file_data={"message": "<NONE>"},
+        signal_name=lambda: name,
+    )
+
+
+def test_the_earliest_note_wins_within_the_same_second():
+    assert first_failure({0: noted(0.2), 1: noted(0.1), 2: noted(0.3)}).rank == 1
+
+
+@pytest.mark.parametrize("exitcode", [-signal.SIGKILL, -signal.SIGSEGV, 7])
+def test_who_is_gone_without_a_word_was_first_since_the_others_noticed_before_the_agent(exitcode):
+    assert first_failure({0: noted(0.1), 1: silent(exitcode)}).rank == 1
+
+
+@pytest.mark.parametrize("exitcode", [-signal.SIGTERM, -signal.SIGABRT])
+def test_who_was_ended_by_the_agent_or_aborted_for_want_of_a_peer_is_not_the_cause(exitcode):
+    assert first_failure({0: silent(exitcode), 1: noted(0.1)}).rank == 1
+
+
+def test_who_had_to_be_killed_by_the_agent_is_not_the_cause():
+    assert first_failure({0: silent(-signal.SIGKILL, at=30), 1: noted(0.1)}).rank == 1
+
+
+def test_an_abort_is_the_cause_where_nothing_else_is():
+    failure = first_failure({0: silent(-signal.SIGABRT), 1: silent(-signal.SIGTERM)})
+
+    assert (failure.rank, failure.exit_code) == (0, 128 + signal.SIGABRT)
+
+
+def test_an_exit_code_without_a_traceback_is_stated():
+    note = {"message": "exit code 3", "extraInfo": {"py_callstack": "", "timestamp": "1", "time": NOW}}
+    failed = SimpleNamespace(exitcode=3, timestamp=NOW, local_rank=1, error_file_data={"message": note})
+
+    assert first_failure({5: failed}).report == "rank 5 (local 1) exited with code 3"

@@ -1,0 +1,90 @@
+"""Launching a function: results in rank order, failures with their traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from accel_core import LaunchError, notebook_launcher
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a test's functions need fork")
+
+
+@pytest.fixture(autouse=True)
+def _no_config_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def start(function, *args, n: int = 2):
+    return notebook_launcher(function, args, num_processes=n, device="cpu")
+
+
+def test_each_ranks_result_comes_back_in_rank_order():
+    def where(word: str):
+        return word, os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
+
+    assert start(where, "here") == [("here", "0", "2", "127.0.0.1"), ("here", "1", "2", "127.0.0.1")]
+
+
+def test_ranks_can_form_a_group_and_return_tensors():
+    def summed():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return total
+
+    assert [tensor.item() for tensor in start(summed)] == [3.0, 3.0]
+
+
+def test_a_failing_rank_is_named_with_its_traceback():
+    def fail():
+        if os.environ["RANK"] == "1":
+            raise ValueError("bad batch")
+        signal.pause()
+
+    with pytest.raises(LaunchError) as caught:
+        start(fail)
+
+    told = str(caught.value)
+    assert told.startswith("rank 1 (local 1) failed: ValueError: bad batch\nTraceback")
+    assert told.endswith("ValueError: bad batch")
+    assert "in fail" in told
+    assert "accel_core" not in told
+    assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure_that_says_so():
+    with pytest.raises(LaunchError, match=r"failed: .*[Pp]ickle.*lambda"):
+        start(lambda: lambda: None, n=1)
+
+
+def test_environment_and_signal_handlers_are_as_before():
+    before = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    start(os.getpid, n=1)
+
+    assert (dict(os.environ), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]) == before
+
+
+def test_the_agent_stays_quiet(capfd):
+    start(os.getpid)
+
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_port_may_be_named():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    found = notebook_launcher(lambda: os.environ["MASTER_PORT"], num_processes=1, device="cpu", use_port=port)
+
+    assert found == [str(port)]

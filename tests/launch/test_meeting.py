@@ -1,0 +1,91 @@
+"""Where workers meet: ports, addresses, other nodes, and tasks that a scheduler started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from accel_core import Job, LaunchError
+from accel_core.native import launcher
+from accel_core.native.launcher import TorchrunLauncher, refuse_lonely_tasks
+
+
+def test_a_port_in_use_is_refused_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = Job(argv=("no-such-command",), rendezvous=f"127.0.0.1:{port}")
+
+        with pytest.raises(LaunchError) as caught:
+            TorchrunLauncher().launch(job)
+
+    assert str(caught.value) == (
+        f"port {port} of this machine cannot be used: address already in use\n"
+        f"take another, such as --rendezvous 127.0.0.1:{port + 1}, on every node"
+    )
+
+
+@pytest.mark.parametrize("endpoint", ["10.0.0.1", "10.0.0.1:", "10.0.0.1:http"])
+def test_a_place_without_a_port_is_refused(endpoint):
+    with pytest.raises(LaunchError, match="is not HOST:PORT"):
+        TorchrunLauncher().launch(Job(argv=("x",), nodes=2, rendezvous=endpoint))
+
+
+def test_a_node_that_finds_nobody_says_whom_it_waited_for(monkeypatch):
+    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+
+    with pytest.raises(LaunchError) as caught:
+        TorchrunLauncher().launch(Job(argv=("x",), nodes=2, node_rank=1, rendezvous="127.0.0.1:1"))
+
+    assert str(caught.value).startswith("node 0 did not answer at 127.0.0.1:1 for 0.5 s: ")
+    assert str(caught.value).endswith(
+        "start the same command there with --node-rank 0, or correct --rendezvous"
+    )
+
+
+def test_a_torch_without_libuv_gets_the_variable_that_helps(monkeypatch):
+    import torch.distributed
+
+    def refuse(*args, **options):
+        raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
+    with launcher._environment(Job(argv=())):
+        assert os.environ["USE_LIBUV"] == "0"
+    assert "USE_LIBUV" not in os.environ
+
+
+def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with launcher._environment(Job(argv=(), processes_per_node=10_000)):
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    with launcher._environment(Job(argv=(), processes_per_node=10_000)):
+        assert os.environ["OMP_NUM_THREADS"] == "5"
+
+
+TASKS = ["SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"]
+
+
+@pytest.mark.parametrize("variable", TASKS)
+def test_one_of_several_tasks_that_know_nothing_of_each_other_is_refused(variable):
+    with pytest.raises(LaunchError, match=f"4 tasks \\({variable}\\), and each would train alone"):
+        refuse_lonely_tasks({variable: "4"})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "4", "WORLD_SIZE": "4", "RANK": "0"},
+        {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["no scheduler", "one task", "a launcher's worker", "a step of one task in a bigger job"],
+)
+def test_a_task_that_is_alone_or_knows_its_world_is_not_refused(environment):
+    refuse_lonely_tasks(environment)

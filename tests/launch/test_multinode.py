@@ -1,0 +1,142 @@
+"""Two launchers as on two machines: two network namespaces joined by a cable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from command import ACCEL, clean_environment
+
+pytestmark = [
+    pytest.mark.multinode,
+    pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
+    pytest.mark.skipif(
+        not hasattr(os, "geteuid") or os.geteuid() != 0, reason="making namespaces needs root"
+    ),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command (iproute2) is missing"),
+]
+
+# The second node's address sorts before the first's, so that an order by address would show.
+ADDRESSES = ("10.77.0.9", "10.77.0.10")
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, str]]:
+    names = (f"accel-a-{os.getpid()}", f"accel-b-{os.getpid()}")
+
+    def ip(*words: str) -> None:
+        ended = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        if ended.returncode:
+            pytest.skip(f"ip {' '.join(words)}: {ended.stderr.strip()}")
+
+    with ExitStack() as undo:
+        for name in names:
+            ip("netns", "add", name)
+            undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
+        ip(
+            "link",
+            "add",
+            "accel0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "accel0",
+            "netns",
+            names[1],
+        )
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "accel0")
+            ip("-n", name, "link", "set", "accel0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+
+
+SUMS = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(float(dist.get_rank()))
+dist.all_reduce(total)
+if os.environ["LOCAL_RANK"] == "0":
+    print(os.environ["GROUP_RANK"], os.environ["RANK"], int(total), os.environ["ACCEL_RUN_ID"])
+dist.destroy_process_group()
+"""
+
+
+def launch_on(nodes: tuple[str, str], folder: Path, source: str, *flags: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of the launchers on both nodes."""
+    (folder / "train.py").write_text(source)
+    with ExitStack() as stack:
+        started = {}
+        for rank in (1, 0):  # node 1 first: it waits for node 0
+            words = ["ip", "netns", "exec", nodes[rank], ACCEL, "launch", "--device", "cpu", "-n", "2"]
+            words += ["--nodes", "2", "--node-rank", str(rank), "--rendezvous", f"{ADDRESSES[0]}:29511"]
+            pipe = subprocess.PIPE
+            started[rank] = stack.enter_context(
+                subprocess.Popen(
+                    [*words, *flags, "train.py"],
+                    cwd=folder,
+                    env=clean_environment(),
+                    stdout=pipe,
+                    stderr=pipe,
+                    text=True,
+                )
+            )
+            stack.callback(started[rank].kill)
+        told = [started[rank].communicate(timeout=90) for rank in (0, 1)]
+        return [(started[rank].returncode, *told[rank]) for rank in (0, 1)]
+
+
+def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path):
+    first, second = launch_on(nodes, tmp_path, SUMS)
+
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert first[1].split()[:3] == ["0", "0", "6"]
+    assert second[1].split()[:3] == ["1", "2", "6"]
+    assert first[1].split()[3] == second[1].split()[3]
+    assert first[2].startswith("accel 0.1: 2 nodes x 2 = 4 processes, cpu + auto + fp32")
+
+
+ONCE = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "3":
+    raise ValueError("once")
+"""
+
+
+def test_two_nodes_restart_together(nodes, tmp_path):
+    first, second = launch_on(nodes, tmp_path, ONCE + SUMS, "--max-restarts", "2")
+
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "ValueError: once" in first[2] + second[2]
+    assert {first[1].split()[2], second[1].split()[2]} == {"6"}
+
+
+MID_STEP = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1000):
+    if step == 5 and dist.get_rank() == 3:
+        raise ValueError("bad")
+    dist.all_reduce(torch.ones(10))
+"""
+
+
+def test_each_node_tells_its_own_first_failure(nodes, tmp_path):
+    first, second = launch_on(nodes, tmp_path, MID_STEP)
+
+    assert (first[0], second[0]) == (1, 1)
+    assert "rank 3 (local 1) failed: ValueError: bad" in second[2]
+    assert "ValueError" not in first[2]
+    assert first[2].count("Traceback") == 1
