@@ -1,7 +1,7 @@
-"""Build the workspace's wheels that are missing or older than their sources, and install the named ones.
+"""Build this checkout's wheels that are missing or older than their sources, and install the named ones.
 
-`python .ci/wheels.py FOLDER [--no-deps] accel-core[testing] accel-ddp`: from the root of the checkout,
-in the environment to install into. All tox environments share the folder: each wheel is built once.
+`python .ci/wheels.py FOLDER [--no-deps] accel-core[testing] accel-ddp`: in the environment to install
+into. All tox environments share the folder: each wheel is built once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROJECTS = {"accel-core": Path()} | {
-    f"accel-{path.parent.name}": path.parent for path in Path().glob("backends/*/pyproject.toml")
+ROOT = Path(__file__).resolve().parents[1]
+PROJECTS = {"accel-core": ROOT} | {
+    f"accel-{file.parent.name}": file.parent
+    for parent in ("backends", "contrib")
+    for file in ROOT.glob(f"{parent}/*/pyproject.toml")
 }
 
 
@@ -22,7 +25,15 @@ def main(folder: Path, requirements: list[str]) -> None:
         name, extras = re.fullmatch(r"([a-z0-9-]+)(\[.*\])?", requirement).groups()
         wheel = built(PROJECTS[name], folder / name)
         arguments += ["--reinstall-package", name, f"{name}{extras or ''} @ {wheel.resolve().as_uri()}"]
-    uv("pip", "install", "--python", sys.executable, "--constraints", "constraints.txt", *arguments)
+    uv(
+        "pip",
+        "install",
+        "--python",
+        sys.executable,
+        "--constraints",
+        str(ROOT / "constraints.txt"),
+        *arguments,
+    )
 
 
 def built(project: Path, folder: Path) -> Path:
