@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16, help="of each process")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of one optimizer step")
-    parser.add_argument("--checkpoint", type=Path, default="digits.pt")
+    parser.add_argument("--checkpoint", type=Path, default="digits-checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     args = parser.parse_args()
 
@@ -56,7 +56,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
     if args.resume:
-        state = torch.load(args.checkpoint)
+        state = torch.load(f"{args.checkpoint}.pt")
         for part, saved in zip((model, optimizer, scheduler), state, strict=True):
             part.load_state_dict(saved)
     watched = sys.stderr.isatty()
@@ -80,7 +80,8 @@ def main() -> None:
                 hits = model(images.to(device)).argmax(1) == labels.to(device)
                 right += hits.sum().item()
         print(f"epoch {epoch + 1}: test accuracy {right / len(unseen):.1%}")
-        torch.save([part.state_dict() for part in (model, optimizer, scheduler)], args.checkpoint)
+        state = [part.state_dict() for part in (model, optimizer, scheduler)]
+        torch.save(state, f"{args.checkpoint}.pt")
 
 
 if __name__ == "__main__":
