@@ -359,6 +359,8 @@ def _summary(error: BaseException) -> str:
     first = str(error).partition("\n")[0]
     if isinstance(error, PluginError):
         return first
+    if isinstance(error, AttributeError) and isinstance(error.name, str):
+        first += near(error.name, dir(error.obj))  # a misspelt hook, mostly
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
@@ -381,12 +383,9 @@ def load(record: Record, path: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # vendor imports quit, abort and raise anything
-        hint = ""
-        if isinstance(error, AttributeError) and getattr(error, "name", None):
-            hint = near(str(error.name), dir(error.obj))
         raise PluginError(
             f"{record.slot} plugin {record.name!r} ({record.origin}) cannot be imported from {path}\n"
-            f"{type(error).__name__}: {error}{hint}\n"
+            f"{_summary(error)}\n"
             f"run `accel plugins doctor {record.name}` for the traceback, or choose another {record.slot}",
             plugin=record.name,
             distribution=record.origin,

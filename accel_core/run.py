@@ -80,7 +80,7 @@ class Run:
         self.device: torch.device = self.hooks.select_device(self.world)
         self.hooks.set_affinity(self.world)
         self._check_capabilities()
-        self.mark_step = None if self._idle("mark_step") else self.hooks.mark_step
+        self.mark_step = self.hooks.step("mark_step")
         self._dims: dict[str, Collectives] = {}
         self._join_world()
         self.topology = self.hooks.data_topology(self.world)
@@ -243,7 +243,15 @@ class Run:
         config = self.resolved.plugin_config(record, alias if alias in self.config.strategies else None)
         plugin = load_path(record, card.implementation)(config, self)
         registered = self.binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
-        plugin.below = self.binder.hooks([lower for lower in self._lower if lower.layer < registered.layer])
+        try:
+            plugin.below = self.binder.hooks([low for low in self._lower if low.layer < registered.layer])
+        except AttributeError as error:
+            raise PluginError(
+                f"{record.slot} plugin {chosen.name!r} ({record.origin}): {type(plugin).__name__} cannot take"
+                " the attribute `below`, which every plugin gets\ndeclare `below: Hooks` in it, not frozen",
+                plugin=chosen.name,
+                distribution=record.origin,
+            ) from error
         self.plugins[alias] = plugin
         return registered
 
@@ -287,10 +295,6 @@ class Run:
                 "name it under strategies: in the config, or use an installed plugin's name (accel plugins)"
             )
         return Chosen(record, "asked for in prepare")
-
-    def _idle(self, hook: str) -> bool:
-        found = self.hooks.owner(hook)
-        return found is None or getattr(found.call, "accel_no_op", False)
 
     def _check_capabilities(self) -> None:
         able = self.hooks.capabilities(self.device)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from accel_core import (
-    AccelError,
     Accelerator,
+    AccelError,
     CollectiveError,
     ConfigError,
     InitProcessGroupKwargs,
