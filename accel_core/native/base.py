@@ -76,7 +76,7 @@ class Base:
 
     @implements(hooks.destroy_process_group)
     def destroy_process_group(self) -> None:
-        dist.destroy_process_group()
+        process_group.destroy()
 
     @implements(hooks.data_topology)
     def data_topology(self, world: World) -> Topology:

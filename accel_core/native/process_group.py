@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_core.config.schema import InitProcessGroupKwargs
     from accel_core.world import World
 
-__all__ = ["Alone", "TorchCollectives", "control_group", "create", "shared"]
+__all__ = ["Alone", "TorchCollectives", "control_group", "create", "destroy", "shared"]
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -105,6 +105,12 @@ def control_group() -> dist.ProcessGroup:
         _control.clear()  # of groups destroyed meanwhile
         _control[world] = dist.new_group(backend=dist.Backend.default_device_backend_map["cpu"])
     return _control[world]
+
+
+def destroy() -> None:
+    """Undo `create`. A control group still referenced at exit would abort the process now and then."""
+    _control.clear()
+    dist.destroy_process_group()
 
 
 class TorchCollectives:
