@@ -122,7 +122,7 @@ class Accelerator:
         objects = [thing for thing in (*sections, *(kwargs_handlers or ()), *plugins) if thing is not None]
         python = {path: value for path, value in given.items() if value is not None}
         self.run = Run(python=python, objects=objects)
-        self._accumulations: dict[tuple[int, ...], Accumulation] = {}
+        self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
 
     # -- who and where ---------------------------------------------------------------------------
@@ -305,12 +305,11 @@ class Accelerator:
         Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping
         and schedulers act at the window's boundary only: its last micro-batch, or the loader's.
         """
-        key = tuple(map(id, models))
-        found = self._accumulations.get(key)
+        found = self._accumulations.get(models)
         if found is None:
             self.run.require_alive()
             units = self._units(models) if models else list(self.run.units)
-            found = self._accumulations[key] = Accumulation(self.run, units, models)
+            found = self._accumulations[models] = Accumulation(self.run, units, models)
         return found
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
