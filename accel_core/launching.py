@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from accel_core.config.names import misnamed
 from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved
-from accel_core.errors import ConfigError, LaunchError
+from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
-from accel_core.plugins import Discovery, load, near
+from accel_core.plugins import Discovery, load
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -130,22 +131,30 @@ class Launch:
             )
 
     def launcher(self) -> Hooks:
-        """The hooks of the launcher plugin that the config names."""
+        """The hooks of the launcher plugin that the config names.
+
+        Raises:
+            ConfigError: a plugin that the config names is not installed.
+            PluginError: the launcher cannot be used.
+        """
         from accel_core.binding import Binder
 
-        name = self.config.launch.launcher
-        record = self.discovery.get(name)
-        launchers = [each.name for each in self.discovery.of("launcher")]
-        if record is None or record.slot != "launcher" or record.card is None or record.status != "available":
-            found = (
-                f"cannot be used: {record.reason}" if record else f"is not installed{near(name, launchers)}"
-            )
-            origin = self.resolved.origins.get("launch.launcher", "default")
-            raise ConfigError(f"the launcher {name!r} ({origin}) {found}\ninstalled: {', '.join(launchers)}")
-        options = self.resolved.plugin_config(record)
-        plugin = load(record, record.card.implementation or "")(options, None)
+        self.refuse_misnamed()
+        record = self.discovery.get(self.config.launch.launcher)
+        assert record is not None
+        if record.card is None or record.status != "available":
+            raise PluginError(f"launcher {record.name} cannot be used: {record.reason}", plugin=record.name)
+        plugin = load(record, record.card.implementation or "")(self.resolved.plugin_config(record), None)
         binder = Binder()
-        return binder.hooks([binder.register(plugin, name=name, slot="launcher", origin=record.origin)])
+        return binder.hooks(
+            [binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)]
+        )
+
+    def refuse_misnamed(self) -> None:
+        """Raise a ConfigError for plugins that the config names and nobody installed."""
+        problems = [str(problem) for problem in misnamed(self.resolved, self.discovery)]
+        if problems:
+            raise ConfigError("\n".join(problems), problems=problems)
 
     # -- which devices are here ------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ BUILT_IN: Final = {
     "env": ("accel_core.cli.env:env", "Describe this machine, for bug reports."),
 }
 
+CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Inherited by every command."""
+
 
 class _Lazy(click.Group):
     """Knows its commands by name and summary; imports the one that is called."""
@@ -73,7 +76,7 @@ def _checked(command: object, name: str) -> click.Command:
     return command
 
 
-@click.command("accel", cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("accel", cls=_Lazy, context_settings=CONTEXT)
 @click.version_option(package_name="accel-core", prog_name="accel")
 def accel() -> None:
     """Train on any hardware, under any parallel strategy."""

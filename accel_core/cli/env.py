@@ -34,7 +34,7 @@ VARIABLES: Final = (
 REPORT_SECONDS: Final = 60.0
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--fast", is_flag=True, help="Import neither torch nor plugins; report what metadata says.")
 def env(fast: bool) -> None:
     """Describe this machine and what is installed, for bug reports."""

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-PATHS: Final = {
-    "processes_per_node": "launch.processes_per_node",
-    "nodes": "launch.nodes",
-    "node_rank": "launch.node_rank",
-    "rendezvous": "launch.rendezvous",
-    "max_restarts": "launch.max_restarts",
-    "launcher": "launch.launcher",
-    "device": "device",
-    "strategy": "strategy",
-    "mixed_precision": "mixed_precision",
+FLAGS: Final = {
+    "-n/--processes-per-node": "launch.processes_per_node",
+    "--nodes": "launch.nodes",
+    "--node-rank": "launch.node_rank",
+    "--rendezvous": "launch.rendezvous",
+    "--max-restarts": "launch.max_restarts",
+    "--launcher": "launch.launcher",
+    "--device": "device",
+    "--strategy": "strategy",
+    "--mixed-precision": "mixed_precision",
 }
-"""Own flags -> where their values stand in the config."""
+"""Own flags -> the options they set, whose help they show."""
 
 
 @define
@@ -109,24 +109,20 @@ def _advise(flag: str, known: Mapping[str, click.Parameter]) -> tuple[str, int]:
     return near(spelling, list(known)) or "; `accel launch --help` lists them all", 0
 
 
-@click.command(
-    cls=_LaunchCommand,
-    options_metavar="[FLAGS] SCRIPT [ARGS]...",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-@click.option(
-    "-n", "--processes-per-node", metavar="N|auto", help="Workers on each node; auto: one a visible device."
-)
-@click.option("--nodes", metavar="N", help="Machines that take part, each with its own `accel launch`.")
-@click.option("--node-rank", metavar="I", help="Number of this machine; 0 is the one named by --rendezvous.")
-@click.option(
-    "--rendezvous", metavar="HOST:PORT", help="Where the nodes meet: an address of node 0, a free port."
-)
-@click.option("--max-restarts", metavar="N", help="How often failed workers are started again.")
-@click.option("--device", metavar="NAME", help="Device plugin, torch device type, or auto.")
-@click.option("--strategy", metavar="NAME", help="Strategy plugin, a name from strategies:, or auto.")
-@click.option("--mixed-precision", metavar="NAME", help="no, fp16, bf16, or a precision plugin.")
-@click.option("--launcher", metavar="NAME", help="Launcher plugin.")
+def _own_flags() -> list[click.Parameter]:
+    from attrs import fields_dict
+
+    from accel_core.config.options import describe
+    from accel_core.config.schema import LaunchConfig, RunConfig
+
+    options = {**fields_dict(RunConfig), **fields_dict(LaunchConfig)}
+    return [
+        click.Option(flag.split("/"), metavar="VALUE", help=describe(options[path.rpartition(".")[2]]).help)
+        for flag, path in FLAGS.items()
+    ]
+
+
+@click.command(cls=_LaunchCommand, params=_own_flags(), options_metavar="[FLAGS] SCRIPT [ARGS]...")
 @click.option("--config", metavar="FILE", help="Else $ACCEL_CONFIG, else ./accel.yaml if there is one.")
 @click.option("--dry-run", is_flag=True, help="Say what would be started, and start nothing.")
 def launch(
@@ -138,7 +134,8 @@ def launch(
     from accel_core.plugins import discover
 
     _refuse_missing(target)
-    flags = {PATHS[name]: value for name, value in own.items() if value is not None}
+    paths = {path.rpartition(".")[2]: path for path in FLAGS.values()}
+    flags = {paths[name]: value for name, value in own.items() if value is not None}
     discovery = discover()
     resolved = load(flags={**dotted, **flags}, file=config, discovery=discovery)
     for note in resolved.notes:
@@ -160,12 +157,11 @@ def _start(plan: Launch, command: tuple[str, ...]) -> int:
 
 
 def _describe(plan: Launch, command: tuple[str, ...]) -> None:
-    asked = plan.config.launch.processes_per_node
-    print(plan.line(asked))
+    plan.refuse_misnamed()
+    print(plan.line(plan.config.launch.processes_per_node))
     print(f"each worker: {shlex.join(command)}")
     for path, origin in sorted(plan.resolved.origins.items()):
-        if origin != "default":
-            print(f"  {path}: {origin}")
+        print(f"  {path}: {origin}")
     for doubt in plan.doubts():
         print(doubt)
 

@@ -21,7 +21,7 @@ __all__ = ["examine", "plugins", "table"]
 DOCTOR_SECONDS: Final = 60.0
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a plugin, in a list.")
 @click.option("--why", is_flag=True, help="Say in words what would be chosen on this machine, and why.")
 @click.pass_context

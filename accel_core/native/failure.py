@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -11,7 +13,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["Failure", "first_failure"]
+__all__ = ["Failure", "earliest_note", "first_failure"]
 
 AGENT_KILLS_AFTER: Final = 30
 """Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
@@ -78,3 +80,10 @@ def _describe(rank: int, failure: ProcessFailure) -> Failure:
         message=message,
         traceback=note.get("py_callstack", ""),
     )
+
+
+def earliest_note(paths: Iterable[str]) -> str:
+    """` (its first line)` of the first failure noted in these files; empty if none was."""
+    noted = [json.loads(path.read_text("utf-8"))["message"] for path in map(Path, paths) if path.exists()]
+    noted.sort(key=lambda note: note["extraInfo"]["time"])
+    return f" ({noted[0]['message'].splitlines()[0]})" if noted else ""

@@ -162,7 +162,15 @@ def test_nodes_without_a_place_to_meet(tmp_path):
 def test_an_unknown_launcher(tmp_path):
     told = refused(tmp_path, "--launcher", "torchrn", "train.py")
 
-    assert "the launcher 'torchrn' (flag --launcher) is not installed; did you mean 'torchrun'?" in told
+    assert told.startswith("accel: flag --launcher: launch.launcher: ")
+    assert "did you mean 'torchrun'?" in told
+
+
+def test_an_unknown_strategy_is_refused_before_workers_exist(tmp_path):
+    told = refused(tmp_path, "--device", "cpu", "-n", "2", "--strategy", "sinlge", "train.py")
+
+    assert told.startswith("accel: flag --strategy: strategy: ")
+    assert "did you mean 'single'?" in told
 
 
 def test_a_misspelt_flag(tmp_path):

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.native import launcher
+from accel_core.native import launcher, meeting
 from accel_core.native.launcher import TorchrunLauncher, refuse_lonely_tasks
 
 
@@ -35,7 +35,7 @@ def test_a_place_without_a_port_is_refused(endpoint):
 
 
 def test_a_node_that_finds_nobody_says_whom_it_waited_for(monkeypatch):
-    monkeypatch.setattr(launcher, "PATIENCE", 0.5)
+    monkeypatch.setattr(meeting, "PATIENCE", 0.5)
 
     with pytest.raises(LaunchError) as caught:
         TorchrunLauncher().launch(Job(argv=("x",), nodes=2, node_rank=1, rendezvous="127.0.0.1:1"))
