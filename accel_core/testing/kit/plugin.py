@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from attrs import define
+from attrs import define, field
 
 from accel_core.errors import PluginError
 from accel_core.plugins import CAPABILITIES, discover
@@ -35,6 +35,8 @@ class Kit:
     report_file: str | None
     report: Report
     _temporary: TemporaryDirectory[str]
+    readers: dict[int, int] = field(factory=dict)
+    """World size -> readers, once a check has asked."""
 
     @classmethod
     def from_config(cls, config: pytest.Config) -> Kit:
@@ -95,6 +97,11 @@ class Kit:
         return self.tested
 
     @pytest.fixture
+    def kit(self) -> Kit:
+        """The kit itself, for what checks share."""
+        return self
+
+    @pytest.fixture
     def run(self) -> Callable[..., list[Any]]:
         """`run(function, *args, world=1)`: in new processes; the function's first argument are the stack's."""
         device = self.tested.plugins.get("device")
@@ -118,8 +125,7 @@ class Kit:
             return report
         undeclared = sorted(_required(item) - self.tested.offers)
         if undeclared and call.when == "call" and report.outcome != "skipped":
-            if report.outcome == "passed":
-                self.report.observed.update(undeclared)
+            (self.report.held if report.outcome == "passed" else self.report.broke).update(undeclared)
             words = ", ".join(undeclared)
             report.outcome = "skipped"
             report.longrepr = (

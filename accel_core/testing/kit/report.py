@@ -38,14 +38,21 @@ class Report:
     stack: TestedStack
     worlds: Sequence[int]
     checks: list[Check] = field(factory=list)
-    observed: set[str] = field(factory=set)
-    """Capability words that no card claims, and whose checks passed."""
+    held: set[str] = field(factory=set)
+    """Capability words that no card claims, of checks that passed."""
+    broke: set[str] = field(factory=set)
+    """The same, of checks that did not."""
 
     @property
     def title(self) -> str:
         """Kit, stack and worlds, in a line."""
         worlds = ", ".join(map(str, self.worlds))
         return f"accel-core conformance kit {__version__} (API {API_VERSION}): {self.stack}, worlds {worlds}"
+
+    @property
+    def observed(self) -> list[str]:
+        """Capability words that the cards could claim: all their checks passed."""
+        return sorted(self.held - self.broke)
 
     def of(self, outcome: str) -> list[Check]:
         """The checks with that outcome."""
@@ -57,7 +64,7 @@ class Report:
             for check in self.of(outcome):
                 yield f"{outcome}: {check.name}: {check.reason}"
         if self.observed:
-            yield f"observed but not declared: {', '.join(sorted(self.observed))}"
+            yield f"observed but not declared: {', '.join(self.observed)}"
         counts = Counter(check.outcome for check in self.checks)
         found = ", ".join(
             f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "xfailed", "skipped")
@@ -82,7 +89,7 @@ class Report:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "counts": dict(Counter(check.outcome for check in self.checks)),
-            "observed_but_not_declared": sorted(self.observed),
+            "observed_but_not_declared": self.observed,
             "checks": [asdict(check) for check in self.checks],
         }
 
@@ -106,5 +113,5 @@ class Report:
                 lines += ["", f"## {outcome}", ""]
                 lines += [f"* `{check.name}` {check.reason}".rstrip() for check in found]
         if self.observed:
-            lines += ["", f"Observed but not declared: {', '.join(sorted(self.observed))}."]
+            lines += ["", f"Observed but not declared: {', '.join(self.observed)}."]
         return "\n".join(lines) + "\n"

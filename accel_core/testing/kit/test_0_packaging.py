@@ -85,10 +85,6 @@ def test_the_launch_class_is_light(facts: dict[str, Any]) -> None:
         assert launch.get("devices", True), "visible_devices gives (variable, count)"
 
 
-def test_torch_stays_unloaded(facts: dict[str, Any]) -> None:
-    assert not facts["torch"], "card, probe, config or launch class imports torch"
-
-
 def test_types_are_shipped(facts: dict[str, Any]) -> None:
     assert facts["typed"], "the package has no py.typed: users' type checkers see nothing of it"
 

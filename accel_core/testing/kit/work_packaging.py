@@ -36,7 +36,6 @@ def facts(name: str, distribution: str) -> dict[str, Any]:
         found["config"] = {**_config(_load(card.config)), "loads": loaded.since()}
     if card.launch is not None:
         found["launch"] = {**_launch(_load(card.launch)()), "loads": loaded.since()}
-    found["torch"] = "torch" in sys.modules
     return found
 
 

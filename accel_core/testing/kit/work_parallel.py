@@ -22,6 +22,7 @@ __all__ = [
     "metrics",
     "nested",
     "quiet_windows",
+    "readers",
     "replicas",
     "samples",
     "sequential_runs",
@@ -29,6 +30,14 @@ __all__ = [
     "uneven_inputs",
     "whole",
 ]
+
+
+def readers(arguments: Mapping[str, Any]) -> int:
+    """How many shares the data has; several processes may read the same one."""
+    accelerator = make(arguments)
+    count = accelerator.run.topology.readers
+    accelerator.end_training()
+    return count
 
 
 def dims(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,24 +70,25 @@ def _collectives(accelerator: Accelerator, dim: str) -> dict[str, Any]:
 def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The facade's collectives over nested structures, of unequal lengths too."""
     accelerator = make(arguments)
-    rank, device = accelerator.process_index, accelerator.device
+    topology, device = accelerator.run.topology, accelerator.device
+    reader = topology.reader
     tensors = {
-        "a": torch.full((2, 1), float(rank), device=device),
-        "b": [torch.tensor([rank], device=device)],
+        "a": torch.full((2, 1), float(reader), device=device),
+        "b": [torch.tensor([reader], device=device)],
     }
-    ragged = torch.full((rank + 1,), rank + 1, device=device)
+    ragged = torch.full((reader + 1,), reader + 1, device=device)
     gathered = accelerator.gather(tensors)
     padded = accelerator.pad_across_processes(ragged)
     found = {
         "a": gathered["a"].flatten().tolist(),
         "b": gathered["b"][0].tolist(),
-        "sum": accelerator.reduce(torch.tensor(rank + 1.0, device=device), "sum").item(),
-        "mean": accelerator.reduce({"x": torch.tensor(rank + 1.0, device=device)}, "mean")["x"].item(),
-        "padded": accelerator.gather(padded).reshape(-1, accelerator.num_processes).tolist(),
+        "sum": accelerator.reduce(torch.tensor(reader + 1.0, device=device), "sum").item(),
+        "mean": accelerator.reduce({"x": torch.tensor(reader + 1.0, device=device)}, "mean")["x"].item(),
+        "padded": accelerator.gather(padded).reshape(-1, topology.readers).tolist(),
         "broadcast": accelerator.broadcast(
-            torch.tensor([rank], device=device), accelerator.num_processes - 1
+            torch.tensor([accelerator.process_index], device=device), accelerator.num_processes - 1
         ).tolist(),
-        "scalar": accelerator.gather(torch.tensor(float(rank), device=device)).tolist(),
+        "scalar": accelerator.gather(torch.tensor(float(reader), device=device)).tolist(),
     }
     accelerator.end_training()
     return found
@@ -156,19 +166,19 @@ def whole(arguments: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 
 def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Gradients in and at the end of a window of two, and in `no_sync`; collectives, where counted."""
+    """Gradients inside and after a window of two, and in `no_sync`; collectives, where counted."""
     accelerator = make(arguments, gradient_accumulation_steps=2)
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    x = torch.full((2, FEATURES), accelerator.process_index + 1.0, device=accelerator.device)
+    x = torch.full((2, FEATURES), accelerator.run.topology.reader + 1.0, device=accelerator.device)
     y = torch.zeros(2, dtype=torch.int64, device=accelerator.device)
     gradients, counts = [], []
     for _ in range(4):
         with accelerator.accumulate(model):
             accelerator.backward(cross_entropy(model(x).float(), y))
+            optimizer.step()
             gradients.append(_gradients(accelerator.unwrap_model(model)))
             counts.append(_reductions())
-            optimizer.step()
             optimizer.zero_grad()
     with accelerator.no_sync(model):
         accelerator.backward(cross_entropy(model(x).float(), y))
@@ -228,7 +238,7 @@ def coordination(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         "triggers": (untouched, triggered, again),
         "entered": entered,
-        "share": mine,
+        "share": (accelerator.run.topology.reader, mine),
         "main": accelerator.is_main_process,
         "last": accelerator.is_last_process,
         "only": accelerator.on_main_process(lambda: rank)(),

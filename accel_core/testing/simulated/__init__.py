@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,20 +31,24 @@ CARD: Final = Card(
 
 
 def write_distribution(
-    folder: Path, name: str = DISTRIBUTION, entry_points: str | None = None, version: str = "0.1"
-) -> Path:
-    """Declare plugins without installing anything: metadata of a distribution, found once `folder` is on the path.
+    folder: Path,
+    name: str = DISTRIBUTION,
+    entry_points: str | None = None,
+    *,
+    version: str = "0.1",
+    requires: Sequence[str] = ("accel-core",),
+) -> None:
+    """Declare plugins without installing anything: a distribution's metadata, found once `folder` is on the path.
 
     `entry_points` is the text of an entry_points.txt; without it the simulated device is declared.
     """
     entry_points = entry_points or f"[accel_core.device]\n{CARD.name} = {__name__}:CARD\n"
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: accel-core\n"
-    )
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
     (info / "entry_points.txt").write_text(entry_points)
-    return folder
 
 
 def declare(folder: Path) -> None:

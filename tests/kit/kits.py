@@ -1,0 +1,56 @@
+"""Running the kit on plugins of this folder, and looking at what it found."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.forkserver  # noqa: F401 - outlives the inner pytest, which forgets its own imports
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from accel_core import Card
+from accel_core.testing.simulated import write_distribution
+
+HERE = str(Path(__file__).parent)
+
+
+@frozen
+class Found:
+    """What the kit's report says."""
+
+    facts: Mapping[str, Any]
+    text: str
+
+    def names(self, outcome: str) -> set[str]:
+        """Checks with that outcome, without their parameters."""
+        return {c["name"].partition("[")[0].partition("::")[2] for c in self.facts["checks"] if c["outcome"] == outcome}
+
+
+def declare(folder: Path, module: str, cards: Mapping[str, Card], distribution: str = "accel-declared", **more: Any) -> None:
+    """A distribution that provides `cards`, attributes of `module` by name."""
+    sections: dict[str, list[str]] = {}
+    for attribute, card in cards.items():
+        sections.setdefault(card.slot, []).append(f"{card.name} = {module}:{attribute}")
+    text = "\n".join(f"[accel_core.{slot}]\n" + "\n".join(lines) for slot, lines in sections.items())
+    write_distribution(folder, distribution, text + "\n", **more)
+
+
+def run_kit(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str, *options: str
+) -> Found:
+    """Run the kit in this process, from an empty folder, with the plugins that `site` declares."""
+    monkeypatch.setattr(sys, "path", [str(site), HERE, *sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), HERE]))
+    report = pytester.path / "report.json"
+    ended = pytester.runpytest_inprocess(
+        *("--pyargs", "accel_core.testing", "--accel-stack", stack, "--accel-report", str(report), "-p", "no:cacheprovider"),
+        *options,
+    )
+    text = ended.stdout.str()
+    assert report.exists(), text + ended.stderr.str()
+    return Found(json.loads(report.read_text()), text)

@@ -1,0 +1,48 @@
+"""Odd but right plugins: the kit must find nothing wrong with them.
+
+late: the device reduces gradients itself, when the window ends (as lazy devices do).
+lazy: the device must be told before the host reads, and notices when core reads unannounced.
+pair: several processes read the same share of the data (as tensor parallelism does).
+early: the vendor's library reads its variable when it is imported, and never again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_core import Card
+
+DEVICE_WORDS = {"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"}
+
+
+def device(name: str, **more: Any) -> Card:
+    plugin = "".join(part.title() for part in name.split("-"))
+    return Card(
+        name=name,
+        slot="device",
+        summary=f"A stranger: {name}.",
+        api_version="1.0",
+        offers=DEVICE_WORDS,
+        torch_device="sim",
+        implementation=f"strangers.plugins:{plugin}",
+        **more,
+    )
+
+
+def strategy(name: str, **more: Any) -> Card:
+    return Card(
+        name=name,
+        slot="strategy",
+        summary=f"A stranger: {name}.",
+        api_version="1.0",
+        offers={"no_sync", "whole_weights"},
+        implementation=f"strangers.plugins:{name.title()}",
+        **more,
+    )
+
+
+LATE = device("late")
+LAZY = device("lazy")
+EARLY = device("early", launch="strangers.light:Launch")
+REPLICAS = strategy("replicas")
+PAIR = strategy("pair")

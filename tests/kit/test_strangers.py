@@ -1,0 +1,66 @@
+"""Odd but right plugins pass; were core's order broken, they would notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import strangers
+from kits import Found, declare, run_kit
+
+from accel_core import Card
+
+pytest_plugins = ["pytester"]
+
+CARDS = {name: card for name, card in vars(strangers).items() if isinstance(card, Card)}
+WHOLE = ("--accel-world", "1,2")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    declare(tmp_path / "site", "strangers", CARDS)
+    return tmp_path / "site"
+
+
+def describe(found: Found) -> str:
+    return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stack", ["late+replicas", "lazy+replicas", "sim+pair", "early"])
+def test_strangers_pass(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str
+) -> None:
+    worlds = WHOLE if stack != "lazy+replicas" else ("--accel-world", "1")
+    found = run_kit(pytester, monkeypatch, site, stack, *worlds)
+    assert found.names("failed") == set(), describe(found)
+    assert found.names("skipped") <= {"test_ranks_may_run_out_of_batches"}
+
+
+@pytest.mark.parametrize(
+    ("stack", "broken", "levels", "red"),
+    [
+        ("late+replicas", "clip_before_reducing", "3", {"test_clipping_sees_the_gradient_of_all"}),
+        (
+            "sim+pair",
+            "share_out_by_rank",
+            "3",
+            {"test_the_global_batch_decides_not_who_computes_it", "test_clipping_sees_the_gradient_of_all"},
+        ),
+        ("lazy+replicas", "say_nothing", "2", {"test_mixed_precision", "test_overflowing_steps_are_skipped"}),
+        ("early", "import_before_setting", "0", {"test_the_stack_binds"}),
+    ],
+)
+def test_strangers_notice_a_broken_core(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    site: Path,
+    stack: str,
+    broken: str,
+    levels: str,
+    red: set[str],
+) -> None:
+    monkeypatch.setenv("BREAK_CORE", broken)
+    worlds = "1" if stack == "lazy+replicas" else "2"
+    found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", levels, "--accel-world", worlds)
+    assert found.names("failed") == red, describe(found)
