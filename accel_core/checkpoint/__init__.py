@@ -1,0 +1,8 @@
+"""Checkpoints: whole or not there, verified before use, readable by any stack at any world size.
+
+`save` and `load` do it; docs/checkpoint-format.md says what is on the disk.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -12,7 +12,7 @@ import sys
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ Fetch = Callable[[str], Tensor]
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without the prefix."""
+    """The name torch gives a dtype, without the prefix."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -100,7 +100,7 @@ class _Encoder:
             and value.dtype.kind in "biufcSUMm"
         ):
             return self._array(value, "$array" if kind is numpy.ndarray else "$scalar")
-        _refuse(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data")
+        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data")
 
     def _items(self, values: Any, path: str) -> list[Any]:
         return [self.encode(value, f"{path}[{number}]") for number, value in enumerate(values)]
@@ -118,7 +118,7 @@ class _Encoder:
 
     def _tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-            _refuse(path, f"a tensor of layout {value.layout} on {value.device} is not plain data")
+            raise _refusal(path, f"a tensor of layout {value.layout} on {value.device} is not plain data")
         data = value.detach()
         if self._store is not None and data.nbytes > INLINE_BYTES:
             return {"$stored": self._store(path, data)}
@@ -179,10 +179,10 @@ class _Decoder:
         return self._fetch(key)
 
 
-def _refuse(path: str, problem: str) -> NoReturn:
-    raise CheckpointError(
+def _refusal(path: str, problem: str) -> CheckpointError:
+    return CheckpointError(
         f"{path} cannot be stored: {problem}\n"
-        "let state_dict() return numbers, text, bytes, tensors, arrays, and tuples, lists, sets and dicts of them"
+        "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
     )
 
 
@@ -191,9 +191,9 @@ def _text(data: Any) -> str:
 
 
 def _array(body: Any) -> Any:
-    import numpy
+    import numpy as np
 
-    dtype = numpy.dtype(body[0])
+    dtype = np.dtype(body[0])
     if dtype.kind not in "biufcSUMm":
         raise ValueError(f"dtype {body[0]}")
-    return numpy.frombuffer(b64decode(body[2], validate=True), dtype=dtype).reshape(body[1])
+    return np.frombuffer(b64decode(body[2], validate=True), dtype=dtype).reshape(body[1])

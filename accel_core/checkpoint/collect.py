@@ -195,6 +195,7 @@ def _refuse_torn_window(unit: Unit) -> None:
     window = unit.window
     if not window.boundary:
         raise CheckpointError(
-            f"unit {unit.name!r} has accumulated {window.index + 1} of {window.size} micro-batches, and partial gradients"
-            " are not saved\nsave after the window's last one: if accelerator.sync_gradients: accelerator.save_state(...)"
+            f"unit {unit.name!r} has accumulated {window.index + 1} of {window.size} micro-batches, and"
+            " partial gradients are not saved\n"
+            "save after the window's last one: if accelerator.sync_gradients: accelerator.save_state(...)"
         )

@@ -62,15 +62,15 @@ def publish(target: Path, save_id: str) -> None:
     if not is_ours(target):
         if target.exists():  # an empty folder; not every system renames over one
             target.rmdir()
-        os.rename(partial, target)
+        partial.rename(target)
         sync_folder(target.parent)
         return
     if _exchange(partial, target):
         old = partial
     else:  # two renames; `locate` finds the old one if we die between them
         old = partial.with_suffix(".replaced")
-        os.rename(target, old)
-        os.rename(partial, target)
+        target.rename(old)
+        partial.rename(target)
     sync_folder(target.parent)
     # The new checkpoint is there, whatever happens to the old one; the next save tries again.
     shutil.rmtree(old, ignore_errors=True)
@@ -95,7 +95,7 @@ def _clean(parent: Path, run_digest: str) -> None:
         if left.suffix == ".replaced":
             target = parent / left.name[1:].rpartition(f".{run_digest}-")[0]
             if not target.exists():
-                os.rename(left, target)
+                left.rename(target)
                 continue
         if left.suffix in (".partial", ".replaced"):
             shutil.rmtree(left)

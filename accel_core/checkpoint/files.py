@@ -12,16 +12,19 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from attrs import frozen
-from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.codec import DTYPES, name_of
+from accel_core.checkpoint.codec import DTYPES
 from accel_core.checkpoint.memory import bytes_of, tensor_from
 from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from typing_extensions import Self
 
 __all__ = ["BLOCK_BYTES", "DataFile", "FileRecord", "sync_folder", "write_data", "write_json"]
 
@@ -72,12 +75,12 @@ class BlockWriter:
     """A new file, its blocks hashed while they are written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
+        self._file = path.open("xb")
         self._pending = bytearray()
         self.size = 0
         self.blocks: list[str] = []
 
-    def __enter__(self) -> BlockWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -90,7 +93,7 @@ class BlockWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        while len(view):
+        while view:
             take = BLOCK_BYTES - len(self._pending)
             if take == BLOCK_BYTES and len(view) >= take:  # whole blocks are not copied
                 self._emit(view[:take])
@@ -152,12 +155,16 @@ class DataFile:
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise damaged(path, f"it cannot be opened ({error.strerror})") from error
-        with open(handle, "rb") as file:
+        try:
             found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != record.size:
+            if not stat.S_ISREG(found.st_mode):
+                raise damaged(path, "it is not a file")
+            if found.st_size != record.size:
                 raise damaged(path, f"it has {found.st_size} bytes, and should have {record.size}")
             # Copy on write: torch wants a writable buffer, and nothing ever writes.
-            self._memory: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if record.size else b""
+            self._memory: Any = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY) if record.size else bytearray()
+        finally:
+            os.close(handle)
 
     def block(self, number: int) -> str:
         """The digest of a block, as it is on the disk now."""

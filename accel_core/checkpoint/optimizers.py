@@ -100,9 +100,8 @@ def restore_schedulers(
             state = checkpoint.decode(each["state"], f"units.{unit.name} {each['class']}")
             actions.append(partial(_load_scheduler, scheduler, state, regrouped))
         else:
-            problems.fatal.append(
-                f"{unit.name}: scheduler {number} is a {each['class']} in the checkpoint, a {class_of(scheduler)} here"
-            )
+            found = f"is a {each['class']} in the checkpoint, a {class_of(scheduler)} here"
+            problems.fatal.append(f"{unit.name}: scheduler {number} {found}")
     return actions
 
 
@@ -122,9 +121,8 @@ def _group_values(
                 continue
             first, agreed_value = agreed.setdefault(key, (name, value))
             if not _equal(value, agreed_value):
-                problems.fatal.append(
-                    f"{what}: {key}: {first} had {agreed_value!r}, {name} had {value!r}, and both are in one group now"
-                )
+                values = f"{first} had {agreed_value!r}, {name} had {value!r}"
+                problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
     return {key: value for key, (_, value) in agreed.items()}
 
 
@@ -174,7 +172,7 @@ def _set_groups(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> N
 
 def _set_plain(unit: Unit, optimizer: Optimizer, saved: Mapping[str, SavedParameter]) -> None:
     names = {parameter: name for name, parameter in unit.named_parameters().items()}
-    for parameter, state in list(optimizer.state.items()):
+    for state in optimizer.state.values():
         for key in [key for key, value in state.items() if not isinstance(value, Tensor)]:
             del state[key]
     for group in optimizer.param_groups:

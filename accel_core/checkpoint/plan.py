@@ -96,7 +96,7 @@ def tiling_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """What keeps `boxes` from covering a tensor of `shape` exactly once."""
     ordered = sorted(boxes)
     for box in ordered:
-        if len(box.offset) != len(shape) or any(
+        if not len(box.offset) == len(box.shape) == len(shape) or any(
             start < 0 or start + size > whole
             for start, size, whole in zip(box.offset, box.shape, shape, strict=True)
         ):
@@ -169,8 +169,5 @@ def _disagreement(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Se
 
 
 def _text(box: Box) -> str:
-    return (
-        "["
-        + ", ".join(f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True))
-        + "]"
-    )
+    ranges = (f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=False))
+    return f"[{', '.join(ranges)}]"

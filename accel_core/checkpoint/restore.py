@@ -193,8 +193,8 @@ class Restoration:
                 state = self.checkpoint.decode(each["state"], f"registered[{number}] ({each['class']})")
                 self._actions.append(partial(item.load_state_dict, state))
             else:
-                what = f"registered object {number} is a {each['class']} in the checkpoint, a {class_of(item)} here"
-                self._problems.fatal.append(what)
+                found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
+                self._problems.fatal.append(f"registered object {number} {found}")
 
     def _random(self) -> None:
         streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")
@@ -203,9 +203,7 @@ class Restoration:
             return
         first = self.checkpoint.decode(self.checkpoint.ranks[0]["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)
-        self._warn(
-            f"the world or device has changed: random streams are derived, seed {seed}; not bitwise equal from here"
-        )
+        self._warn(f"the world or device has changed: random streams start anew, from seed {seed}")
         self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))
 
     def _warn(self, what: str) -> None:

@@ -60,8 +60,8 @@ def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
         for position, parameter in enumerate(group["params"]):
             if parameter not in names:
                 raise CheckpointError(
-                    f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no prepared"
-                    f" model of unit {unit.name!r}, so it has no name to be stored under\n"
+                    f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no"
+                    f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
                     "make it a parameter of a module, and prepare that"
                 )
             name = names[parameter]
@@ -165,10 +165,10 @@ def _unpack(stream: Tensor, name: str) -> Any:
 
 def _numpy() -> Any:
     try:
-        import numpy
+        import numpy as np
     except ImportError:
         return None
-    return numpy
+    return np
 
 
 def _device_generators(run: Run) -> Any:

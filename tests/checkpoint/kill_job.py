@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,10 @@ class Job:
         self.accelerator.register_for_checkpointing(self)
         self.step = 0
         for parameter in model.parameters():
-            self.optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "step": torch.tensor(0.0)}
+            self.optimizer.state[parameter] = {
+                "exp_avg": torch.zeros_like(parameter),
+                "step": torch.tensor(0.0),
+            }
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -102,7 +106,7 @@ def time_of_save(job: Job, folder: Path) -> float:
 
 
 def left_behind(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name not in (TARGET, "told"))
+    return sorted(path.name for path in folder.iterdir() if path.name not in (TARGET, "told"))
 
 
 def kill_at_random(folder: str, count: int) -> dict[str, int]:
@@ -137,7 +141,7 @@ def kill_ranks_at_random(folder: str, count: int) -> dict[str, int]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         ready, told = os.pipe()
-        ranks = [fork(lambda rank=rank: _rank(here, rank, port, told)) for rank in range(2)]
+        ranks = [fork(partial(_rank, here, rank, port, told)) for rank in range(2)]
         os.read(ready, 1)
         time.sleep(randomness.uniform(0.0, 10 * seconds))
         for child in randomness.sample(ranks, 2):

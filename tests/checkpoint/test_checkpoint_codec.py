@@ -32,7 +32,9 @@ SCALARS = st.one_of(
     st.text(),
     st.binary(),
 )
-HASHABLE = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
+HASHABLE = st.recursive(
+    SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
+)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
@@ -41,7 +43,9 @@ VALUES = st.recursive(
         st.dictionaries(KEYS, inner, max_size=4),
         st.dictionaries(st.sampled_from(["$tuple", "$", "a"]), inner, max_size=3),
         st.sets(HASHABLE, max_size=3),
-        st.builds(lambda items, size: deque(items, maxlen=size), st.lists(inner, max_size=3), st.none() | st.just(5)),
+        st.builds(
+            lambda items, size: deque(items, maxlen=size), st.lists(inner, max_size=3), st.none() | st.just(5)
+        ),
         st.builds(OrderedDict, st.dictionaries(KEYS, inner, max_size=3)),
         st.builds(Counter, st.dictionaries(st.integers(), st.integers(), max_size=3)),
     ),
@@ -74,7 +78,16 @@ def test_not_a_number():
     assert math.isnan(there_and_back({"best": [math.nan]})["best"][0])
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.bool, torch.int64, torch.uint16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.int64,
+    torch.uint16,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,7 +97,9 @@ def test_tensors_of_any_dtype_and_shape(dtype, shape):
     found = there_and_back(value)
     assert found.dtype == dtype
     assert found.shape == value.shape
-    assert torch.equal(found.view(torch.uint8) if shape else found, value.view(torch.uint8) if shape else value)
+    assert torch.equal(
+        found.view(torch.uint8) if shape else found, value.view(torch.uint8) if shape else value
+    )
 
 
 def test_a_view_is_stored_as_its_elements():
@@ -99,7 +114,15 @@ def test_a_parameter_is_stored_as_a_tensor():
 
 
 @pytest.mark.parametrize(
-    "value", [np.arange(6.0).reshape(2, 3), np.array(3, dtype=">i2"), np.float64(0.1), np.bool_(True), np.array(["a", "bc"])], ids=repr
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.array(3, dtype=">i2"),
+        np.float64(0.1),
+        np.bool_(True),
+        np.array(["a", "bc"]),
+    ],
+    ids=repr,
 )
 def test_arrays_and_their_scalars(value):
     found = there_and_back(value)
@@ -118,9 +141,13 @@ def test_pythons_generator():
     assert there_and_back(state) == state
 
 
-@pytest.mark.parametrize("value", [lambda: 0, object(), print, torch.nn.Linear(1, 1), defaultdict(int), np.array([object()])])
+@pytest.mark.parametrize(
+    "value", [lambda: 0, object(), print, torch.nn.Linear(1, 1), defaultdict(int), np.array([object()])]
+)
 def test_what_is_not_plain_data_is_refused_with_its_path(value):
-    with pytest.raises(CheckpointError, match=r"state\.shadow\[1\]\['k'\] cannot be stored.*is not plain data") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"state\.shadow\[1\]\['k'\] cannot be stored.*is not plain data"
+    ) as refused:
         encode({"shadow": [0, {"k": value, 1: 2}]}, "state")
     assert "state_dict()" in str(refused.value).splitlines()[-1]
 

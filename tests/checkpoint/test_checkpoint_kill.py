@@ -13,7 +13,7 @@ from accel_core.testing.processes import run_processes
 
 @pytest.fixture
 def folder():
-    # In memory where there is such a place: a kill does not lose what was written, and saves take 5 ms, not 80.
+    # In memory where there is such a place: a kill loses nothing there, and a save takes 5 ms, not 80.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
         yield made

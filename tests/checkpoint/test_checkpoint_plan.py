@@ -16,7 +16,9 @@ KEY = ("unit0", "model/w")
 
 
 def leaf(shape, *boxes, replicated=False, spread=True, dtype="float32", kind="like_param"):
-    return Declared(kind, shape, dtype if boxes else None, replicated, None, spread, tuple(Box(*box) for box in boxes))
+    return Declared(
+        kind, shape, dtype if boxes else None, replicated, None, spread, tuple(Box(*box) for box in boxes)
+    )
 
 
 @st.composite
@@ -81,7 +83,13 @@ def test_every_box_is_written_once_whoever_holds_it(tiling, ranks, data):
     shape, boxes = tiling
     held = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in boxes]
     declarations = [
-        {KEY: leaf(shape, *(box for box, holders in zip(boxes, held, strict=True) if rank in holders), replicated=True)}
+        {
+            KEY: leaf(
+                shape,
+                *(box for box, holders in zip(boxes, held, strict=True) if rank in holders),
+                replicated=True,
+            )
+        }
         for rank in range(ranks)
     ]
     writes = plan(declarations)
@@ -92,7 +100,9 @@ def test_every_box_is_written_once_whoever_holds_it(tiling, ranks, data):
 
 
 def test_replicas_are_spread_over_the_ranks():
-    whole = {("unit0", f"model/{number}"): leaf((100,), ((0,), (100,)), replicated=True) for number in range(8)}
+    whole = {
+        ("unit0", f"model/{number}"): leaf((100,), ((0,), (100,)), replicated=True) for number in range(8)
+    }
     writes = plan([whole] * 4)
     assert [sum(map(len, write.values())) for write in writes] == [2, 2, 2, 2]
 
@@ -119,7 +129,10 @@ def test_an_empty_shard_is_not_written():
 @pytest.mark.parametrize(
     ("declarations", "problem"),
     [
-        ([{KEY: leaf((4,), ((0,), (4,)))}] * 2, r"ranks 0 and 1 both hold \[0:4\], and it is not declared replicated"),
+        (
+            [{KEY: leaf((4,), ((0,), (4,)))}] * 2,
+            r"ranks 0 and 1 both hold \[0:4\], and it is not declared replicated",
+        ),
         ([{KEY: leaf((4,), ((0,), (3,)))}, {KEY: leaf((4,), ((2,), (2,)))}], r"\[0:3\] and \[2:4\] overlap"),
         ([{KEY: leaf((4,), ((0,), (2,)))}, {}], "2 of its 4 elements are held by no rank"),
         ([{KEY: leaf((4,))}], "4 of its 4 elements are held by no rank"),

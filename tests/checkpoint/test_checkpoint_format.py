@@ -1,0 +1,261 @@
+"""The format's page is enough to read a checkpoint; what is damaged or crafted is named, and not loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import page_reader
+import pytest
+import safetensors
+import torch
+import xxhash
+from torch import nn
+
+from accel_core import Accelerator
+from accel_core.checkpoint import files
+from accel_core.checkpoint.load import load
+from accel_core.errors import CheckpointError
+
+
+class Large:
+    """Registered state that is too large for JSON."""
+
+    def __init__(self):
+        self.weights = torch.rand(200, 200)
+
+    def state_dict(self):
+        return {"weights": self.weights, "step": (1, float("inf")), 3: "three"}
+
+    def load_state_dict(self, state):
+        self.weights = state["weights"]
+
+
+class Saved:
+    def __init__(self, folder):
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(device="cpu")
+        self.model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 5])
+        model, optimizer, scheduler = self.accelerator.prepare(self.model, self.optimizer, scheduler)
+        self.large = Large()
+        self.accelerator.register_for_checkpointing(self.large)
+        self.accelerator.backward(model(torch.rand(4, 8)).sum())
+        optimizer.step()
+        scheduler.step()
+        self.folder = self.accelerator.save_state(folder)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    made = Saved(tmp_path / "here")
+    yield made
+    made.accelerator.end_training()
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def test_a_reader_written_from_the_page_reads_it(saved):
+    reader = page_reader.Reader(saved.folder)
+    model = saved.model.state_dict()
+    expected = {("unit0", f"model/{name}") for name in model} | {("", "registered[0] (Large)['weights']")}
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        expected |= {("unit0", f"optimizer/{name}/{key}") for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert reader.keys() == expected
+    for name, tensor in model.items():
+        assert torch.equal(torch.from_numpy(reader.tensor("unit0", f"model/{name}")), tensor)
+    moments = saved.optimizer.state[saved.model[0].weight]["exp_avg"]
+    assert torch.equal(torch.from_numpy(reader.tensor("unit0", "optimizer/0.weight/exp_avg")), moments)
+    unit = reader.state["units"]["unit0"]
+    group = reader.value(unit["optimizers"][0]["groups"][0])
+    assert group["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert group["betas"] == (0.9, 0.999)
+    assert reader.value(unit["schedulers"][0]["state"])["milestones"] == {1: 1, 5: 1}
+    registered = reader.value(reader.state["registered"][0]["state"])
+    assert torch.equal(torch.from_numpy(registered["weights"]), saved.large.weights)
+    assert (registered["step"], registered[3]) == ((1, float("inf")), "three")
+
+
+def test_the_page_names_every_tag_that_the_codec_writes():
+    source = Path(files.__file__).with_name("codec.py").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text()
+    tags = {
+        word for word in source.split('"') if word.startswith("$") and word.isascii() and word[1:].isalpha()
+    }
+    assert len(tags) > 12
+    assert [tag for tag in tags if f"`{tag}`" not in page] == []
+
+
+def test_other_tools_read_the_data_file(saved):
+    with safetensors.safe_open(saved.folder / "rank-00000.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("unit0/model/0.weight"), saved.model[0].weight)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex128, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.uint64], ids=str
+)
+def test_tensors_of_any_dtype_and_shape_are_written_and_read(tmp_path, dtype):
+    shapes = [(), (0, 3), (5,), (2, 3)]
+    tensors = [(str(shape), torch.randint(0, 2, shape).to(dtype)) for shape in shapes]
+    tensors.append(("strided", torch.randint(0, 2, (4, 4)).to(dtype).t()[1:, ::2]))
+    record, blocks, starts = files.write_data(
+        tmp_path / "data", [("odd", torch.ones(3, dtype=torch.uint8)), *tensors]
+    )
+    file = files.DataFile(tmp_path / "data", record)
+    record.check(tmp_path / "data", blocks)
+    for (_, tensor), start in zip(tensors, starts[1:], strict=True):
+        found = file.tensor(str(dtype).removeprefix("torch."), tensor.shape, start)
+        assert found.dtype == dtype
+        assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    with safetensors.safe_open(tmp_path / "data", "pt") as other:
+        assert len(other.keys()) == 6
+
+
+def test_blocks_are_hashed_as_they_are_in_the_file(tmp_path):
+    tensors = [
+        ("big", torch.randn(3_000_001)),
+        ("small", torch.randn(7)),
+        ("bytes", torch.ones(11, dtype=torch.uint8)),
+    ]
+    record, blocks, _ = files.write_data(tmp_path / "data", tensors)
+    content = (tmp_path / "data").read_bytes()
+    assert page_reader.digest(content) == (blocks, record.digest)
+    assert len(blocks) == 3
+    assert record.size == len(content)
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def names(saved):
+    return sorted(path.name for path in saved.folder.iterdir())
+
+
+def refused(saved):
+    before = {name: value.clone() for name, value in saved.model.state_dict().items()}
+    with pytest.raises(CheckpointError) as found:
+        load(saved.accelerator.run, saved.folder)
+    assert all(torch.equal(before[name], value) for name, value in saved.model.state_dict().items())
+    return found.value
+
+
+def test_any_flipped_bit_is_found_and_its_file_is_named(saved):
+    randomness, flips = random.Random(3), 0
+    for name in names(saved):
+        path = saved.folder / name
+        content = path.read_bytes()
+        for at in {0, 7, len(content) - 1, *(randomness.randrange(len(content)) for _ in range(40))}:
+            damaged = bytearray(content)
+            damaged[at] ^= 1 << randomness.randrange(8)
+            path.write_bytes(damaged)
+            error = refused(saved)
+            assert name in str(error), f"byte {at} of {name}: {error}"
+            flips += 1
+        path.write_bytes(content)
+    load(saved.accelerator.run, saved.folder)
+    print(f"{flips} flips")
+    assert flips > 150
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer", "deleted", "empty", "a folder", "a link"])
+def test_a_file_that_is_not_what_was_written_is_named(saved, tmp_path, how):
+    for name in names(saved):
+        path = saved.folder / name
+        content = path.read_bytes()
+        path.unlink()
+        if how == "truncated":
+            path.write_bytes(content[:-1])
+        elif how == "longer":
+            path.write_bytes(content + b" ")
+        elif how == "empty":
+            path.touch()
+        elif how == "a folder":
+            path.mkdir()
+        elif how == "a link" and name != "manifest.json":
+            (tmp_path / "elsewhere").write_bytes(content)
+            path.symlink_to(tmp_path / "elsewhere")
+        error = refused(saved)
+        assert name in str(error)
+        assert str(saved.folder) in error.path
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(content)
+
+
+def test_files_of_another_save_are_named(saved, tmp_path):
+    saved.large.weights += 1
+    other = saved.accelerator.save_state(tmp_path / "other")
+    for name in names(saved):
+        content = (saved.folder / name).read_bytes()
+        if name != "manifest.json" and content != (other / name).read_bytes():
+            shutil.copy(other / name, saved.folder / name)
+            assert name in str(refused(saved))
+            (saved.folder / name).write_bytes(content)
+
+
+def forge(saved, **members):
+    """A manifest with a right checksum and these members."""
+    path = saved.folder / "manifest.json"
+    found = {**json.loads(path.read_bytes()), **members}
+    del found["checksum"]
+    body = json.dumps(found, indent=2).removesuffix("\n}")
+    path.write_text(f'{body},\n  "checksum": "{xxhash.xxh3_64_hexdigest(body.encode())}"\n}}\n')
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_an_unknown_version_is_refused_and_says_which_is_known(saved, version):
+    forge(saved, version=version)
+    assert f"version {version}\nthis accel-core reads accel-checkpoint version 1" in str(refused(saved))
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", ".hidden", "a/b", ""])
+def test_a_name_that_leads_out_of_the_folder_is_refused(saved, name):
+    forge(saved, files={name: {"size": 1, "digest": "0" * 16}})
+    assert "manifest.json is damaged" in str(refused(saved))
+
+
+def rewrite(saved, name, change):
+    """Change a JSON file and make the manifest vouch for it."""
+    path = saved.folder / name
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))
+    listed = json.loads((saved.folder / "manifest.json").read_bytes())["files"]
+    _, digest = page_reader.digest(path.read_bytes())
+    forge(saved, files={**listed, name: {"size": path.stat().st_size, "digest": digest}})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"boxes": [[[0, 0], [4, 8], 1 << 40]]},
+        {"boxes": [[[0, 0], [4, 8], -8]]},
+        {"boxes": [[[0, 0], [4], 512]]},
+        {"boxes": []},
+        {"boxes": [[[0, 0], [2, 8], 512]]},
+        {"boxes": [[[0, 0], [4, 8], 512], [[0, 0], [4, 8], 512]]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"shape": ["4", 8]},
+        {"dtype": "nn"},
+    ],
+    ids=str,
+)
+def test_a_crafted_index_is_refused_before_anything_is_allocated(saved, changed):
+    rewrite(
+        saved, "rank-00000.json", lambda index: index["tensors"]["unit0"]["model/0.weight"].update(changed)
+    )
+    assert str(saved.folder) in str(refused(saved))
+
+
+def test_a_crafted_state_is_refused(saved):
+    rewrite(saved, "state.json", lambda state: state["registered"][0].update(state={"$pickle": "Y29z"}))
+    assert "registered[0] (Large): $pickle is unknown or malformed" in str(refused(saved))
+
+
+def test_what_was_never_a_checkpoint_is_said(saved, tmp_path):
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+            load(saved.accelerator.run, folder)

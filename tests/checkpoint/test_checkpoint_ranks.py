@@ -1,0 +1,138 @@
+"""Several ranks: shares, boxes, other world sizes, and failures of one rank that all hear of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import ranks_job
+import torch
+
+from accel_core.checkpoint.codec import decode
+from accel_core.checkpoint.restore import derived_seed
+from accel_core.testing.processes import run_processes
+
+
+def run(function, folder, *args, world=2):
+    return run_processes(function, str(folder), *args, world=world, timeout=60)
+
+
+def index(folder, rank):
+    return json.loads((folder / "here" / f"rank-{rank:05d}.json").read_bytes())
+
+
+def test_replicas_are_written_once_and_spread(tmp_path):
+    run(ranks_job.save_it, tmp_path)
+    written = [
+        {(unit, key) for unit, keys in index(tmp_path, rank)["tensors"].items() for key in keys}
+        for rank in range(2)
+    ]
+    assert written[0] & written[1] == set()
+    assert len(written[0] | written[1]) == 6 + 3 * 6
+    assert min(map(len, written)) > 5
+
+
+def test_buffers_are_those_of_the_first_rank(tmp_path):
+    first, second = run(ranks_job.save_it, tmp_path, "batch norm")
+    assert first != second, "batch norm has seen other samples on each rank"
+    (found, _), (other, _) = run(ranks_job.load_it, tmp_path, "batch norm")
+    assert found == other == first
+
+
+WAYS = [("whole", 1), ("whole", 2), ("rows", 1), ("rows", 2), ("rows", 3), ("layers", 2)]
+
+
+@pytest.mark.parametrize("saved", WAYS, ids=str)
+def test_saved_in_any_way_it_loads_in_any_other(tmp_path, saved):
+    how, world = saved
+    expected = run(ranks_job.save_it, tmp_path, how, world=world)[0]
+    for here, ranks in [("whole", 1), ("rows", 2)]:
+        for rank, (found, rate) in enumerate(run(ranks_job.load_it, tmp_path, here, world=ranks)):
+            assert rate == 0.01
+            if here == "whole":
+                assert found == expected
+            else:
+                check_rows(found, expected, rank, ranks)
+
+
+def check_rows(found, expected, rank, ranks):
+    """This rank's rows are the checkpoint's; the strategy of the test leaves the others as they were."""
+    for mine, whole in zip(found, expected, strict=True):
+        rows = 6 if len(whole) in (6, 48) else 4
+        width = len(whole) // rows
+        first, last = rows * rank // ranks * width, rows * (rank + 1) // ranks * width
+        if len(whole) > 1:
+            assert mine[first:last] == whole[first:last]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_data_goes_on_in_the_same_order_at_another_world_size(tmp_path, before, after):
+    whole = run(ranks_job.data_goes_on, tmp_path, 8 // before, False, world=before)
+    resumed = run(ranks_job.data_goes_on, tmp_path, 8 // after, True, world=after)
+    expected = sorted(sample for samples in whole for sample in samples)
+    assert sorted(sample for samples in resumed for sample in samples) == expected
+    assert len(expected) == 64 - 16
+
+
+def test_random_streams_go_on_rank_by_rank(tmp_path):
+    expected = [drawn for drawn, _ in run(ranks_job.random_after_load, tmp_path, False)]
+    found = [drawn for drawn, _ in run(ranks_job.random_after_load, tmp_path, True)]
+    assert found == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_random_streams_in_another_world_follow_the_documented_rule(tmp_path, world):
+    run(ranks_job.random_after_load, tmp_path, False)
+    saved = index(tmp_path, 0)["state"]["random"]
+    for reader, (drawn, logged) in enumerate(run(ranks_job.random_after_load, tmp_path, True, world=world)):
+        seed = derived_seed(decode(saved, "random"), reader)
+        assert f"random streams start anew, from seed {seed}" in logged
+        torch.manual_seed(seed)
+        assert drawn == torch.rand(4).tolist()
+    random = json.loads((tmp_path / "here" / "manifest.json").read_bytes())["random"]
+    assert random == {"exact_at": {"size": 2, "readers": 2}, "elsewhere": "derived"}
+
+
+def test_plugins_get_back_what_belongs_to_all_readers_and_ranks(tmp_path):
+    run(ranks_job.plugin_entries, tmp_path, False)
+    for rank, found in enumerate(run(ranks_job.plugin_entries, tmp_path, True)):
+        assert found == {
+            "all": {"scale": 2.0},
+            "reader": ("reader", rank),
+            "rank": ("rank", rank),
+            "tensor": [float(rank)] * 3,
+        }
+
+
+def test_at_another_world_size_plugins_get_only_what_means_something_there(tmp_path):
+    run(ranks_job.plugin_entries, tmp_path, False)
+    (found,) = run(ranks_job.plugin_entries, tmp_path, True, world=1)
+    assert found == {"all": {"scale": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("disk full", "rank 1: OSError: [Errno 28] No space left on device"),
+        ("window", "rank 1: CheckpointError: unit 'unit0' has accumulated"),
+        ("folder", "made by rank 0, is not visible here"),
+        ("sharded differently", "rank 0 says"),
+        ("registered", "rank 1: CheckpointError: registered[0] (Lambda).f cannot be stored"),
+    ],
+)
+def test_what_fails_on_one_rank_is_told_on_all_and_the_old_checkpoint_stays(tmp_path, trouble, words):
+    for said, left in run(ranks_job.message_of, tmp_path, trouble):
+        assert said.startswith("CheckpointError")
+        assert words in said
+        assert left == ["here"]
+
+
+def test_damage_that_one_rank_finds_stops_all(tmp_path):
+    run(ranks_job.save_it, tmp_path)
+    path = tmp_path / "here" / "rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    for said in run(ranks_job.load_damaged, tmp_path):
+        assert "rank-00001.safetensors is damaged: block 0 is not what was written" in said

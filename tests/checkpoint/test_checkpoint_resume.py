@@ -1,0 +1,583 @@
+"""A run is brought back exactly, whatever it is made of; what does not fit is named, nothing touched."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from accel_core import Accelerator
+from accel_core.checkpoint import save as saving
+from accel_core.checkpoint.commit import new_save_id, partial_folder
+from accel_core.checkpoint.load import load
+from accel_core.checkpoint.save import save
+from accel_core.errors import CheckpointError
+
+
+class Prepared:
+    """A prepared model with its optimizer and scheduler, trained for some steps."""
+
+    def __init__(
+        self, model, optimizer=torch.optim.AdamW, scheduler=None, steps=0, groups=None, **accelerator
+    ):
+        torch.manual_seed(1)
+        self.accelerator = Accelerator(device="cpu", **accelerator)
+        self.raw = model()
+        self.inner = optimizer(groups(self.raw) if groups else self.raw.parameters())
+        given = [self.raw, self.inner, *([scheduler(self.inner)] if scheduler else [])]
+        self.model, self.optimizer, *self.scheduler = self.accelerator.prepare(*given)
+        self.losses = [self.step(number) for number in range(steps)]
+
+    def step(self, number):
+        torch.manual_seed(number)
+
+        def evaluate():
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(8, 6)).square().mean()
+            self.accelerator.backward(loss)
+            return loss
+
+        if isinstance(self.inner, torch.optim.LBFGS):
+            loss = self.inner.step(evaluate)
+        else:
+            loss = evaluate()
+            self.optimizer.step()
+        for scheduler in self.scheduler:
+            scheduler.step(
+                *([loss.detach()] if isinstance(scheduler.scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+            )
+        return loss.item()
+
+
+@pytest.fixture
+def prepared():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Prepared(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.accelerator.end_training()
+
+
+def network():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
+
+
+def with_momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, lr=0.1),
+    with_momentum,
+    lambda p: torch.optim.Adam(p, amsgrad=True),
+    lambda p: torch.optim.AdamW(p, foreach=True),
+    lambda p: torch.optim.AdamW(p, fused=True),
+    lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.LBFGS,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    torch.optim.Rprop,
+]
+
+
+@pytest.mark.parametrize(
+    "optimizer", OPTIMIZERS, ids=lambda each: type(each(network().parameters())).__name__
+)
+@pytest.mark.filterwarnings("ignore:Detected call of")  # LBFGS steps without the proxy
+def test_any_optimizer_goes_on_as_if_nothing_had_happened(prepared, tmp_path, optimizer):
+    first = prepared(network, optimizer, steps=3)
+    first.accelerator.save_state(tmp_path / "here")
+    later = [first.step(number) for number in range(3, 6)]
+    second = prepared(network, optimizer)
+    second.accelerator.load_state(tmp_path / "here")
+    assert [second.step(number) for number in range(3, 6)] == later
+
+
+def test_muon_on_matrices(prepared, tmp_path):
+    def model():
+        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
+
+    first = prepared(model, torch.optim.Muon, steps=2)
+    first.accelerator.save_state(tmp_path / "here")
+    second = prepared(model, torch.optim.Muon)
+    second.accelerator.load_state(tmp_path / "here")
+    assert second.step(2) == first.step(2)
+    assert second.step(3) == first.step(3)
+
+
+SCHEDULERS = [
+    lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4, 7], gamma=0.5),
+    lambda o: lr_scheduler.StepLR(o, 2),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    lr_scheduler.PolynomialLR,
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
+    lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, threshold=10.0),
+    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], [3]),
+    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
+]
+
+
+@pytest.mark.parametrize(
+    "scheduler", SCHEDULERS, ids=lambda each: type(each(with_momentum(network().parameters()))).__name__
+)
+def test_any_scheduler_goes_on_as_if_nothing_had_happened(prepared, tmp_path, scheduler):
+    first = prepared(network, with_momentum, scheduler, steps=3)
+    first.accelerator.save_state(tmp_path / "here")
+    rates = [(first.step(number), first.inner.param_groups[0]["lr"]) for number in range(3, 9)]
+    second = prepared(network, with_momentum, scheduler)
+    second.accelerator.load_state(tmp_path / "here")
+    assert [(second.step(number), second.inner.param_groups[0]["lr"]) for number in range(3, 9)] == rates
+
+
+def test_the_loss_scale_goes_on(prepared, tmp_path):
+    first = prepared(network, steps=0, mixed_precision="fp16")
+    scaler = first.accelerator.run.units[0].scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0, "_growth_tracker": 17})
+    first.accelerator.save_state(tmp_path / "here")
+    second = prepared(network, mixed_precision="fp16")
+    second.accelerator.load_state(tmp_path / "here")
+    found = second.accelerator.run.units[0].scaler.state_dict()
+    assert (found["scale"], found["_growth_tracker"]) == (1024.0, 17)
+
+
+def test_state_of_a_plugin_that_is_not_in_this_stack_is_left_out_and_said(prepared, tmp_path, caplog):
+    prepared(network, mixed_precision="fp16").accelerator.save_state(tmp_path / "here")
+    with caplog.at_level(logging.WARNING):
+        prepared(network).accelerator.load_state(tmp_path / "here")
+    assert "state of plugin fp16, which is not in this stack, is left out" in caplog.text
+
+
+def test_every_random_stream_goes_on(prepared, tmp_path):
+    accelerator = prepared(network).accelerator
+    accelerator.save_state(tmp_path / "here")
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)  # noqa: NPY002 - the global stream
+
+    first = draw()
+    draw()
+    accelerator.load_state(tmp_path / "here")
+    assert draw() == first
+
+
+class Average:
+    """The user's own state: large tensors, nested."""
+
+    def __init__(self):
+        self.state = {
+            "decay": 0.9,
+            "history": [(1, torch.rand(2))],
+            "shadow": {"w": torch.rand(300, 300), "n": np.arange(3)},
+        }
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_registered_objects_come_back(prepared, tmp_path):
+    first, second, average, other = prepared(network), prepared(network), Average(), Average()
+    first.accelerator.register_for_checkpointing(average)
+    first.accelerator.save_state(tmp_path / "here")
+    second.accelerator.register_for_checkpointing(other)
+    second.accelerator.load_state(tmp_path / "here")
+    assert torch.equal(other.state["shadow"]["w"], average.state["shadow"]["w"])
+    assert np.array_equal(other.state["shadow"]["n"], average.state["shadow"]["n"])
+    assert other.state["history"][0][0] == 1
+    assert type(other.state["history"][0]) is tuple
+
+
+def test_a_large_registered_tensor_is_in_the_data_file(prepared, tmp_path):
+    accelerator = prepared(network).accelerator
+    accelerator.register_for_checkpointing(Average())
+    accelerator.save_state(tmp_path / "here")
+    assert (tmp_path / "here" / "state.json").stat().st_size < 20_000
+    assert (tmp_path / "here" / "rank-00000.safetensors").stat().st_size > 300 * 300 * 4
+
+
+def test_an_object_that_is_not_plain_state_is_refused_and_nothing_is_written(prepared, tmp_path):
+    accelerator, average = prepared(network).accelerator, Average()
+    average.state["fn"] = print
+    accelerator.register_for_checkpointing(average)
+    with pytest.raises(CheckpointError, match=r"registered\[0\] \(Average\)\.fn cannot be stored") as refused:
+        accelerator.save_state(tmp_path / "here")
+    assert "let state_dict() return" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Extra(nn.Linear):
+    """A module with state that is no tensor."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_extra_state_of_modules_comes_back(prepared, tmp_path):
+    first, second = prepared(lambda: Extra(6, 4)), prepared(lambda: Extra(6, 4))
+    first.raw.calls = 5
+    first.accelerator.save_state(tmp_path / "here")
+    second.accelerator.load_state(tmp_path / "here")
+    assert second.raw.calls == 5
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, tie, first="embedding"):
+        super().__init__()
+        names = ["embedding", "head"] if first == "embedding" else ["head", "embedding"]
+        for name in names:
+            setattr(self, name, nn.Linear(6, 6, bias=False))
+        if tie:
+            setattr(self, names[1], getattr(self, names[0]))
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def test_tied_weights_are_stored_once_and_load_under_whichever_name_comes_first(prepared, tmp_path):
+    first = prepared(lambda: Tied(True), steps=2)
+    first.accelerator.save_state(tmp_path / "here")
+    index = json.loads((tmp_path / "here" / "rank-00000.json").read_bytes())["tensors"]["unit0"]
+    assert [key for key in index if key.startswith("model/")] == ["model/embedding.weight"]
+    second = prepared(lambda: Tied(True, first="head"))
+    second.accelerator.load_state(tmp_path / "here")
+    assert torch.equal(second.raw.embedding.weight, first.raw.embedding.weight)
+    assert second.step(2) == first.step(2)
+    assert second.step(3) == first.step(3)
+
+
+def test_tied_weights_do_not_load_into_untied_ones(prepared, tmp_path):
+    prepared(lambda: Tied(True)).accelerator.save_state(tmp_path / "here")
+    with pytest.raises(
+        CheckpointError, match=r"head\.weight was tied to embedding\.weight, and is not tied to it here"
+    ):
+        prepared(lambda: Tied(False)).accelerator.load_state(tmp_path / "here")
+
+
+def test_frozen_parameters_come_back_without_optimizer_state(prepared, tmp_path):
+    def frozen():
+        model = network()
+        model[0].requires_grad_(requires_grad=False)
+        return model
+
+    first, second = prepared(frozen, steps=2), prepared(frozen)
+    nn.init.ones_(first.raw[0].weight)
+    first.accelerator.save_state(tmp_path / "here")
+    second.accelerator.load_state(tmp_path / "here")
+    assert torch.equal(second.raw[0].weight, torch.ones(5, 6))
+    assert second.step(2) == first.step(2)
+
+
+def test_names_may_hold_anything(prepared, tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd = nn.ParameterDict(
+                {
+                    "a/b@0": nn.Parameter(torch.rand(6)),
+                    "$x": nn.Parameter(torch.rand(6)),
+                    "é": nn.Parameter(torch.rand(())),
+                }
+            )
+
+        def forward(self, x):
+            return x * self.odd["a/b@0"] * self.odd["$x"] * self.odd["é"]
+
+    first, second = prepared(Odd, steps=2), prepared(Odd)
+    first.accelerator.save_state(tmp_path / "here")
+    second.accelerator.load_state(tmp_path / "here")
+    assert second.step(2) == first.step(2)
+
+
+def test_two_units_in_one_checkpoint(tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        accelerator = Accelerator(device="cpu")
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        accelerator.prepare(*models, *optimizers)
+        return accelerator, models
+
+    (first, saved), (second, loaded) = make(0), make(1)
+    first.save_state(tmp_path / "here")
+    second.load_state(tmp_path / "here")
+    for one, other in zip(saved, loaded, strict=True):
+        assert torch.equal(one.weight, other.weight)
+    first.end_training()
+    second.end_training()
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+def two_groups(model):
+    return [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[3].parameters(), "lr": 0.2, "weight_decay": 0.5},
+    ]
+
+
+def reversed_groups(model):
+    return [{"params": model[3].parameters()}, {"params": model[0].parameters()}]
+
+
+def one_group(model):
+    return [{"params": [*model[0].parameters(), *model[3].parameters()]}]
+
+
+def test_groups_are_restored_by_name_not_by_position(prepared, tmp_path):
+    def scheduler(optimizer):
+        return lr_scheduler.StepLR(optimizer, 2)
+
+    first = prepared(network, with_momentum, scheduler, steps=3, groups=two_groups)
+    first.accelerator.save_state(tmp_path / "here")
+    second = prepared(network, with_momentum, scheduler, groups=reversed_groups)
+    second.accelerator.load_state(tmp_path / "here")
+    found = [(group["lr"], group["weight_decay"]) for group in second.inner.param_groups]
+    assert found == [(pytest.approx(0.02), 0.5), (pytest.approx(0.01), 0)]
+    assert [second.step(number) for number in range(3, 6)] == [first.step(number) for number in range(3, 6)]
+
+
+def test_groups_that_disagree_are_refused_naming_both_values(prepared, tmp_path):
+    prepared(network, with_momentum, groups=two_groups).accelerator.save_state(tmp_path / "here")
+    second = prepared(network, with_momentum, groups=one_group)
+    with pytest.raises(
+        CheckpointError, match=r"lr: 0\.weight had 0\.1, 3\.weight had 0\.2, and both are in one group now"
+    ):
+        second.accelerator.load_state(tmp_path / "here")
+    assert second.inner.param_groups[0]["lr"] == 0.1
+
+
+def test_how_a_step_is_computed_is_not_restored(prepared, tmp_path):
+    prepared(network, lambda p: torch.optim.AdamW(p, fused=True), steps=1).accelerator.save_state(
+        tmp_path / "here"
+    )
+    second = prepared(network, lambda p: torch.optim.AdamW(p, foreach=True))
+    second.accelerator.load_state(tmp_path / "here")
+    assert (second.inner.param_groups[0]["fused"], second.inner.param_groups[0]["foreach"]) == (None, True)
+    second.step(1)
+
+
+def test_loading_a_checkpoint_from_before_the_first_step_clears_optimizer_state(prepared, tmp_path):
+    first = prepared(network)
+    first.accelerator.save_state(tmp_path / "here")
+    losses = [first.step(number) for number in range(3)]
+    first.accelerator.load_state(tmp_path / "here")
+    assert [first.step(number) for number in range(3)] == losses
+
+
+# -- what does not fit ---------------------------------------------------------------------------
+
+
+def refusal(prepared_run, folder):
+    before = {name: value.clone() for name, value in prepared_run.raw.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(CheckpointError) as refused:
+        prepared_run.accelerator.load_state(folder)
+    after = prepared_run.raw.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before), "weights were touched"
+    assert torch.equal(torch.get_rng_state(), state), "random streams were touched"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "words"),
+    [
+        (
+            {},
+            {"model": lambda: nn.Linear(6, 4)},
+            ["missing in the checkpoint: unit0: model/weight", "unexpected"],
+        ),
+        (
+            {},
+            {"model": lambda: nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 4))},
+            ["unit0: model/0.weight has shape [5, 6] in the checkpoint, [7, 6] here"],
+        ),
+        ({}, {"optimizer": with_momentum}, ["group 0 of SGD knows no 'betas', which AdamW had for 0.weight"]),
+        (
+            {},
+            {"scheduler": lambda o: lr_scheduler.StepLR(o, 2)},
+            ["missing in the checkpoint: unit0: scheduler 0"],
+        ),
+        (
+            {"scheduler": lambda o: lr_scheduler.StepLR(o, 2)},
+            {},
+            ["unexpected, the run has no such state: unit0: scheduler 0"],
+        ),
+        (
+            {"scheduler": lambda o: lr_scheduler.StepLR(o, 2)},
+            {"scheduler": lr_scheduler.ConstantLR},
+            ["unit0: scheduler 0 is a StepLR in the checkpoint, a ConstantLR here"],
+        ),
+        (
+            {"groups": lambda m: [*m.parameters()]},
+            {"groups": lambda m: [*m.parameters()][:-1]},
+            ["unexpected, the run has no such state: unit0: optimizer state of 3.bias"],
+        ),
+        (
+            {"groups": lambda m: [*m.parameters()][:-1]},
+            {"groups": lambda m: [*m.parameters()]},
+            ["missing in the checkpoint: unit0: AdamW of 3.bias"],
+        ),
+        (
+            {},
+            {"model": lambda: network().to(torch.bfloat16)},
+            ["model/0.weight is float32 in the checkpoint; bfloat16 here would lose digits"],
+        ),
+    ],
+    ids=[
+        "names",
+        "shapes",
+        "optimizer",
+        "scheduler-missing",
+        "scheduler-unexpected",
+        "scheduler-class",
+        "group",
+        "group-missing",
+        "dtype",
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_touched(prepared, tmp_path, saved, here, words):
+    prepared(**{"model": network, "steps": 1, **saved}).accelerator.save_state(tmp_path / "here")
+    message = refusal(prepared(**{"model": network, **here}), tmp_path / "here")
+    for word in words:
+        assert word in message
+    assert "nothing was loaded" in message
+    assert "prepare what was prepared" in message.splitlines()[-1]
+
+
+def test_a_program_without_the_optimizer_is_told(tmp_path, prepared):
+    prepared(network, steps=1).accelerator.save_state(tmp_path / "here")
+    accelerator = Accelerator(device="cpu")
+    accelerator.prepare(network())
+    with pytest.raises(CheckpointError, match=r"no such state: unit0: optimizer state of 0\.weight"):
+        accelerator.load_state(tmp_path / "here")
+    accelerator.end_training()
+
+
+def test_not_strict_loads_what_fits_and_logs_the_rest(prepared, tmp_path, caplog):
+    first = prepared(network, steps=1, scheduler=lambda o: lr_scheduler.StepLR(o, 2))
+    first.accelerator.save_state(tmp_path / "here")
+    second = prepared(network)
+    load(second.accelerator.run, tmp_path / "here", strict=False)
+    assert torch.equal(second.raw[0].weight, first.raw[0].weight)
+    assert "unexpected, the run has no such state: unit0: scheduler 0" in caplog.text
+
+
+def test_inside_a_window_saving_says_when(prepared, tmp_path):
+    run = prepared(network, gradient_accumulation_steps=4)
+    with run.accelerator.accumulate(run.model), pytest.raises(CheckpointError) as refused:
+        run.accelerator.save_state(tmp_path / "here")
+    assert "unit 'unit0' has accumulated 1 of 4 micro-batches" in str(refused.value)
+    assert "if accelerator.sync_gradients:" in str(refused.value).splitlines()[-1]
+
+
+def test_a_parameter_outside_of_every_model_is_refused(tmp_path):
+    accelerator, model, stray = Accelerator(device="cpu"), nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, optimizer)
+    optimizer.add_param_group({"params": [stray]})
+    with pytest.raises(CheckpointError, match="parameter 0 of group 1 of SGD belongs to no prepared model"):
+        accelerator.save_state(tmp_path / "here")
+    accelerator.end_training()
+
+
+# -- where it is written -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["file", "folder"])
+def test_something_foreign_is_left_alone(prepared, tmp_path, content):
+    target = tmp_path / "mine"
+    if content == "file":
+        target.write_text("precious")
+    else:
+        target.mkdir()
+        (target / "thesis.tex").write_text("precious")
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint; it was left as it is"):
+        prepared(network).accelerator.save_state(target)
+    assert (target if content == "file" else target / "thesis.tex").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_an_empty_folder_is_filled(prepared, tmp_path):
+    (tmp_path / "here").mkdir()
+    accelerator = prepared(network).accelerator
+    accelerator.save_state(tmp_path / "here")
+    accelerator.load_state(tmp_path / "here")
+
+
+def test_a_link_keeps_pointing_where_it_points(prepared, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    accelerator = prepared(network).accelerator
+    for _ in range(2):
+        accelerator.save_state(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "manifest.json").is_file()
+
+
+def test_leftovers_of_this_run_are_removed_and_those_of_others_are_not(prepared, tmp_path):
+    run = prepared(network).accelerator.run
+    mine = partial_folder(tmp_path / "old", new_save_id(run.run_id))
+    others = partial_folder(tmp_path / "old", new_save_id("somebody else"))
+    for folder in (mine, others):
+        folder.mkdir()
+        (folder / "rank-00000.safetensors").touch()
+    save(run, tmp_path / "here")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([others.name, "here"])
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(prepared, tmp_path, monkeypatch):
+    run = prepared(network)
+    run.accelerator.save_state(tmp_path / "here")
+    before = (tmp_path / "here" / "manifest.json").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "write_manifest", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.accelerator.save_state(tmp_path / "here")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert (tmp_path / "here" / "manifest.json").read_bytes() == before
+    run.accelerator.load_state(tmp_path / "here")
+
+
+def test_a_resumed_run_is_the_run_that_was_saved(prepared, tmp_path):
+    first, second = prepared(network), prepared(network)
+    first.accelerator.save_state(tmp_path / "here")
+    assert first.accelerator.run.run_id != second.accelerator.run.run_id
+    second.accelerator.load_state(tmp_path / "here")
+    assert first.accelerator.run.run_id == second.accelerator.run.run_id
