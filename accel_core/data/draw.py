@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accel_core.data.order import opening
 from accel_core.data.position import Progress
@@ -52,7 +52,7 @@ class Draw:
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return opening(self._seeded(progress), wanted, progress.start)
         with self._pinned(progress):
-            return opening(self.items, wanted, progress.start)
+            return opening(list(self.items) if self._at_once else self.items, wanted, progress.start)
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -62,6 +62,13 @@ class Draw:
             if isinstance(generator, torch.Generator):
                 return generator
         return None
+
+    @property
+    def _at_once(self) -> bool:
+        # torch's samplers draw while they run, RandomSampler even at its end. From a generator that may
+        # have other users, all of that has to happen at one moment, or a resume could not repeat it.
+        known = isinstance(self.items, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        return known and self.generator is not None
 
     def _seeded(self, progress: Progress) -> Iterable[int]:
         if progress.drawn is None:
@@ -99,9 +106,13 @@ class Draw:
             progress.drawn = encode(state)
         yield
         # Ranks that follow keep their own default stream (dropout needs it); a resumed epoch is drawn
-        # once more, though its streams have moved on since; a lazy sampler draws from its own for ever.
-        lazy = own is not None and getattr(self.items, "replacement", False)
-        if (progress.resumed and not lazy) or (own is None and (self.seedable or self.follows)):
+        # once more, though its streams have moved on since. Other people's samplers may go on drawing
+        # from the generator they own, and leave it where that leads.
+        if own is None:
+            restored = progress.resumed or self.seedable or self.follows
+        else:
+            restored = progress.resumed and self._at_once
+        if restored:
             generator.set_state(before)
 
 

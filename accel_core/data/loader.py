@@ -17,6 +17,7 @@ from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate
 from accel_core.data.order import COMPLETE, Deal, with_last
 from accel_core.data.position import Kind, Position, Progress
 from accel_core.errors import ConfigError
+from accel_core.random import synchronize_rng_states
 
 if TYPE_CHECKING:
     from accel_core.config.schema import DataLoaderConfiguration
@@ -61,6 +62,8 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__["_iterator"] = None
         self._run = run
         self._place = _placement(run, device_placement)
+        # "generator" is what the order is drawn from, which is agreed on anyway.
+        self._synchronized = tuple(name for name in run.config.rng_types if name != "generator")
         self._cursor = _Cursor()
         self._skip = 0
         self._deal, self._draw = _deal(loader, run), _draw(loader, run)
@@ -150,6 +153,8 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skip, self.__dict__["_skip"] = self._skip * self._units_per_round(), 0
         progress = self._cursor.begin(skip)
+        if not progress.resumed:
+            synchronize_rng_states(self._synchronized, run=self._run)
         _announce(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
         if self._feed is not None:
             self._feed.begin(progress)
@@ -260,15 +265,16 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     """The same loader, whose next iteration (and only that) leaves out its first batches.
 
     Counts from the start of the epoch: on a loader that is to resume mid-epoch it says where, and
-    does not skip on top. Map-style data is not read for what is skipped.
+    does not skip on top. A prepared loader of map-style data does not read what
+    it skips.
     """
     if isinstance(loader, PreparedLoader):
         view = copy.copy(loader)
         view.__dict__["_skip"] = num_batches
         return view
-    skipping = copy.copy(loader)
-    skipping.__class__ = type(loader.__class__.__name__, (_SkipsOnce, loader.__class__), {})
-    skipping.__dict__.update(_iterator=None, _skip=num_batches)
+    kind = type(loader)
+    skipping: L = object.__new__(type(kind.__name__, (_SkipsOnce, kind), {}))
+    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=num_batches)
     return skipping
 
 

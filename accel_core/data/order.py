@@ -78,9 +78,8 @@ class Deal:
         whole, over = divmod(batches, self.batches)
         if self.split:
             short = samples is not None and self.batch_size is not None and samples % self.batch_size
-            if not short or (self.even and not self.drop_last):
-                return batches
-            return batches - (self.drop_last or short <= self.reader * self._slice)
+            misses_out = short and not (self.even or self.drop_last) and short <= self.reader * self._slice
+            return batches - bool(misses_out)
         if not over or self.drop_last:
             return whole
         return whole + (self.even or self.reader < over)

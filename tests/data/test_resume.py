@@ -1,0 +1,273 @@
+"""Going on from a saved position: any moment, another number of readers, the epochs after it too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from accel_core import CheckpointError, skip_first_batches
+
+
+def saved(loader):
+    """What a checkpoint keeps of a loader."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+@st.composite
+def cases(draw):
+    readers, new_readers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    split = draw(st.booleans())
+    size = draw(st.integers(1, 4))
+    return {
+        "length": draw(st.integers(1, 40)),
+        "readers": (readers, new_readers),
+        "batch_size": size * (12 if split else 1),
+        "shuffled": draw(st.booleans()),
+        "drop_last": draw(st.booleans()),
+        "even": draw(st.booleans()),
+        "split": split,
+        "seedable": draw(st.booleans()),
+        "epoch": draw(st.integers(0, 2)),
+        "rounds": draw(st.integers(1, 12)),
+    }
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases())
+def test_what_was_handed_out_before_and_after_is_the_whole_order(case):
+    make = numbers(
+        case["length"],
+        case["batch_size"],
+        seed=9 if case["shuffled"] else None,
+        drop_last=case["drop_last"],
+    )
+    options = {
+        "split_batches": case["split"],
+        "even_batches": case["even"],
+        "use_seedable_sampler": case["seedable"],
+        "data_seed": 4,
+    }
+    (alone,) = prepared(numbers(case["length"], 1, seed=9 if case["shuffled"] else None), **options)
+    orders = [list(itertools.chain(*alone)) for _ in range(case["epoch"] + 2)]
+    order, following = orders[-2:]
+
+    old_readers, new_readers = case["readers"]
+    old = prepared(make, old_readers, **options)
+    for _ in range(case["epoch"]):
+        rounds(old)
+    before, iterators = rounds(old, case["rounds"])
+    assume(len(before) == case["rounds"])  # else the epoch is over
+    states = {json.dumps(saved(loader)["consumed"]) for loader in old}
+    state = saved(old[0])
+    rest_of_old = real(rounds_of(old, iterators))
+
+    def elsewhere(reader):  # other seeds: the position alone has to tell
+        return numbers(
+            case["length"],
+            case["batch_size"],
+            seed=77 if case["shuffled"] else None,
+            drop_last=case["drop_last"],
+        )(reader)
+
+    new = prepared(elsewhere, new_readers, **options)
+    for loader in new:
+        loader.load_state_dict(state)
+    after = real(rounds(new)[0])
+    handed_out = real(before) + after
+    assert handed_out == order[: len(handed_out)]
+    per_round = case["batch_size"] if case["split"] else case["batch_size"] * new_readers
+    assert len(order) - len(handed_out) < (per_round if case["drop_last"] else 1)
+    if old_readers == new_readers:
+        assert after == rest_of_old
+    if case["even"]:
+        assert len(states) == 1
+    next_epoch = real(rounds(new)[0])
+    assert next_epoch == following[: len(next_epoch)]
+
+
+def rounds_of(loaders, iterators):
+    """The rounds that are left of an epoch that was begun."""
+    found = []
+    while True:
+        batches = [next(iterator, None) for iterator in iterators]
+        if all(batch is None for batch in batches):
+            return found
+        found.append((batches, loaders[0].remainder, None))
+
+
+SAMPLERS = {
+    "random": lambda data, g: RandomSampler(data, generator=g),
+    "replacement": lambda data, g: RandomSampler(data, replacement=True, num_samples=100, generator=g),
+    "subset": lambda data, g: SubsetRandomSampler(range(40), generator=g),
+    "weighted": lambda data, g: WeightedRandomSampler([1.0] * 40, 50, generator=g),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_default_settings_resume_exactly(sampler, own_generator, epoch, workers):
+    def train(loader, noise, *, until=None):
+        """Batches, with a number drawn beside each as dropout would."""
+        for batch in itertools.islice(loader, until):
+            noise.append((tuple(batch), torch.rand(()).item()))
+
+    def make(seed):
+        data = Numbers(40)
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed) if own_generator else None
+        return prepared(
+            lambda _: DataLoader(
+                data,
+                4,
+                sampler=SAMPLERS[sampler](data, generator),
+                generator=generator,
+                collate_fn=plain,
+                num_workers=workers,
+            )
+        )[0]
+
+    loader, expected = make(1), []
+    for _ in range(epoch):
+        train(loader, [])
+    iterator = iter(loader)
+    train(iterator, [], until=4)
+    state, stream = saved(loader), torch.get_rng_state()
+    train(iterator, expected)
+    train(loader, expected)
+
+    again, found = make(2), []
+    again.load_state_dict(state)
+    torch.set_rng_state(stream)
+    train(again, found)
+    train(again, found)
+    assert found == expected
+    assert again.epoch == epoch + 2
+
+
+def test_a_position_is_small():
+    torch.manual_seed(1)
+    (loader,) = prepared(lambda _: DataLoader(Numbers(40), 4, shuffle=True))
+    next(iter(loader))
+    assert len(json.dumps(loader.state_dict())) < 200
+
+
+def test_the_position_counts_what_was_handed_out_not_what_workers_fetched():
+    (loader,) = prepared(lambda _: DataLoader(Numbers(40), 4, num_workers=2))
+    for number, _ in enumerate(loader, start=1):
+        assert loader.state_dict()["consumed"] == 4 * number
+
+
+def test_an_epoch_saved_at_its_last_batch_resumes_with_nothing_left_of_it():
+    (loader,) = prepared(numbers(10, 4))
+    for _ in loader:
+        state = saved(loader)
+    (again,) = prepared(numbers(10, 4))
+    again.load_state_dict(state)
+    assert state["consumed"] == 10
+    assert list(again) == []
+    assert list(again) == list(loader)
+
+
+def test_a_position_between_two_epochs_is_the_start_of_the_next():
+    (loader,) = prepared(numbers(10, 4, seed=2))
+    list(loader)
+    state = saved(loader)
+    expected = list(loader)
+    (again,) = prepared(numbers(10, 4, seed=8))
+    again.load_state_dict(state)
+    assert (again.epoch, list(again)) == (1, expected)
+
+
+def test_a_loop_that_was_broken_off_goes_on_where_it_was():
+    (loader,) = prepared(numbers(8, 2))
+    for _ in loader:
+        break
+    (again,) = prepared(numbers(8, 2))
+    again.load_state_dict(saved(loader))
+    assert list(again) == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_a_new_loop_after_a_broken_one_is_a_new_epoch():
+    (loader,) = prepared(numbers(4, 2))
+    for _ in loader:
+        break
+    assert loader.epoch == 1
+    assert list(loader) == [[0, 1], [2, 3]]
+
+
+def test_skipping_by_hand_what_the_position_skips_already_skips_once():
+    (loader,) = prepared(numbers(8, 2))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    (again,) = prepared(numbers(8, 2))
+    again.load_state_dict(saved(loader))
+    assert list(skip_first_batches(again, 2)) == [[4, 5], [6, 7]]
+    assert list(again) == list(numbers(8, 2)(0))
+
+
+def test_telling_the_epoch_that_is_resumed_changes_nothing():
+    (loader,) = prepared(numbers(4, 2))
+    list(loader)
+    next(iter(loader))
+    for epoch, expected in ((1, [[2, 3]]), (2, [[0, 1], [2, 3]])):
+        (again,) = prepared(numbers(4, 2))
+        again.load_state_dict(saved(loader))
+        again.set_epoch(epoch)
+        assert list(again) == expected
+
+
+@pytest.mark.parametrize("new_readers", [1, 2, 3])
+def test_the_users_own_batches_go_on_at_another_number_of_readers(new_readers):
+    def make(_):
+        return DataLoader(Numbers(20), batch_sampler=Ragged(20), collate_fn=plain)
+
+    old = prepared(make, 2)
+    before, _ = rounds(old, 2)
+    new = prepared(make, new_readers)
+    for loader in new:
+        loader.load_state_dict(saved(old[0]))
+    assert real(before) + real(rounds(new)[0]) == list(range(20))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_iterable_datasets_are_read_again_and_skipped(readers, workers):
+    def make(_):
+        return DataLoader(Stream(21), 2, collate_fn=plain, num_workers=workers)
+
+    old = prepared(make, readers)
+    _, iterators = rounds(old, 3)
+    new = prepared(make, readers)
+    for loader in new:
+        loader.load_state_dict(saved(old[0]))
+    assert real(rounds(new)[0]) == real(rounds_of(old, iterators))
+    assert real(rounds(new)[0]) == real(rounds(old)[0])
+
+
+def position_of(make, readers=1):
+    loader = prepared(make, readers)[0]
+    next(iter(loader))
+    return saved(loader)
+
+
+@pytest.mark.parametrize(
+    ("state", "make", "readers", "says"),
+    [
+        (position_of(numbers(8)), numbers(9), 1, "epoch of 8, but here an epoch has 9"),
+        (position_of(numbers(8)), lambda _: DataLoader(Stream(8), 2), 1, "'indexed'.*'replay'"),
+        (position_of(lambda _: DataLoader(Stream(8), 2)), lambda _: DataLoader(Stream(8), 2), 2, "readers"),
+    ],
+)
+def test_a_position_that_means_nothing_here_is_refused(state, make, readers, says):
+    (loader, *_) = prepared(make, readers)
+    with pytest.raises(CheckpointError, match=says):
+        loader.load_state_dict(state)
