@@ -31,9 +31,14 @@ class Failure:
     traceback: str
 
     @property
+    def headline(self) -> str:
+        """One line: which rank, and how it ended."""
+        return f"rank {self.rank} (local {self.local_rank}) {self.message}"
+
+    @property
     def report(self) -> str:
-        """One line that names the rank, then its traceback, whose last line is the error's own."""
-        return f"rank {self.rank} (local {self.local_rank}) {self.message}\n{self.traceback}".rstrip("\n")
+        """The headline, then the traceback, whose last line is the error's own."""
+        return f"{self.headline}\n{self.traceback}".rstrip("\n")
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:

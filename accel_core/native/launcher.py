@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from accel_core import hookspecs as hooks
 from accel_core.errors import LaunchError
@@ -19,9 +19,6 @@ from accel_core.hookspecs import Job, implements
 from accel_core.native.failure import Failure, earliest_note, first_failure
 from accel_core.native.meeting import LOCAL, interface_towards, meeting_point
 from accel_core.worker import guard
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
 
 __all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
 
@@ -113,22 +110,33 @@ def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any] | Failure | int:
     """What each rank returned, or the first failure, or 128 + the signal that stopped the agent."""
-    meet = meeting_point(job)  # first of all: it needs no torch to refuse
+    endpoint = meeting_point(job)  # first of all: it needs no torch to refuse
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+
+    from accel_core.native.rendezvous import FixedRendezvous, rendezvous
 
     _quiet_agent()
     with TemporaryDirectory(prefix="accel-") as notes, _environment(job), _signals(job):
-        agent = elastic_launch(_config(job, meet, notes, start_method), entrypoint)
+        handler = rendezvous(job, endpoint, os.environ.get("ACCEL_RUN_ID", "accel"))
+        tell = handler.tell if isinstance(handler, FixedRendezvous) else lambda news: None
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=job.processes_per_node,
+            rdzv_handler=handler,
+            entrypoint=entrypoint,
+            args=tuple(args),
+            max_restarts=job.max_restarts,
+            monitor_interval=0.1,
+        )
+        agent = LocalElasticAgent(spec, _notes(notes, job.max_restarts), start_method=start_method)
         try:
-            returned: dict[int, Any] = agent(*args)
-        except ChildFailedError as error:
-            return first_failure(error.failures)
-        except SignalException as error:
-            return 128 + error.sigval
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            result = agent.run()
+        except (SignalException, KeyboardInterrupt) as error:
+            number = int(getattr(error, "sigval", signal.SIGINT))
+            tell(f"it was stopped by signal {number}")
+            return 128 + number
         except (RuntimeError, TimeoutError) as error:  # torch's DistError, RendezvousError are of these
             if job.nodes == 1:
                 raise
@@ -136,22 +144,11 @@ def _run_agent(
                 f"the {job.nodes} nodes did not come together at {job.rendezvous}: {error}\n"
                 "start the same command on each node with its own --node-rank, and check --rendezvous"
             ) from error
-    return returned
-
-
-def _config(job: Job, meet: Mapping[str, Any], notes: str, start_method: str) -> LaunchConfig:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=job.nodes,
-        max_nodes=job.nodes,
-        nproc_per_node=job.processes_per_node,
-        run_id=os.environ.get("ACCEL_RUN_ID", "accel"),
-        max_restarts=job.max_restarts,
-        start_method=start_method,
-        logs_specs=_notes(notes, job.max_restarts),
-        **meet,
-    )
+        if result.is_failed():
+            failure = first_failure(result.failures)
+            tell(failure.headline)
+            return failure
+        return dict(result.return_values)
 
 
 def _notes(folder: str, restarts: int) -> Any:

@@ -6,12 +6,12 @@ import os
 import socket
 import sys
 import time
-from typing import Any, Final
+from typing import Final
 
 from accel_core.errors import LaunchError
 from accel_core.hookspecs import Job
 
-__all__ = ["interface_towards", "meeting_point"]
+__all__ = ["address_towards", "interface_towards", "meeting_point", "split"]
 
 LOCAL: Final = "127.0.0.1"
 PATIENCE: Final = 900.0
@@ -20,43 +20,28 @@ SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 
 
-def meeting_point(job: Job) -> dict[str, Any]:
-    """The rendezvous arguments of torch's LaunchConfig, checked as far as one node can."""
-    if job.rendezvous is None and job.nodes == 1:
-        return _c10d(f"{LOCAL}:0", LOCAL, True)
-    if job.rendezvous is None:
+def meeting_point(job: Job) -> str:
+    """Where the job's agents meet, host:port, checked as far as one node can.
+
+    Raises:
+        LaunchError: no such place, a port in use, or nobody there for 15 minutes.
+    """
+    if job.rendezvous is None and job.nodes > 1:
         raise LaunchError(
             f"{job.nodes} nodes were asked for, and no place to meet\n"
             "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
         )
-    host, port = _split(job.rendezvous)
-    host = host if job.nodes > 1 else LOCAL
-    endpoint = f"{host}:{port}"
+    host, port = split(job.rendezvous or f"{LOCAL}:0")
+    endpoint = f"{host if job.nodes > 1 else LOCAL}:{port}"
     if job.node_rank == 0:
         _refuse_taken_port(endpoint)
     else:
         _await_host(endpoint)
-    if job.max_restarts:
-        return _c10d(endpoint, host if job.node_rank == 0 else _address_towards(endpoint), job.node_rank == 0)
-    # Without restarts the static kind will do, and keeps --node-rank; c10d sorts nodes by address.
-    return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": endpoint,
-        "rdzv_configs": {"rank": job.node_rank, "timeout": int(PATIENCE)},
-    }
+    return endpoint
 
 
-def _c10d(endpoint: str, address: str, is_host: bool) -> dict[str, Any]:
-    # Left to itself torch guesses is_host from host names, and two nodes wait for a third party.
-    return {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": endpoint,
-        "rdzv_configs": {"is_host": is_host, "timeout": int(PATIENCE)},
-        "local_addr": address,
-    }
-
-
-def _split(endpoint: str) -> tuple[str, int]:
+def split(endpoint: str) -> tuple[str, int]:
+    """Host and port."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise LaunchError(
@@ -66,7 +51,7 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _refuse_taken_port(endpoint: str) -> None:
-    port = _split(endpoint)[1]
+    port = split(endpoint)[1]
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,7 +59,7 @@ def _refuse_taken_port(endpoint: str) -> None:
         except OSError as error:
             raise LaunchError(
                 f"port {port} of this machine cannot be used: {os.strerror(error.errno or 0).lower()}\n"
-                f"take another, such as --rendezvous {_split(endpoint)[0]}:{port + 1}, on every node"
+                f"take another, such as --rendezvous {split(endpoint)[0]}:{port + 1}, on every node"
             ) from error
 
 
@@ -83,7 +68,7 @@ def _await_host(endpoint: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            socket.create_connection(_split(endpoint), timeout=5).close()
+            socket.create_connection(split(endpoint), timeout=5).close()
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -95,15 +80,16 @@ def _await_host(endpoint: str) -> None:
             return
 
 
-def _address_towards(endpoint: str) -> str:
+def address_towards(endpoint: str) -> str:
+    """This machine's address on the way there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(_split(endpoint))
+        probe.connect(split(endpoint))
         return str(probe.getsockname()[0])
 
 
 def interface_towards(endpoint: str) -> str | None:
     """The network interface that leads to the other nodes; None if that cannot be told. Linux."""
-    address = _address_towards(endpoint)
+    address = address_towards(endpoint)
     if sys.platform != "linux" or address.startswith("127."):
         return None
     import fcntl

@@ -140,3 +140,20 @@ def test_each_node_tells_its_own_first_failure(nodes, tmp_path):
     assert "rank 3 (local 1) failed: ValueError: bad" in second[2]
     assert "ValueError" not in first[2]
     assert first[2].count("Traceback") == 1
+
+
+AT_START = """
+import os
+if os.environ["RANK"] == "3":
+    raise ValueError("no data here")
+"""
+
+
+def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes, tmp_path):
+    first, second = launch_on(nodes, tmp_path, AT_START + SUMS)
+
+    assert (first[0], second[0]) == (1, 1)
+    assert first[2].splitlines()[1:] == [
+        "accel: another node failed: rank 3 (local 1) failed: ValueError: no data here",
+        "its own `accel launch` has the traceback",
+    ]
