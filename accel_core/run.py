@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,8 @@ class Run:
         """The innermost current window, or the one used last."""
         self.ended = False
         _live.add(self)
+        if self.world.rank == 0:
+            sys.stderr.writelines(f"accel: {note}\n" for note in self.resolved.notes)
         self.hooks.run_started(self.run_id, self.config)
 
     # -- what others ask -------------------------------------------------------------------------
@@ -325,7 +328,11 @@ class Run:
         store = _get_default_store()
         prefix = f"accel/{self.world.run_id}/{self.world.restart_count}"
         self.world = evolve(self.world, store=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]  # torch's stub lacks it
-        self._compare_ranks()
+        try:
+            self._compare_ranks()
+        except ConfigError:
+            self._leave_world()
+            raise
 
     def _check_group(self, backends: Mapping[str, str]) -> None:
         """A group that this process already has must carry this run's tensors too."""
