@@ -1,6 +1,7 @@
 """What core may say of things it does not have: plugins not installed, flags of other launchers.
 
-Both are data (`known.yaml`), so that core itself names no vendor.
+Both are data (`known.yaml`), so that core itself names no vendor. Install hints quote this list only,
+never what somebody typed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ from typing import Any
 
 from attrs import frozen
 
-from accel_core.config.known import Known, known
+from accel_core.plugins import Discovery, Slot, near
 
-__all__ = ["Known", "OldFlag", "known_plugins", "old_flag"]
+__all__ = ["Known", "OldFlag", "absence", "known_plugin", "known_plugins", "old_flag"]
+
+
+@frozen(kw_only=True)
+class Known:
+    """A first-party plugin: its name, slot, options, and the distribution that ships it."""
+
+    name: str
+    slot: str
+    distribution: str
+    keys: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -27,22 +38,39 @@ class OldFlag:
 
 def known_plugins() -> tuple[Known, ...]:
     """The first-party plugins, installed or not."""
-    return tuple(known().values())
+    return tuple(Known(**{**row, "keys": tuple(row["keys"])}) for row in _data()["plugins"])
+
+
+def known_plugin(name: str) -> Known | None:
+    """The first-party plugin of that name, installed or not."""
+    return next((plugin for plugin in known_plugins() if plugin.name == name), None)
+
+
+def absence(name: str, slot: Slot, discovery: Discovery) -> str:
+    """That no plugin of the slot has this name, and what to do."""
+    record, missing = discovery.get(name), known_plugin(name)
+    installed = [record.name for record in discovery.of(slot)]
+    if record is not None:
+        remedy = f"; {name} is a {record.slot}"
+    elif missing is not None:
+        remedy = f"; pip install {missing.distribution}"
+    else:
+        remedy = near(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
+    return f"no {slot} {name!r} is installed{remedy}"
 
 
 def old_flag(spelling: str) -> OldFlag | None:
     """What `--num_processes` and its kin became; families match by their prefix."""
     name = spelling.partition("=")[0].replace("_", "-")
-    flags = _flags()
+    flags = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
     row = flags.get(name) or flags.get(prefix)
     return None if row is None else OldFlag(takes=int(row.get("takes", 1)), advice=str(row["advice"]))
 
 
 @cache
-def _flags() -> dict[str, dict[str, Any]]:
+def _data() -> dict[str, Any]:
     import yaml
 
-    text = files("accel_core").joinpath("known.yaml").read_text(encoding="utf-8")
-    flags: dict[str, dict[str, Any]] = yaml.safe_load(text)["flags"]
-    return flags
+    found: dict[str, Any] = yaml.safe_load(files("accel_core").joinpath("known.yaml").read_text("utf-8"))
+    return found

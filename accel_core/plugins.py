@@ -272,7 +272,7 @@ def _with_card(record: Record, target: str, patience: _Patience) -> Record:
 
 
 def _check_card(record: Record, card: object) -> Record:
-    from accel_core.config.schema import RESERVED_NAMES
+    from accel_core.config.options import RESERVED_NAMES
 
     name, slot = record.name, record.slot
     if not isinstance(card, Card):

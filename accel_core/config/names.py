@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accel_core.config.known import absence
 from accel_core.config.reader import Problem
 from accel_core.config.resolve import Resolved
 from accel_core.config.schema import RunConfig
 from accel_core.config.structure import Path
+from accel_core.known import absence
 from accel_core.plugins import Discovery, Slot
 
 __all__ = ["misnamed"]

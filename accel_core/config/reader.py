@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from attrs import define, evolve, field, frozen
 
-from accel_core.config.known import absence, known
+from accel_core import known
 from accel_core.config.options import describe
 from accel_core.config.schema import RunConfig
 from accel_core.config.structure import (
@@ -210,12 +210,12 @@ class Reader:
         if record is not None and record.slot != "command":
             reason = f"the plugin is {record.fault}: {record.detail}" if record.fault else _failure(record)
             problem = f"the plugin {name} has no options"
-        elif name in known():
-            reason = f"{known()[name].slot} {name} is not installed; pip install {known()[name].distribution}"
+        elif (missing := known.known_plugin(name)) is not None:
+            reason = f"{missing.slot} {name} is not installed; pip install {missing.distribution}"
         else:
             reason, problem = "", f"unknown key{self._hint(path, RunConfig)}"
             if path[0] == "strategies":
-                problem = absence(name, "strategy", self.discovery)
+                problem = known.absence(name, "strategy", self.discovery)
         if reason:
             self.notes[f"{spell(path)} ({layer.origin(path)}) is kept unread: {reason}"] = None
         else:
@@ -226,7 +226,11 @@ class Reader:
         owners = [owner for owner in self._owners(name) if owner != spell(path[:-1])]
         mine: list[str] = list(options_of(cls))
         if cls is RunConfig:
-            mine = [*CORE, *(r.name for r in self.discovery.records if r.slot != "command"), *known()]
+            mine = [
+                *CORE,
+                *(r.name for r in self.discovery.records if r.slot != "command"),
+                *(it.name for it in known.known_plugins()),
+            ]
         if near(name, mine) or not owners:
             return near(name, mine)
         return f"; it is an option of {' and '.join(owners)}"
@@ -243,7 +247,7 @@ class Reader:
             cls = self.options_class(record.name)
             if cls and name in options_of(cls):
                 yield record.name
-        for it in known().values():
+        for it in known.known_plugins():
             if name in it.keys and self.discovery.get(it.name) is None:
                 yield f"{it.name} (not installed: pip install {it.distribution})"
 

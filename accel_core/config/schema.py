@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from attrs import Factory, field, fields, frozen
 from attrs.converters import optional
@@ -14,7 +14,6 @@ from accel_core.config.options import default_of, option
 from accel_core.errors import ConfigError
 
 __all__ = [
-    "RESERVED_NAMES",
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "GradScalerKwargs",
@@ -182,7 +181,9 @@ class RunConfig:
     mixed_precision: str = option("no", help="no, fp16, bf16, or a precision plugin.")
     gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches a step.")
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")
-    step_scheduler_with_optimizer: bool = option(True, help="Schedulers step when their optimizer does.")
+    step_scheduler_with_optimizer: bool = option(
+        True, help="Schedulers step once an applied optimizer step; false: the loop decides."
+    )
     rng_types: tuple[str, ...] = option(
         ("generator",), converter=_names, help="Random streams that ranks share at each epoch's start."
     )
@@ -230,11 +231,3 @@ class Proposal:
     path: str
     value: Any
     reason: str
-
-
-RESERVED_NAMES: Final = (
-    frozenset(a.name.replace("_", "-") for a in fields(RunConfig))
-    | {a.name for a in fields(RunConfig)}
-    | {"auto", "config", "env", "no", "plugins", "schema"}
-)
-"""Names a plugin may not take: sections and options of core, and words of the command line."""

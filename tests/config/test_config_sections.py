@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from accel_core import ConfigError, PluginError
-from accel_core.config import reader as reader_module
-from accel_core.config.known import Known
+from accel_core import ConfigError, PluginError, known
+from accel_core.known import Known
 
 
 @pytest.fixture
 def workspace(monkeypatch):
     """Plugins that exist, and are not installed."""
-    rows = {"far": Known(name="far", slot="strategy", distribution="accel-far", keys=("reach",))}
-    monkeypatch.setattr(reader_module, "known", lambda: rows)
+    rows = (Known(name="far", slot="strategy", distribution="accel-far", keys=("reach",)),)
+    monkeypatch.setattr(known, "known_plugins", lambda: rows)
 
 
 def problems(resolve, yaml: str) -> tuple[str, ...]:
