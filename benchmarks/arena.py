@@ -1,0 +1,162 @@
+"""Contenders in processes of their own that take turns: what slows the machine slows all of them alike.
+
+Standard library only: contenders run in other environments.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+MARK = "> "
+
+
+class Row(NamedTuple):
+    """A line of the table. None: not measured."""
+
+    what: str
+    raw: float | None
+    accelerate: float | None
+    fabric: float | None
+    ours: float
+    bar: str
+    unit: str
+
+
+class Contender:
+    """`script NAME` under one interpreter, in one process a rank, waiting for its turn."""
+
+    def __init__(self, name: str, python: str, script: str, ranks: int = 1) -> None:
+        shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": _free_port(), "OMP_NUM_THREADS": 1}
+        self.name = name
+        self.processes = [
+            subprocess.Popen(
+                [python, str(HERE / script), name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | {key: str(value) for key, value in ranked(shared, rank, ranks).items()},
+            )
+            for rank in range(ranks)
+        ]
+
+    def turn(self, case: str) -> float:
+        """Run one round of a case; what rank 0 measured."""
+        for process in self.processes:
+            process.stdin.write(case + "\n")
+            process.stdin.flush()
+        return self.answers()[0]
+
+    def answers(self) -> list[float]:
+        """The next figure of each rank."""
+        found = []
+        for process in self.processes:
+            line = next((line for line in process.stdout if line.startswith(MARK)), None)
+            if line is None:
+                raise RuntimeError(f"{self.name} died; run its script alone to see why")
+            found.append(float(line[len(MARK) :]))
+        return found
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def ranked(shared: Mapping[str, object], rank: int, ranks: int) -> dict[str, object]:
+    """What torchrun would set; nothing in a world of one."""
+    if ranks == 1:
+        return {"OMP_NUM_THREADS": 1}
+    return {**shared, "RANK": rank, "LOCAL_RANK": rank}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(cases: Mapping[str, Callable[[], float]]) -> None:
+    """The contender's side: one figure for each case that stdin names."""
+    print(f"{MARK}0", flush=True)
+    for line in sys.stdin:
+        print(f"{MARK}{cases[line.strip()]()}", flush=True)
+
+
+@contextmanager
+def contest(script: str, peers: str | None, ranks: int = 1) -> Iterator[dict[str, Contender]]:
+    """The contenders of a script, warm. The peers have a raw loop beside them, in their environment."""
+    pythons = {"raw": sys.executable, "ours": sys.executable}
+    if peers:
+        pythons |= {"raw-peers": peers, "accelerate": peers, "fabric": peers}
+    with ExitStack() as ends:
+        contenders = {}
+        for name, python in pythons.items():
+            contenders[name] = Contender(name, python, script, ranks)
+            ends.callback(contenders[name].end)
+        for contender in contenders.values():
+            contender.answers()
+        yield contenders
+
+
+def rounds(contenders: Mapping[str, Contender], case: str, count: int) -> dict[str, list[float]]:
+    """Each contender's figures of `count` rounds, in turns, after one that is not counted."""
+    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(count + 1):
+        for name, contender in contenders.items():
+            figure = contender.turn(case)
+            if number:
+                figures[name].append(figure)
+    return figures
+
+
+def over_raw(figures: Mapping[str, Sequence[float]], name: str) -> float | None:
+    """The median difference to the raw loop of the same round and environment."""
+    if name not in figures:
+        return None
+    raw = figures["raw" if name == "ours" else "raw-peers"]
+    return statistics.median(mine - base for mine, base in zip(figures[name], raw, strict=True))
+
+
+def median(figures: Mapping[str, Sequence[float]], name: str) -> float | None:
+    return statistics.median(figures[name]) if name in figures else None
+
+
+def timed(call: Callable[[], object], times: int = 1) -> float:
+    """Microseconds of one call out of `times`."""
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times * 1e6
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as markdown."""
+    lines = ["| what | plain PyTorch | Accelerate | Fabric | accel-core | bar |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = (_cell(value, row.unit) for value in (row.raw, row.accelerate, row.fabric, row.ours))
+        lines.append(f"| {row.what} | {' | '.join(cells)} | {row.bar} |")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{2 if abs(value) < 1 else 1}f} {unit}"

@@ -1,0 +1,67 @@
+"""What a batch of a prepared DataLoader costs beyond torch's own.
+
+`python loader.py [--peers PYTHON]` prints the row; `python loader.py NAME` is one contender.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+from arena import Row, contest, median, over_raw, rounds, serve, table, timed
+
+BATCHES = 1000
+
+
+def measure(peers: str | None, count: int = 40) -> list[Row]:
+    with contest("loader.py", peers) as contenders:
+        figures = rounds(contenders, "epoch", count)
+    over = [over_raw(figures, name) for name in ("accelerate", "fabric", "ours")]
+    return [Row("a batch of a DataLoader, over torch's", median(figures, "raw"), *over, "≤ 1 µs", "µs")]
+
+
+# -- the contenders --------------------------------------------------------------------------------
+
+
+def raw() -> Iterable[object]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    return DataLoader(TensorDataset(torch.randn(BATCHES * 4, 4)), batch_size=4)
+
+
+def ours() -> Iterable[object]:
+    from accel_core import Accelerator
+
+    return Accelerator(cpu=True).prepare(raw())
+
+
+def accelerate() -> Iterable[object]:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(raw())
+
+
+def fabric() -> Iterable[object]:
+    from lightning_fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1).setup_dataloaders(raw())
+
+
+def contend(name: str) -> None:
+    make: Callable[[], Iterable[object]]
+    make = {"raw": raw, "raw-peers": raw, "ours": ours, "accelerate": accelerate, "fabric": fabric}[name]
+    loader = make()
+
+    def epoch() -> None:
+        for _ in loader:
+            pass
+
+    serve({"epoch": lambda: timed(epoch) / BATCHES})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        contend(sys.argv[1])
+    else:
+        print(table(measure(sys.argv[2] if "--peers" in sys.argv else None)))

@@ -1,0 +1,134 @@
+"""What a training step costs beyond the plain loop: a tiny model in fp32, so that little else is measured.
+
+`python step.py [--peers PYTHON]` prints the rows; `python step.py NAME` is one contender.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from arena import Row, contest, median, over_raw, rounds, serve, table, timed
+
+STEPS = 200
+CASES = {
+    "1": ("a step", 1, False, "≤ 5 µs"),
+    "4": ("a micro-batch, accumulating 4", 4, False, "≤ 5 µs"),
+    "1 clip": ("a step that clips", 1, True, "≤ 8 µs"),
+    "4 clip": ("a micro-batch, accumulating 4, clipping each window", 4, True, "≤ 8 µs"),
+}
+
+
+def measure(peers: str | None, count: int = 40) -> list[Row]:
+    rows = []
+    with contest("step.py", peers) as contenders:
+        for case, (what, _, _, bar) in CASES.items():
+            figures = rounds(contenders, case, count)
+            over = [over_raw(figures, name) for name in ("accelerate", "fabric", "ours")]
+            rows.append(Row(f"{what}, over plain PyTorch", median(figures, "raw"), *over, bar, "µs"))
+    return rows
+
+
+# -- the contenders --------------------------------------------------------------------------------
+
+
+def parts():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, torch.randn(8, 16), torch.randn(8, 4), nn.functional.mse_loss
+
+
+def raw(size: int, clip: bool) -> Callable[[], None]:
+    from torch.nn.utils import clip_grad_norm_
+
+    model, optimizer, inputs, targets, loss_of = parts()
+
+    def run() -> None:
+        for number in range(1, STEPS + 1):
+            loss = loss_of(model(inputs), targets)
+            (loss if size == 1 else loss / size).backward()
+            if number % size == 0:
+                if clip:
+                    clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def ours(size: int, clip: bool) -> Callable[[], None]:
+    from accel_core import Accelerator
+
+    return _accelerated(Accelerator(cpu=True, gradient_accumulation_steps=size), clip)
+
+
+def accelerate(size: int, clip: bool) -> Callable[[], None]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return _accelerated(Accelerator(cpu=True, gradient_accumulation_steps=size), clip)
+
+
+def _accelerated(accelerator, clip: bool) -> Callable[[], None]:
+    model, optimizer, inputs, targets, loss_of = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            with accelerator.accumulate(model):
+                loss = loss_of(model(inputs), targets)
+                accelerator.backward(loss)
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def fabric(size: int, clip: bool) -> Callable[[], None]:
+    from lightning_fabric import Fabric
+
+    lightning = Fabric(accelerator="cpu", devices=1)
+    model, optimizer, inputs, targets, loss_of = parts()
+    model, optimizer = lightning.setup(model, optimizer)
+
+    def run() -> None:
+        for number in range(1, STEPS + 1):
+            boundary = number % size == 0
+            with lightning.no_backward_sync(model, enabled=not boundary):
+                loss = loss_of(model(inputs), targets)
+                lightning.backward(loss if size == 1 else loss / size)
+            if boundary:
+                if clip:
+                    lightning.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def contend(name: str) -> None:
+    """Each case made when it is first asked for: Accelerate has one state a process."""
+    make = {"raw": raw, "raw-peers": raw, "ours": ours, "accelerate": accelerate, "fabric": fabric}[name]
+    made: dict[str, Callable[[], None]] = {}
+
+    def figure(case: str) -> float:
+        if case not in made:
+            made[case] = make(*CASES[case][1:3])
+        return timed(made[case]) / STEPS
+
+    serve({case: lambda case=case: figure(case) for case in CASES})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        contend(sys.argv[1])
+    else:
+        print(table(measure(sys.argv[2] if "--peers" in sys.argv else None)))
