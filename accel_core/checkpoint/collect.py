@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -17,6 +17,8 @@ from accel_core.errors import CheckpointError
 from accel_core.native.state import model_tensors
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from accel_core.run import Run
     from accel_core.unit import Unit
 
@@ -59,6 +61,14 @@ class Collected:
 
         return encode(value, path, store)
 
+    def encode_objects(self, items: Sequence[Any], path: str) -> list[Any]:
+        """Objects with a `state_dict`, each with the name of its class, by which it is recognised."""
+        named = [(class_of(item), item.state_dict()) for item in items]
+        return [
+            {"class": name, "state": self.encode(state, f"{path}[{number}] ({name})")}
+            for number, (name, state) in enumerate(named)
+        ]
+
     @property
     def optimizers_digest(self) -> str:
         """By which ranks see whether their optimizers are described alike."""
@@ -75,13 +85,7 @@ def collect(run: Run) -> Collected:
         _refuse_torn_window(unit)
     found = Collected()
     found.shared["units"] = {unit.name: _unit(found, unit) for unit in run.units}
-    found.shared["registered"] = [
-        {
-            "class": class_of(item),
-            "state": found.encode(item.state_dict(), f"registered[{number}] ({class_of(item)})"),
-        }
-        for number, item in enumerate(run.registered)
-    ]
+    found.shared["registered"] = found.encode_objects(run.registered, "registered")
     here = f"rank[{run.world.rank}]"
     found.own["reader"] = run.topology.reader
     found.own["random"] = found.encode(dict(run.hooks.rng_state()), f"{here}.random", replicated=False)
@@ -99,11 +103,8 @@ def class_of(value: object) -> str:
 
 def entry_key(run: Run, plugin: str, name: str, entry: Entry) -> str:
     """The key of a plugin's tensor entry; one that belongs to a rank or reader says so."""
-    owner = {
-        "replicated": "",
-        "per_reader": f"@reader{run.topology.reader}",
-        "per_rank": f"@rank{run.world.rank}",
-    }[entry.scope]
+    reader, rank = f"@reader{run.topology.reader}", f"@rank{run.world.rank}"
+    owner = {"replicated": "", "per_reader": reader, "per_rank": rank}[entry.scope]
     return f"plugins/{plugin}/{name}{owner}"
 
 
@@ -132,9 +133,7 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters)
     found.absent.extend((unit.name, f"model/{name}") for name in known if name not in offered)
-    found.optimizers[unit.name] = [
-        _optimizer(found, unit, number, path) for number in range(len(unit.optimizers))
-    ]
+    found.optimizers[unit.name] = [_optimizer(found, unit, each, path) for each in unit.optimizers]
     return {
         "strategy": unit.strategy,
         "aliases": dict(unit.aliases),
@@ -142,23 +141,17 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
             name: found.encode(module.get_extra_state(), f"{path}.{name} (get_extra_state)")
             for name, module in modules_with_extra_state(unit).items()
         },
-        "schedulers": [
-            {"class": class_of(item), "state": found.encode(item.state_dict(), f"{path} {class_of(item)}")}
-            for item in unit.schedulers
-        ],
+        "schedulers": found.encode_objects(unit.schedulers, f"{path}.schedulers"),
         "plugins": _plugins(found, unit, path),
     }
 
 
-def _optimizer(found: Collected, unit: Unit, number: int, path: str) -> dict[str, Any]:
-    optimizer = unit.optimizers[number]
+def _optimizer(found: Collected, unit: Unit, optimizer: Optimizer, path: str) -> dict[str, Any]:
     state = unit.hooks.optimizer_state(unit, optimizer)
     for name, leaf in state.leaves.items():
         found.add((unit.name, f"optimizer/{name}"), leaf, spread=True)
     path = f"{path} {class_of(optimizer)}"
-    groups = [
-        {key: value for key, value in group.items() if key not in NEVER_RESTORED} for group in state.groups
-    ]
+    groups = [{key: group[key] for key in group if key not in NEVER_RESTORED} for group in state.groups]
     return {
         "class": class_of(optimizer),
         "groups": found.encode(groups, f"{path}.groups"),
@@ -173,21 +166,15 @@ def _plugins(found: Collected, unit: Unit, path: str) -> dict[str, Any]:
     for each in unit.hooks.implementations("save_state"):
         entries: Mapping[str, Entry] = each.call(unit) or {}
         for name, entry in entries.items():
+            replicated = entry.scope == "replicated"
             if isinstance(entry.value, Leaf):
                 key = (unit.name, entry_key(run, each.plugin, name, entry))
-                found.add(key, entry.value, spread=entry.scope == "replicated")
-            elif entry.scope == "replicated":
-                shared.setdefault(each.plugin, {})[name] = found.encode(
-                    entry.value, f"{path}.{each.plugin}.{name}"
-                )
-            else:
-                where = (
-                    found.own.setdefault(entry.scope, {})
-                    .setdefault(unit.name, {})
-                    .setdefault(each.plugin, {})
-                )
-                text = f"rank[{run.world.rank}].{path}.{each.plugin}.{name}"
-                where[name] = found.encode(entry.value, text, replicated=False)
+                found.add(key, entry.value, spread=replicated)
+                continue
+            place = shared if replicated else found.own.setdefault(entry.scope, {}).setdefault(unit.name, {})
+            where = f"{path}.{each.plugin}.{name}" + ("" if replicated else f" of rank {run.world.rank}")
+            value = found.encode(entry.value, where, replicated=replicated)
+            place.setdefault(each.plugin, {})[name] = value
     return shared
 
 

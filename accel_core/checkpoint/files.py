@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.codec import DTYPES
+from accel_core.checkpoint.codec import DTYPES, name_of
 from accel_core.checkpoint.memory import bytes_of, tensor_from
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from typing_extensions import Self
 
@@ -31,25 +30,13 @@ __all__ = ["BLOCK_BYTES", "DataFile", "FileRecord", "sync_folder", "write_data",
 BLOCK_BYTES: Final = 4 << 20
 _ALIGNMENT: Final = 64
 
-_SAFETENSORS: Final[Mapping[torch.dtype, str]] = {
-    DTYPES[name]: code
-    for name, code in {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-    }.items()
+_SAFETENSORS: Final[Mapping[str, str]] = {
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
 """What safetensors has a word for. The rest is bytes there, and its dtype in our index."""
 
@@ -134,7 +121,7 @@ def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileR
     for number in order:
         name, tensor = tensors[number]
         starts[number], end = end, end + tensor.nbytes
-        known = _SAFETENSORS.get(tensor.dtype)
+        known = _SAFETENSORS.get(name_of(tensor.dtype))
         shape = list(tensor.shape) if known else [tensor.nbytes]
         header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [starts[number], end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.unit import Unit
 
-__all__ = ["SavedParameter", "restore_optimizer", "restore_schedulers", "saved_parameters"]
+__all__ = ["SavedParameter", "load_scheduler", "restore_optimizer", "saved_parameters"]
 
 Action = Callable[[], object]
 
@@ -46,9 +46,7 @@ def saved_parameters(
             path = f"units.{unit.name} {each['class']}"
             plain = checkpoint.decode(each["plain"], f"{path}.state")
             for group in checkpoint.decode(each["groups"], f"{path}.groups"):
-                values = {
-                    key: value for key, value in group.items() if key not in ("params", *NEVER_RESTORED)
-                }
+                values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
                 for name in group["params"]:
                     saved = SavedParameter(each["class"], values, plain.get(name, {}))
                     found[unit.aliases.get(name, name)] = saved
@@ -68,7 +66,8 @@ def restore_optimizer(
     """
     state: OptimizerState = unit.hooks.optimizer_state(unit, optimizer)
     names = {name for group in state.groups for name in group["params"]}
-    problems.compare(f"{unit.name}: {class_of(optimizer)} of ", saved.keys() & names, names)
+    saved = {name: saved[name] for name in names if name in saved}  # the unit may have other optimizers
+    problems.compare(f"{unit.name}: {class_of(optimizer)} of ", saved, names)
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, (group, described) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
         what = f"{unit.name}: group {number} of {class_of(optimizer)}"
@@ -82,27 +81,14 @@ def restore_optimizer(
     ]
 
 
-def restore_schedulers(
-    checkpoint: Checkpoint,
-    unit: Unit,
-    saved: Sequence[Mapping[str, Any]],
-    problems: Problems,
-    *,
-    regrouped: bool,
-) -> list[Action]:
-    """What to do to bring the unit's schedulers into the saved state.
+def load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) -> None:
+    """Load a scheduler's state; the optimizers' groups have theirs already.
 
-    regrouped: parameter groups are not as they were, so lists of one value a group are made anew.
+    regrouped: the groups are not those that were saved, so lists of one value a group are made anew.
     """
-    actions: list[Action] = []
-    for number, (scheduler, each) in enumerate(zip(unit.schedulers, saved, strict=False)):
-        if each["class"] == class_of(scheduler):
-            state = checkpoint.decode(each["state"], f"units.{unit.name} {each['class']}")
-            actions.append(partial(_load_scheduler, scheduler, state, regrouped))
-        else:
-            found = f"is a {each['class']} in the checkpoint, a {class_of(scheduler)} here"
-            problems.fatal.append(f"{unit.name}: scheduler {number} {found}")
-    return actions
+    if regrouped:
+        _regroup(state, scheduler.optimizer.param_groups)
+    scheduler.load_state_dict(state)
 
 
 def _group_values(
@@ -131,18 +117,13 @@ def _check_tensors(
 ) -> None:
     weights = unit.hooks.model_state(unit)
     for key, stored in tensors.items():
-        what = f"{unit.name}: optimizer/{key}"
-        name = key.rpartition("/")[0]
+        what, name = f"{unit.name}: optimizer/{key}", key.rpartition("/")[0]
         if stored.kind == "opaque":  # no template describes it: it must be there, in this very layout
             if key not in state.leaves or state.leaves[key].layout != stored.layout:
-                problems.fatal.append(
-                    f"{what} has layout {stored.layout}, which this optimizer does not have here"
-                )
+                problems.fatal.append(f"{what} has layout {stored.layout}, which is not known here")
         elif stored.kind == "like_param" and name in weights and weights[name].global_shape != stored.shape:
-            wanted = list(weights[name].global_shape)
-            problems.fatal.append(
-                f"{what} has shape {list(stored.shape)} in the checkpoint, the parameter {wanted} here"
-            )
+            there, here = list(stored.shape), list(weights[name].global_shape)
+            problems.fatal.append(f"{what} has shape {there} in the checkpoint, the parameter {here} here")
 
 
 def _fill_state(unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored]) -> None:
@@ -171,23 +152,15 @@ def _set_groups(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> N
 
 
 def _set_plain(unit: Unit, optimizer: Optimizer, saved: Mapping[str, SavedParameter]) -> None:
-    names = {parameter: name for name, parameter in unit.named_parameters().items()}
-    for state in optimizer.state.values():
-        for key in [key for key, value in state.items() if not isinstance(value, Tensor)]:
+    for name, parameter in unit.named_parameters().items():
+        plain = saved[name].plain if name in saved else {}
+        state = optimizer.state.get(parameter, {})
+        for key in [
+            key for key, value in state.items() if not isinstance(value, Tensor) and key not in plain
+        ]:
             del state[key]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[parameter]
-            if name in saved and saved[name].plain:
-                optimizer.state[parameter].update(
-                    unit.hooks.move(dict(saved[name].plain), parameter.device, False)
-                )
-
-
-def _load_scheduler(scheduler: Any, state: dict[str, Any], regrouped: bool) -> None:
-    if regrouped:
-        _regroup(state, scheduler.optimizer.param_groups)
-    scheduler.load_state_dict(state)
+        if plain:
+            optimizer.state[parameter].update(unit.hooks.move(dict(plain), parameter.device, False))
 
 
 def _regroup(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -200,6 +173,5 @@ def _regroup(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return bool((one == other).all()) if isinstance(one, Tensor) else _equal(other, one)
-    return bool(one == other)
+    same = one == other
+    return bool(same.all()) if isinstance(same, Tensor) else bool(same)

@@ -49,8 +49,12 @@ def declare(leaf: Leaf, spread: bool) -> Declared:
     return Declared(leaf.kind, tuple(leaf.global_shape), dtype, leaf.replicated, leaf.layout, spread, boxes)
 
 
-def plan(declarations: Sequence[Mapping[Key, Declared]]) -> list[dict[Key, list[Box]]]:
+def plan(
+    declarations: Sequence[Mapping[Key, Declared]], missing: Iterable[Key] = ()
+) -> list[dict[Key, list[Box]]]:
     """For each rank, the boxes it writes. Every rank computes the same from all declarations.
+
+    missing: what should have been declared and was not.
 
     Replicas that are equal are spread, the largest first, over the ranks with the least to write.
 
@@ -62,7 +66,7 @@ def plan(declarations: Sequence[Mapping[Key, Declared]]) -> list[dict[Key, list[
     for rank, declared in enumerate(declarations):
         for key, leaf in declared.items():
             by_key[key].append((rank, leaf))
-    problems: list[str] = []
+    problems = [f"{unit}: {key}: no rank offers it" for unit, key in sorted(missing)]
     shared: list[tuple[int, Key, Box, list[int]]] = []
     writes: list[dict[Key, list[Box]]] = [defaultdict(list) for _ in declarations]
     load = [0] * len(declarations)
@@ -87,7 +91,7 @@ def plan(declarations: Sequence[Mapping[Key, Declared]]) -> list[dict[Key, list[
     refuse(
         problems,
         "the state of this run cannot be saved",
-        "the plugin that describes this state must be fixed",
+        "this must be fixed in the plugin that describes it",
     )
     return [dict(write) for write in writes]
 
@@ -108,9 +112,8 @@ def tiling_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     opened: list[Box] = []
     for box in ordered:
         if along is not None:
-            opened = [
-                other for other in opened if other.offset[along] + other.shape[along] > box.offset[along]
-            ]
+            first = box.offset[along]
+            opened = [other for other in opened if other.offset[along] + other.shape[along] > first]
         for other in opened:
             if intersect(box, other) is not None:
                 return f"{_text(other)} and {_text(box)} overlap"
@@ -121,17 +124,10 @@ def tiling_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
 
 def intersect(one: Box, other: Box) -> Box | None:
     """The part that both boxes have, if it has any element."""
-    offset, shape = [], []
-    for start, size, other_start, other_size in zip(
-        one.offset, one.shape, other.offset, other.shape, strict=True
-    ):
-        first = max(start, other_start)
-        length = min(start + size, other_start + other_size) - first
-        if length <= 0:
-            return None
-        offset.append(first)
-        shape.append(length)
-    return Box(tuple(offset), tuple(shape))
+    offset = tuple(map(max, one.offset, other.offset))
+    ends = (map(sum, zip(box.offset, box.shape, strict=True)) for box in (one, other))
+    shape = tuple(end - start for start, end in zip(offset, map(min, *ends), strict=True))
+    return Box(offset, shape) if min(shape, default=1) > 0 else None
 
 
 def refuse(problems: Sequence[str], what: str, remedy: str, *, path: str | None = None) -> None:
@@ -160,11 +156,11 @@ def _disagreement(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Se
             return f"rank {first_rank} says {first[:6]}, rank {rank} {leaf[:6]}"
         if leaf.dtype not in (dtype, None):
             return f"rank {dtype_rank} says {dtype}, rank {rank} {leaf.dtype}"
+    if dtype and "+" in dtype:
+        return f"its boxes have several dtypes, {dtype}"
     for box, ranks in holders.items():
         if len(ranks) > 1 and not first.replicated:
-            return (
-                f"ranks {ranks[0]} and {ranks[1]} both hold {_text(box)}, and it is not declared replicated"
-            )
+            return f"ranks {ranks[0]} and {ranks[1]} both hold {_text(box)}, which is not declared replicated"
     return None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import field, frozen
 
 from accel_core.checkpoint.codec import DTYPES, name_of
+from accel_core.checkpoint.collect import class_of
 from accel_core.checkpoint.plan import refuse
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Problems"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @frozen
@@ -48,21 +51,30 @@ class Problems:
         for name in (name for name in saved if name not in here):
             self.unexpected(f"{what}{name}")
 
+    def paired(self, what: str, saved: Sequence[Mapping[str, Any]], here: Sequence[T]) -> list[tuple[T, Any]]:
+        """Objects and the states saved for them, by position; those that are not of one class are named."""
+        self.compare(what, map(str, range(len(saved))), map(str, range(len(here))))
+        pairs = []
+        for number, (each, item) in enumerate(zip(saved, here, strict=False)):
+            if each["class"] == class_of(item):
+                pairs.append((item, each["state"]))
+            else:
+                found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
+                self.fatal.append(f"{what}{number} {found}")
+        return pairs
+
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
         """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
         before = len(self.fatal)
-        if leaf.global_shape != stored.shape:
-            self.fatal.append(
-                f"{what} has shape {list(stored.shape)} in the checkpoint, {list(leaf.global_shape)} here"
-            )
+        there, here = list(stored.shape), list(leaf.global_shape)
+        if there != here:
+            self.fatal.append(f"{what} has shape {there} in the checkpoint, {here} here")
         if leaf.layout != stored.layout:
             self.fatal.append(f"{what} has layout {stored.layout} in the checkpoint, {leaf.layout} here")
-        saved = DTYPES[stored.dtype]
         for dtype in {tensor.dtype for _, tensor in leaf.shards}:
-            if torch.promote_types(saved, dtype) != dtype:
-                self.found.append(
-                    f"{what} is {stored.dtype} in the checkpoint; {name_of(dtype)} here would lose digits"
-                )
+            if torch.promote_types(DTYPES[stored.dtype], dtype) != dtype:
+                loss = f"{name_of(dtype)} here would lose digits"
+                self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
         return len(self.fatal) == before
 
     def settle(self) -> None:

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from accel_core.checkpoint.collect import class_of, entry_key, modules_with_extra_state
 from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.memory import bytes_of
-from accel_core.checkpoint.optimizers import restore_optimizer, restore_schedulers, saved_parameters
+from accel_core.checkpoint.optimizers import load_scheduler, restore_optimizer, saved_parameters
 from accel_core.checkpoint.problems import Problems
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ class Restoration:
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
         for alias, owner in saved["aliases"].items():
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
-                self._problems.fatal.append(
-                    f"{unit.name}: {alias} was tied to {owner}, and is not tied to it here"
-                )
+                found = f"{alias} was tied to {owner}, and is not tied to it here"
+                self._problems.fatal.append(f"{unit.name}: {found}")
         tensors = self._tensors(unit)
         self._model(unit, tensors["model"])
         self._extra_state(unit, saved["extra"])
@@ -114,22 +113,22 @@ class Restoration:
 
     def _optimizers(self, unit: Unit, saved: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
         parameters = saved_parameters(self.checkpoint, unit, saved["optimizers"])
-        known = [
-            group["params"]
-            for each in unit.optimizers
-            for group in unit.hooks.optimizer_state(unit, each).groups
-        ]
-        names = {name for group in known for name in group}
-        self._problems.compare(f"{unit.name}: optimizer state of ", parameters, parameters.keys() & names)
+        states = [unit.hooks.optimizer_state(unit, optimizer) for optimizer in unit.optimizers]
+        groups = [group["params"] for state in states for group in state.groups]
+        known = {name for group in groups for name in group}
+        self._problems.compare(f"{unit.name}: optimizer state of ", parameters, parameters.keys() & known)
         for optimizer in unit.optimizers:
             self._actions += restore_optimizer(unit, optimizer, parameters, tensors, self._problems)
-        groups = [group["params"] for optimizer in saved["optimizers"] for group in optimizer["groups"]]
-        self._problems.compare(
-            f"{unit.name}: scheduler ", _numbers(saved["schedulers"]), _numbers(unit.schedulers)
-        )
-        self._actions += restore_schedulers(
-            self.checkpoint, unit, saved["schedulers"], self._problems, regrouped=groups != known
-        )
+        regrouped = groups != [group["params"] for each in saved["optimizers"] for group in each["groups"]]
+        load = partial(load_scheduler, regrouped=regrouped)
+        for scheduler, state in self._paired(
+            f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers
+        ):
+            self._actions.append(partial(load, scheduler, state))
+
+    def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        for item, state in self._problems.paired(what, saved, here):
+            yield item, self.checkpoint.decode(state, f"{what}{class_of(item)}")
 
     def _plugins(self, unit: Unit, saved: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
         """Plugins' own entries. One that is not in this stack cannot take them back: logged, no error."""
@@ -169,11 +168,8 @@ class Restoration:
             yield plugin, "replicated", entries
         reader = self.run.topology.reader
         same_reader = next((own for own in self.checkpoint.ranks if own["reader"] == reader), {})
-        sources: tuple[tuple[Scope, Mapping[str, Any]], ...] = (
-            ("per_reader", same_reader),
-            ("per_rank", self._own),
-        )
-        for scope, own in sources:
+        own_of: dict[Scope, Mapping[str, Any]] = {"per_reader": same_reader, "per_rank": self._own}
+        for scope, own in own_of.items():
             for plugin, entries in own.get(scope, {}).get(unit.name, {}).items():
                 if self._means_something(unit, plugin, scope):
                     yield plugin, scope, entries
@@ -187,14 +183,8 @@ class Restoration:
 
     def _registered(self) -> None:
         saved = self.checkpoint.state["registered"]
-        self._problems.compare("registered object ", _numbers(saved), _numbers(self.run.registered))
-        for number, (item, each) in enumerate(zip(self.run.registered, saved, strict=False)):
-            if each["class"] == class_of(item):
-                state = self.checkpoint.decode(each["state"], f"registered[{number}] ({each['class']})")
-                self._actions.append(partial(item.load_state_dict, state))
-            else:
-                found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
-                self._problems.fatal.append(f"registered object {number} {found}")
+        for item, state in self._paired("registered object ", saved, self.run.registered):
+            self._actions.append(partial(item.load_state_dict, state))
 
     def _random(self) -> None:
         streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from accel_core.checkpoint.collect import Collected, collect
 from accel_core.checkpoint.commit import begin, discard, new_save_id, partial_folder, publish
 from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json
 from accel_core.checkpoint.manifest import Manifest, write_manifest
-from accel_core.checkpoint.plan import Box, Declared, Key, plan, refuse
+from accel_core.checkpoint.plan import Box, Declared, Key, plan
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,11 +50,6 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
         run.mark_step("state")
     state = agree(control, lambda: collect(run))
     writes = _plan(control, state)[control.rank]
-    if _differs_from_first(control, state):
-        state.own["optimizers"] = state.optimizers
-    for name, optimizers in state.optimizers.items():
-        state.shared["units"][name]["optimizers"] = optimizers
-
     first = control.rank == 0
     save_id: str = control.broadcast_object(new_save_id(run.run_id) if first else None)
     agree(control, lambda: begin(target, save_id) if first else None)
@@ -62,9 +57,8 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
         folder = partial_folder(target, save_id)
         mine = agree(control, lambda: _write_share(folder, control.rank, state, writes))
         records = {name: record for each in control.all_gather_object(mine) for name, record in each.items()}
-        agree(
-            control, lambda: write_manifest(folder, _manifest(run, save_id, step, records)) if first else None
-        )
+        manifest = _manifest(run, save_id, step, records)
+        agree(control, lambda: write_manifest(folder, manifest) if first else None)
     except BaseException:  # a full disk, another rank's failure, Ctrl-C: nothing half-written stays
         if first:
             discard(target, save_id)
@@ -74,23 +68,14 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
 
 
 def _plan(control: Collectives, state: Collected) -> list[dict[Key, list[Box]]]:
-    everyone: list[tuple[dict[Key, Declared], list[Key]]] = [
-        *control.all_gather_object((state.declared, state.absent))
-    ]
-    offered = {key for declared, _ in everyone for key in declared}
-    missing = sorted({key for _, absent in everyone for key in absent} - offered)
-    refuse(
-        [f"{unit}: {key}: no rank offers it" for unit, key in missing],
-        "the state of this run cannot be saved",
-        "the plugin that describes this state must be fixed",
-    )
-    return plan([declared for declared, _ in everyone])
-
-
-def _differs_from_first(control: Collectives, state: Collected) -> bool:
-    """Whether this rank describes its optimizers otherwise than rank 0 does (pipelines: other layers)."""
-    mine = state.optimizers_digest
-    return bool(control.broadcast_object(mine) != mine)
+    """For each rank, the boxes it writes; ranks tell each other what they have."""
+    mine = (state.declared, state.absent, state.optimizers_digest)
+    everyone: Sequence[tuple[dict[Key, Declared], list[Key], str]] = control.all_gather_object(mine)
+    if state.optimizers_digest != everyone[0][2]:  # pipelines: other layers are optimized here
+        state.own["optimizers"] = state.optimizers
+    offered = {key for declared, _, _ in everyone for key in declared}
+    missing = {key for _, absent, _ in everyone for key in absent} - offered
+    return plan([declared for declared, _, _ in everyone], missing)
 
 
 def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key, list[Box]]) -> Records:
@@ -116,6 +101,8 @@ def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key,
     content = {"rank": rank, "state": state.own, "blocks": blocks, "tensors": index}
     records = {f"{name}.safetensors": data, f"{name}.json": write_json(folder / f"{name}.json", content)}
     if rank == 0:
+        for unit, optimizers in state.optimizers.items():
+            state.shared["units"][unit]["optimizers"] = optimizers
         records["state.json"] = write_json(folder / "state.json", state.shared)
     sync_folder(folder)
     return records
@@ -141,34 +128,22 @@ def _header_names(state: Collected, boxes: list[tuple[Key, Box, Tensor]]) -> lis
 
 
 def _manifest(run: Run, save_id: str, step: int | None, files: Records) -> Manifest:
+    exact_at = {"size": run.world.size, "readers": run.topology.readers}
+    members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
     return Manifest(
         save_id=save_id,
         run_id=run.run_id,
         step=step,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        world={"size": run.world.size, "nodes": run.world.nodes, "readers": run.topology.readers},
+        world={**exact_at, "nodes": run.world.nodes},
         stack={
             "summary": str(run.stack),
-            "plugins": {
-                chosen.name: {
-                    "slot": chosen.record.slot,
-                    "distribution": chosen.record.origin,
-                    "why": chosen.why,
-                }
-                for chosen in run.stack.members()
-            },
-            "units": {unit.name: unit.strategy for unit in run.units},
             "device": run.device.type,
+            "units": {unit.name: unit.strategy for unit in run.units},
+            "plugins": {name: {"distribution": record.origin, "why": why} for name, record, why in members},
         },
-        versions={
-            "accel-core": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        config=json.loads(json.dumps(run.resolved.tree, default=repr)),  # for people
-        random={
-            "exact_at": {"size": run.world.size, "readers": run.topology.readers},
-            "elsewhere": "derived",
-        },
+        versions={"accel-core": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        config=json.loads(json.dumps(run.resolved.tree, default=repr)),
+        random={"exact_at": exact_at, "elsewhere": "derived"},
         files=dict(sorted(files.items())),
     )

@@ -131,7 +131,7 @@ def test_an_empty_shard_is_not_written():
     [
         (
             [{KEY: leaf((4,), ((0,), (4,)))}] * 2,
-            r"ranks 0 and 1 both hold \[0:4\], and it is not declared replicated",
+            r"ranks 0 and 1 both hold \[0:4\], which is not declared replicated",
         ),
         ([{KEY: leaf((4,), ((0,), (3,)))}, {KEY: leaf((4,), ((2,), (2,)))}], r"\[0:3\] and \[2:4\] overlap"),
         ([{KEY: leaf((4,), ((0,), (2,)))}, {}], "2 of its 4 elements are held by no rank"),

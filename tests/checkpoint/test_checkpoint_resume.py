@@ -121,6 +121,35 @@ def test_muon_on_matrices(prepared, tmp_path):
     assert second.step(3) == first.step(3)
 
 
+class Counting(torch.optim.SGD):
+    """State that is no tensor."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
+        super().step(closure)
+
+
+def test_two_optimizers_of_one_model_keep_their_own_state(tmp_path):
+    def make():
+        accelerator, model = Accelerator(device="cpu"), network()
+        halves = list(model[0].parameters()), list(model[3].parameters())
+        optimizers = [Counting(half, lr=rate) for half, rate in zip(halves, (0.1, 0.2), strict=True)]
+        accelerator.prepare(model, *optimizers)
+        return accelerator, optimizers
+
+    (first, saved), (second, loaded) = make(), make()
+    saved[0].step()
+    saved[0].step()
+    saved[1].step()
+    first.save_state(tmp_path / "here")
+    second.load_state(tmp_path / "here")
+    assert [optimizer.param_groups[0]["lr"] for optimizer in loaded] == [0.1, 0.2]
+    assert [[state["calls"] for state in each.state.values()] for each in loaded] == [[2, 2], [1, 1]]
+    first.end_training()
+    second.end_training()
+
+
 SCHEDULERS = [
     lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4, 7], gamma=0.5),
     lambda o: lr_scheduler.StepLR(o, 2),
