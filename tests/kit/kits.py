@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing.forkserver  # noqa: F401 - outlives the inner pytest, which forgets its own imports
+import multiprocessing.forkserver  # noqa: F401 - pytester forgets what the inner pytest imports: the
 import os
 import sys
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - server would be started anew, and torch does not survive a second import
 from attrs import frozen
 
 from accel_core import Card
@@ -45,7 +46,8 @@ def run_kit(
 ) -> Found:
     """Run the kit in this process, from an empty folder, with the plugins that `site` declares."""
     monkeypatch.setattr(sys, "path", [str(site), HERE, *sys.path])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), HERE]))
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), HERE, *([inherited] if inherited else [])]))
     report = pytester.path / "report.json"
     ended = pytester.runpytest_inprocess(
         *("--pyargs", "accel_core.testing", "--accel-stack", stack, "--accel-report", str(report), "-p", "no:cacheprovider"),

@@ -13,7 +13,6 @@ from accel_core import Card
 pytest_plugins = ["pytester"]
 
 CARDS = {name: card for name, card in vars(strangers).items() if isinstance(card, Card)}
-WHOLE = ("--accel-world", "1,2")
 
 
 @pytest.fixture
@@ -26,13 +25,20 @@ def describe(found: Found) -> str:
     return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("stack", ["late+replicas", "lazy+replicas", "sim+pair", "early"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("stack", "levels", "worlds"),
+    [
+        ("late+replicas", "2,3", "1,2"),
+        ("lazy+replicas", "1,2,3", "1"),
+        ("sim+pair", "3", "1,2"),
+        ("early", "0,1", "1"),
+    ],
+)
 def test_strangers_pass(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str, levels: str, worlds: str
 ) -> None:
-    worlds = WHOLE if stack != "lazy+replicas" else ("--accel-world", "1")
-    found = run_kit(pytester, monkeypatch, site, stack, *worlds)
+    found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", levels, "--accel-world", worlds)
     assert found.names("failed") == set(), describe(found)
     assert found.names("skipped") <= {"test_ranks_may_run_out_of_batches"}
 

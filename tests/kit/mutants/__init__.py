@@ -1,0 +1,85 @@
+"""Broken plugins, one promise each; the kit must be red at exactly the check of that promise.
+
+Cards only. What they break is in `mutants.devices` and `mutants.strategies`, or in the card itself.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from accel_core import Card
+
+DEVICE_WORDS = {"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"}
+
+
+def slow_probe() -> None:
+    time.sleep(0.02)
+
+
+def heavy_probe() -> None:
+    import numpy  # noqa: F401
+
+
+def device(name: str, **more: Any) -> Card:
+    given = {
+        "offers": DEVICE_WORDS,
+        "torch_device": "sim",
+        "implementation": f"mutants.devices:{''.join(part.title() for part in name.split('-'))}",
+    }
+    return Card(name=name, slot="device", summary="A mutant.", api_version="1.0", **{**given, **more})
+
+
+def strategy(name: str, **more: Any) -> Card:
+    given = {
+        "offers": {"no_sync", "whole_weights"},
+        "implementation": f"mutants.strategies:{''.join(part.title() for part in name.split('-'))}",
+    }
+    return Card(name=name, slot="strategy", summary="A mutant.", api_version="1.0", **{**given, **more})
+
+
+SOUND = "mutants.devices:Sound"
+
+# -- level 0
+SLOW_PROBE = device("slow-probe", probe=slow_probe, implementation=SOUND)
+HEAVY_PROBE = device("heavy-probe", probe=heavy_probe, implementation=SOUND)
+HEAVY_CONFIG = device("heavy-config", config="mutants.heavy_config:Config", implementation=SOUND)
+LOOSE_OPTIONS = device("loose-options", config="mutants.loose_options:Config", implementation=SOUND)
+HEAVY_LAUNCH = device("heavy-launch", launch="mutants.heavy_launch:Launch", implementation=SOUND)
+MISSPELT_HOOK = device("misspelt-hook")
+
+# -- level 1
+ON_THE_HOST = device("on-the-host")
+CLAIMS_MORE = device("claims-more")
+FORGETS_BUFFERS = device("forgets-buffers")
+UNTIES_WEIGHTS = device("unties-weights")
+FLATTENS_BATCHES = device("flattens-batches")
+FORGETS_SEEDS = device("forgets-seeds")
+LOSES_RANDOMNESS = device("loses-randomness")
+COUNTS_KILOBYTES = device("counts-kilobytes")
+NARROWS_FLOATS = device("narrows-floats")
+CLAIMS_TOO_LITTLE = device("claims-too-little", offers=DEVICE_WORDS - {"float64"}, implementation=SOUND)
+
+# -- level 2
+DIVIDES_TWICE = strategy("divides-twice")
+CLIPS_AT_ONE = strategy("clips-at-one")
+CLIPS_VALUES_LOOSELY = strategy("clips-values-loosely")
+NEVER_UNSCALES = strategy("never-unscales")
+DENIES_SKIPS = strategy("denies-skips")
+LEAVES_AUTOCAST = strategy("leaves-autocast")
+SUMS_WINDOWS = strategy("sums-windows")
+COPIES_OPTIMIZERS = strategy("copies-optimizers")
+
+# -- level 3
+SUMS_GRADIENTS = strategy("sums-gradients")
+REDUCES_EACH_BATCH = strategy("reduces-each-batch")
+OWN_WEIGHTS = strategy("own-weights")
+READS_IT_ALL = strategy("reads-it-all")
+GATHERS_BACKWARDS = strategy("gathers-backwards")
+MEANS_ARE_SUMS = strategy("means-are-sums")
+CLIPS_LOCALLY = strategy("clips-locally")
+JOINS_NOBODY = strategy("joins-nobody", offers={"no_sync", "whole_weights", "join"})
+
+# -- a stack that is right, under them
+SOUND_DEVICE = device("sound")
+SOUND_STRATEGY = strategy("averages")

@@ -1,0 +1,90 @@
+"""Devices that break one promise each."""
+
+from __future__ import annotations
+
+import torch
+
+from accel_core import hooks, implements
+from accel_core.hookspecs import _impl_marker
+from accel_core.testing.simulated.plugin import SimulatedDevice
+
+
+class Sound(SimulatedDevice):
+    """Nothing broken."""
+
+
+class MisspeltHook(SimulatedDevice):
+    @_impl_marker
+    def synchronise(self, device):
+        return None
+
+
+class OnTheHost(SimulatedDevice):
+    @implements(hooks.select_device)
+    def select_device(self, world):
+        return torch.device("cpu")
+
+
+class ClaimsMore(SimulatedDevice):
+    @implements(hooks.capabilities)
+    def capabilities(self, device):
+        return self.below.capabilities(device) | {"teleport"}
+
+
+class ForgetsBuffers(SimulatedDevice):
+    @implements(hooks.place_model)
+    def place_model(self, unit, model, device):
+        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.dim()}
+        model.to(device)
+        for name, buffer in buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffer)
+        return model
+
+
+class UntiesWeights(SimulatedDevice):
+    @implements(hooks.place_model)
+    def place_model(self, unit, model, device):
+        model.to(device)
+        seen = set()
+        for child in model.modules():
+            weight = getattr(child, "weight", None)
+            if weight is not None and id(weight) in seen:
+                child.weight = torch.nn.Parameter(weight.detach().clone())
+            seen.add(id(weight))
+        return model
+
+
+class FlattensBatches(SimulatedDevice):
+    @implements(hooks.move)
+    def move(self, tree, device, non_blocking):
+        moved = self.below.move(tree, device, non_blocking)
+        if isinstance(moved, dict):
+            return {key: tuple(value) if isinstance(value, tuple) else value for key, value in moved.items()}
+        return moved
+
+
+class ForgetsSeeds(SimulatedDevice):
+    @implements(hooks.seed)
+    def seed(self, seed, topology):
+        return None
+
+
+class LosesRandomness(SimulatedDevice):
+    @implements(hooks.set_rng_state)
+    def set_rng_state(self, streams):
+        torch.rand(1, device="sim")
+
+
+class CountsKilobytes(SimulatedDevice):
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device):
+        return {key: value // 1024 for key, value in self.below.memory_stats(device).items()}
+
+
+class NarrowsFloats(SimulatedDevice):
+    @implements(hooks.move)
+    def move(self, tree, device, non_blocking):
+        if isinstance(tree, torch.Tensor) and tree.dtype == torch.float64:
+            tree = tree.float()
+        return self.below.move(tree, device, non_blocking)

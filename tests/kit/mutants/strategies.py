@@ -1,0 +1,174 @@
+"""Strategies that break one promise each, over one that keeps them all."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_core import StepOutput, Topology, hooks, implements
+
+
+class Averages:
+    """Rank 0's weights at the start, gradients averaged at the end of a window. Nothing broken."""
+
+    below: Any
+    operation = "mean"
+
+    def __init__(self, config, run):
+        self.run = run
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        if self.run.world.size > 1:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    self.run.collectives("world").broadcast(tensor)
+        return model
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        self.reduce(unit)
+
+    def reduce(self, unit):
+        if self.run.world.size > 1:
+            for parameter in unit.named_parameters().values():
+                if parameter.grad is not None:
+                    self.run.collectives("world").all_reduce(parameter.grad, self.operation)
+
+
+class DividesTwice(Averages):
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        self.below.backward(unit, loss / unit.window.size, boundary, options)
+
+
+class ClipsAtOne(Averages):
+    @implements(hooks.clip_grad_norm)
+    def clip_grad_norm(self, unit, parameters, max_norm, norm_type):
+        return self.below.clip_grad_norm(unit, parameters, 1.0, norm_type)
+
+
+class ClipsValuesLoosely(Averages):
+    @implements(hooks.clip_grad_value)
+    def clip_grad_value(self, unit, parameters, value):
+        self.below.clip_grad_value(unit, parameters, 2 * value)
+
+
+class NeverUnscales(Averages):
+    @implements(hooks.unscale)
+    def unscale(self, unit, optimizer):
+        return None
+
+
+class DeniesSkips(Averages):
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit, optimizer, closure):
+        self.below.optimizer_step(unit, optimizer, closure)
+        return True
+
+
+class LeavesAutocast(Averages):
+    @implements(hooks.autocast)
+    def autocast(self, unit):
+        return partial(torch.autocast, self.run.device.type, enabled=False)
+
+
+class SumsWindows(Averages):
+    @implements(hooks.forward_backward)
+    def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
+        losses = []
+        for _ in range(microbatches):
+            loss, _ = forward_loss(unit.wrapped[0], next(batches))
+            unit.steps.backward(unit, loss, True, {})
+            losses.append(loss.detach())
+        return StepOutput(loss=torch.stack(losses).mean())
+
+
+class CopiesOptimizers(Averages):
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit, optimizer):
+        parameters = [nn.Parameter(p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        return type(optimizer)(parameters, lr=optimizer.param_groups[0]["lr"])
+
+
+class SumsGradients(Averages):
+    operation = "sum"
+
+
+class ReducesEachBatch(Averages):
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        self.below.backward(unit, loss, boundary, options)
+        self.reduce(unit)
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        return None
+
+
+class OwnWeights(Averages):
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        return model
+
+
+class ReadsItAll(Averages):
+    @implements(hooks.data_topology)
+    def data_topology(self, world):
+        return Topology(reader=0, readers=world.size)
+
+
+class GathersBackwards(Averages):
+    @implements(hooks.collectives)
+    def collectives(self, dim):
+        return Twisted(self.below.collectives(dim), "all_gather") if dim == "world" else self.below.collectives(dim)
+
+
+class MeansAreSums(Averages):
+    @implements(hooks.collectives)
+    def collectives(self, dim):
+        return Twisted(self.below.collectives(dim), "mean") if dim == "world" else self.below.collectives(dim)
+
+
+class Twisted:
+    """A group with one wrong operation."""
+
+    def __init__(self, inner, wrong):
+        self.inner, self.wrong = inner, wrong
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def all_gather(self, tensor):
+        gathered = self.inner.all_gather(tensor)
+        return torch.cat(gathered.chunk(self.size)[::-1]) if self.wrong == "all_gather" else gathered
+
+    def all_reduce(self, tensor, operation="sum"):
+        return self.inner.all_reduce(tensor, "sum" if operation == self.wrong else operation)
+
+
+class ClipsLocally(Averages):
+    """Reduces in the optimizer's step, as lazy devices do, but lets clipping see local gradients."""
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        return None
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit, optimizer, closure):
+        self.reduce(unit)
+        return self.below.optimizer_step(unit, optimizer, closure)
+
+
+class JoinsNobody(Averages):
+    @implements(hooks.join)
+    def join(self, units, even_batches):
+        return nullcontext()
+
+    @contextmanager
+    def quiet(self):
+        yield

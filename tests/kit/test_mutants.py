@@ -1,0 +1,88 @@
+"""Each broken plugin is red at exactly the check of what it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mutants
+import pytest
+from kits import Found, declare, run_kit
+
+from accel_core import Card
+
+pytest_plugins = ["pytester"]
+
+CARDS = {name: card for name, card in vars(mutants).items() if isinstance(card, Card)}
+
+PACKAGING = {
+    "slow-probe": {"test_the_probe_is_quick_and_light"},
+    "heavy-probe": {"test_the_probe_is_quick_and_light"},
+    "heavy-config": {"test_the_config_class_is_light"},
+    "loose-options": {"test_options_are_declared_in_full"},
+    "heavy-launch": {"test_the_launch_class_is_light"},
+    "misspelt-hook": {"test_the_stack_binds"},
+}
+DEVICE = {
+    "on-the-host": {"test_the_run_is_on_the_cards_device"},
+    "claims-more": {"test_capabilities_are_words_the_card_offers"},
+    "forgets-buffers": {"test_models_are_placed_whole"},
+    "unties-weights": {"test_models_are_placed_whole"},
+    "flattens-batches": {"test_batches_move_with_their_structure"},
+    "forgets-seeds": {"test_seeding_repeats_what_is_drawn"},
+    "loses-randomness": {"test_random_streams_are_saved_and_restored"},
+    "counts-kilobytes": {"test_memory_is_reported_in_bytes"},
+    "narrows-floats": {"test_float64_keeps_its_precision"},
+    "sound": set[str](),
+}
+TRAINING = {
+    "divides-twice": {"x"},
+    "clips-at-one": {"x"},
+    "clips-values-loosely": {"test_clipping_by_value"},
+    "never-unscales": {"x"},
+    "denies-skips": {"test_overflowing_steps_are_skipped"},
+    "leaves-autocast": {"x"},
+    "sums-windows": {"test_forward_backward_equals_the_loop"},
+    "copies-optimizers": {"x"},
+}
+PROCESSES = {
+    "sums-gradients": {"x"},
+    "reduces-each-batch": {"x"},
+    "own-weights": {"test_replicas_begin_and_stay_equal"},
+    "reads-it-all": {"x"},
+    "gathers-backwards": {"x"},
+    "means-are-sums": {"x"},
+    "clips-locally": {"test_clipping_sees_the_gradient_of_all"},
+    "joins-nobody": {"test_ranks_may_run_out_of_batches"},
+    "averages": set[str](),
+}
+
+
+def each(*levels: dict[str, set[str]]) -> Iterator[Any]:
+    for number, level in enumerate(levels):
+        for name, red in level.items():
+            yield pytest.param(number, name, red, id=name)
+
+
+def describe(found: Found) -> str:
+    return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("level", "name", "red"), each(PACKAGING, DEVICE, TRAINING, PROCESSES))
+def test_mutants_are_red_where_they_are_broken(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    level: int,
+    name: str,
+    red: set[str],
+) -> None:
+    declare(tmp_path / "site", "mutants", CARDS)
+    stack = name if level < 2 else f"sound+{name}"
+    world = "2" if level == 3 else "1"
+    found = run_kit(
+        pytester, monkeypatch, tmp_path / "site", stack, "--accel-level", str(level), "--accel-world", world
+    )
+    assert found.names("failed") == red, describe(found)
