@@ -35,8 +35,7 @@ REPORT_SECONDS: Final = 60.0
 
 
 @click.command()
-@click.option("--fast", is_flag=True, help="Import neither torch nor plugins; report what metadata says.")
-def env(fast: bool) -> None:
+def env() -> None:
     """Describe this machine and what is installed, for bug reports."""
     from accel_core.cli.plugins import table
     from accel_core.plugins import discover
@@ -44,10 +43,8 @@ def env(fast: bool) -> None:
     for name, value in _machine():
         print(f"{name:<14} {value}")
     print()
-    print("\n".join(table(discover())))
-    if not fast:
-        print()
-        _report_in_child()
+    print("\n".join(table(discover())), end="\n\n", flush=True)
+    _report_in_child()
 
 
 def _machine() -> Iterator[tuple[str, str]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from accel_core.errors import PluginError
+from accel_core.errors import AccelError, PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,9 +137,9 @@ def _find(name: str) -> Record:
 def doctor(name: str, timeout: float) -> None:
     """Import everything plugin NAME is made of, in a child process, and ask it whether it can be used."""
     record = _find(name)
-    print(f"{record.slot} {record.name}, {record.origin}: {record.status}")
+    print(f"{record.slot} {record.name}, {record.origin}: {record.status}", flush=True)
     if record.reason:
-        print(record.traceback or f"  {record.reason}")
+        print(record.traceback or f"  {record.reason}", flush=True)
     if record.card is None:
         sys.exit(1)
     code = f"from accel_core.cli.plugins import examine; examine({name!r})"
@@ -177,7 +179,7 @@ def _trace(error: BaseException | None) -> str:
     return "".join(traceback.format_exception(error)) if error else ""
 
 
-@plugins.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@plugins.command(context_settings={"ignore_unknown_options": True})
 @click.argument("stack")
 @click.option("--world", default="1,2", show_default=True, help="World sizes to test.")
 @click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
@@ -185,6 +187,27 @@ def check(stack: str, world: str, pytest_args: tuple[str, ...]) -> None:
     """Run the conformance tests on STACK: a plugin's name, or several joined by +."""
     for name in stack.split("+"):
         _find(name)
-    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing"]
-    command += ["--accel-stack", stack, "--accel-world", world, *pytest_args]
+    if find_spec("pytest") is None:
+        raise AccelError("the conformance tests need pytest\npip install 'accel-core[testing]'")
+    # Neither the settings nor the cache of a project that happens to lie around.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        os.curdir,
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += [
+        "--pyargs",
+        "accel_core.testing",
+        "--accel-stack",
+        stack,
+        "--accel-world",
+        world,
+        *pytest_args,
+    ]
     sys.exit(subprocess.run(command, check=False).returncode)  # noqa: S603
