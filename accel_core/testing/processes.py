@@ -38,8 +38,11 @@ R = TypeVar("R")
 GRACE_SECONDS: Final = 2.0
 """How long the others may run on once a rank has failed: they wait for it in a collective."""
 OUTPUT_LINES: Final = 40
-PRELOADED: Final = ("torch", "torch.distributed.tensor", "torch._dynamo")
-"""What nearly every task would import: torch's optimizers alone load the last two, for two seconds."""
+PRELOADED: Final = ("attrs", "torch", "torch.distributed.tensor", "torch._dynamo")
+"""What nearly every task would import: torch's optimizers alone load the last two, for two seconds.
+
+Nothing that is under test: the server finds modules in its directory first, a checkout for instance.
+"""
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
@@ -191,7 +194,7 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, __name__])
+    context.set_forkserver_preload(list(PRELOADED))
     return context
 
 

@@ -36,6 +36,7 @@ def test_one_rank_killed_at_random(folder, report):
     assert found["left at the end"] == 0, "the next save removes what killed ones left"
 
 
+@pytest.mark.together
 def test_two_ranks_killed_at_random(folder, report):
     (found,) = run_processes(kill_job.kill_ranks_at_random, folder, 20, world=1, timeout=110)
     report(found)

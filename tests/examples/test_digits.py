@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sklearn")
+pytestmark = pytest.mark.together
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [Path(sys.executable).with_name("accel"), "launch", "--device", "cpu"]

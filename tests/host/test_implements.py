@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mypy")
+pytestmark = pytest.mark.together
 
 HEAD = """\
 from __future__ import annotations

@@ -35,6 +35,7 @@ def ranks():
     return seen
 
 
+@pytest.mark.together
 def test_two_processes_asked_for_are_two():
     assert run_processes(ranks) == [(0, 2, "native + ddp + fp32"), (1, 2, "native + ddp + fp32")]
 
@@ -48,6 +49,7 @@ def three_in_turn():
     return sums
 
 
+@pytest.mark.together
 def test_one_accelerator_after_another_each_with_a_group_of_its_own():
     assert run_processes(three_in_turn) == [[2.0, 2.0, 2.0]] * 2
 
@@ -61,6 +63,7 @@ def two_at_once():
     return total, dist.is_initialized()
 
 
+@pytest.mark.together
 def test_two_runs_share_a_group_and_the_last_one_destroys_it():
     assert run_processes(two_at_once) == [(2.0, False)] * 2
 
@@ -73,6 +76,7 @@ def over_a_users_group():
     return total, dist.is_initialized()
 
 
+@pytest.mark.together
 def test_a_group_that_the_user_made_is_adopted_and_left():
     assert run_processes(over_a_users_group) == [(2.0, True)] * 2
 
@@ -82,6 +86,7 @@ def different_stacks():
     Accelerator(cpu=True, mixed_precision="bf16" if rank else "no")
 
 
+@pytest.mark.together
 def test_ranks_with_different_stacks_are_named():
     with pytest.raises(
         ProcessError, match=r"do not agree on stack: rank 0: native \+ ddp \+ fp32; rank 1: .*bf16"
@@ -93,6 +98,7 @@ def different_settings():
     Accelerator(cpu=True, gradient_accumulation_steps=1 + int(os.environ["RANK"]))
 
 
+@pytest.mark.together
 def test_ranks_with_different_settings_name_the_first_that_differs():
     with pytest.raises(ProcessError, match=r"agree on gradient_accumulation_steps: rank 0: 1; rank 1: 2"):
         run_processes(different_settings)
@@ -107,6 +113,7 @@ def trigger():
     return seen
 
 
+@pytest.mark.together
 def test_a_trigger_on_one_rank_reaches_all_once():
     assert run_processes(trigger) == [[True, False]] * 2
 
@@ -121,6 +128,7 @@ def in_turn(folder):
     return found
 
 
+@pytest.mark.together
 def test_the_main_process_goes_first(tmp_path):
     assert run_processes(in_turn, tmp_path, world=3) == [False, True, True]
 
@@ -136,6 +144,7 @@ def one_stays_away(seconds):
     return str(raised.value).splitlines()[0]
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("seconds", [0, 9])
 def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds):
     message = "barrier: rank {} waited for rank(s) 1 of 3 in vain"
@@ -156,10 +165,12 @@ def who():
     return marks
 
 
+@pytest.mark.together
 def test_functions_and_shares_by_rank():
     assert run_processes(who) == [["main", "local", None, None, [1, 2]], [None, None, "last", "one", [3]]]
 
 
+@pytest.mark.together
 def test_a_teacher_of_strategy_single_lives_beside_a_joined_student():
     assert run_processes(teacher_and_student) == [("single", "ddp", False, True)] * 2
 
@@ -181,6 +192,7 @@ def lone_training():
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="single")
 
 
+@pytest.mark.together
 def test_training_a_copy_on_each_rank_is_refused():
     with pytest.raises(ProcessError, match="would train a different copy on each of 2 ranks"):
         run_processes(lone_training)
@@ -195,6 +207,7 @@ accelerator.backward(model(torch.ones(1, 2)).sum())
 """
 
 
+@pytest.mark.together
 def test_a_script_that_never_ends_its_run_exits_cleanly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LEFT_OPEN)

@@ -14,6 +14,7 @@ import pytest
 
 import accel_core
 from accel_core.plugins import discover
+from accel_core.testing import run_processes
 
 PLUGINS = {
     "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun"},
@@ -28,6 +29,8 @@ NAMES = (
     else [name for name in PLUGINS if importlib.util.find_spec(name.replace("-", "_"))]
 )
 MODULES = [name.replace("-", "_") for name in NAMES]
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is left out here")
 
 LIGHT = [
     "accel_core",
@@ -74,6 +77,15 @@ def test_tests_run_on_wheels_and_not_on_the_checkout(module: str) -> None:
     assert "site-packages" in Path(spec.origin).parts
 
 
+def where_accel_core_is() -> str | None:
+    return importlib.import_module("accel_core").__file__
+
+
+@needs_torch
+def test_workers_run_on_what_this_process_runs_on() -> None:
+    assert run_processes(where_accel_core_is, world=1) == [accel_core.__file__]
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_a_distribution_is_typed_and_its_version_is_its_modules(module: str) -> None:
     imported = importlib.import_module(module)
@@ -91,6 +103,7 @@ def test_listing_all_plugins_imports_no_torch() -> None:
     code = """
 import sys
 from accel_core.plugins import discover
+from accel_core.testing import run_processes
 print([record.status for record in discover().records], "torch" in sys.modules)
 """
 
@@ -106,10 +119,9 @@ def test_importing_a_distribution_imports_nothing_of_its_own_but_what_it_needs(m
     assert run(code).strip() == "[]"
 
 
+@needs_torch
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_of_a_distribution_can_be_loaded(module: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("public names need torch, which this environment leaves out")
     imported = importlib.import_module(module)
 
     assert [name for name in imported.__all__ if getattr(imported, name, None) is None] == []
