@@ -1,0 +1,46 @@
+"""Packages outside core use what core exports, and nothing else of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*ROOT.glob("backends/*/src/**/*.py"), *ROOT.glob("contrib/*/src/**/*.py")])
+
+
+def modules_of_core(source: str) -> Iterator[str]:
+    """Each module of core that the source imports, for types or in functions too."""
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        yield from (name for name in names if name.partition(".")[0] == "accel_core")
+
+
+def is_public(module: str) -> bool:
+    return module == "accel_core" or module.startswith("accel_core.testing")
+
+
+def test_there_are_packages_to_look_at() -> None:
+    assert {"accel_ddp", "accel_cuda", "accel_example_device"} <= {source.parent.name for source in SOURCES}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_package_comes_in_by_the_public_doors(source: Path) -> None:
+    assert [name for name in modules_of_core(source.read_text()) if not is_public(name)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from accel_core.run import Run",
+        "import accel_core.unit",
+        "def f():\n    from accel_core.native import base",
+    ],
+)
+def test_a_private_door_would_be_seen(line: str) -> None:
+    assert [name for name in modules_of_core(line) if not is_public(name)] != []
