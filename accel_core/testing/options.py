@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
     group = parser.getgroup("accel", "conformance kit of accel-core (pytest --pyargs accel_core.testing)")
     group.addoption(
         "--accel-stack", metavar="NAMES", help="plugins to check, joined by +: a device, a strategy, ..."
@@ -25,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Load the kit, if a stack was named."""
     config.addinivalue_line(
         "markers", "accel_requires(words): a check of the conformance kit, gated by capabilities"
     )
@@ -35,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Refuse to run checks on nothing."""
     kit = Path(__file__).parent / "kit"
     if not config.getoption("accel_stack") and any(kit in item.path.parents for item in items):
         import pytest

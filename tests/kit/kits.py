@@ -29,10 +29,16 @@ class Found:
 
     def names(self, outcome: str) -> set[str]:
         """Checks with that outcome, without their parameters."""
-        return {c["name"].partition("[")[0].partition("::")[2] for c in self.facts["checks"] if c["outcome"] == outcome}
+        return {
+            c["name"].partition("[")[0].partition("::")[2]
+            for c in self.facts["checks"]
+            if c["outcome"] == outcome
+        }
 
 
-def declare(folder: Path, module: str, cards: Mapping[str, Card], distribution: str = "accel-declared", **more: Any) -> None:
+def declare(
+    folder: Path, module: str, cards: Mapping[str, Card], distribution: str = "accel-declared", **more: Any
+) -> None:
     """A distribution that provides `cards`, attributes of `module` by name."""
     sections: dict[str, list[str]] = {}
     for attribute, card in cards.items():
@@ -50,7 +56,16 @@ def run_kit(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), HERE, *([inherited] if inherited else [])]))
     report = pytester.path / "report.json"
     ended = pytester.runpytest_inprocess(
-        *("--pyargs", "accel_core.testing", "--accel-stack", stack, "--accel-report", str(report), "-p", "no:cacheprovider"),
+        *(
+            "--pyargs",
+            "accel_core.testing",
+            "--accel-stack",
+            stack,
+            "--accel-report",
+            str(report),
+            "-p",
+            "no:cacheprovider",
+        ),
         *options,
     )
     text = ended.stdout.str()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mutants
 import pytest
@@ -59,10 +57,11 @@ PROCESSES = {
 }
 
 
-def each(*levels: dict[str, set[str]]) -> Iterator[Any]:
-    for number, level in enumerate(levels):
-        for name, red in level.items():
-            yield pytest.param(number, name, red, id=name)
+EACH = [
+    pytest.param(number, name, red, id=name)
+    for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES))
+    for name, red in level.items()
+]
 
 
 def describe(found: Found) -> str:
@@ -70,7 +69,7 @@ def describe(found: Found) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("level", "name", "red"), each(PACKAGING, DEVICE, TRAINING, PROCESSES))
+@pytest.mark.parametrize(("level", "name", "red"), EACH)
 def test_mutants_are_red_where_they_are_broken(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,

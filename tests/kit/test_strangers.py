@@ -36,7 +36,12 @@ def describe(found: Found) -> str:
     ],
 )
 def test_strangers_pass(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str, levels: str, worlds: str
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    site: Path,
+    stack: str,
+    levels: str,
+    worlds: str,
 ) -> None:
     found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", levels, "--accel-world", worlds)
     assert found.names("failed") == set(), describe(found)
@@ -51,7 +56,12 @@ def test_strangers_pass(
             "sim+pair",
             "share_out_by_rank",
             "3",
-            {"test_the_global_batch_decides_not_who_computes_it", "test_clipping_sees_the_gradient_of_all"},
+            {
+                "test_the_global_batch_decides_not_who_computes_it",
+                "test_clipping_sees_the_gradient_of_all",
+                "test_replicas_begin_and_stay_equal",
+                "test_a_window_communicates_once",
+            },
         ),
         ("lazy+replicas", "say_nothing", "2", {"test_mixed_precision", "test_overflowing_steps_are_skipped"}),
         ("early", "import_before_setting", "0", {"test_the_stack_binds"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,7 +103,7 @@ class Kit:
 
     @pytest.fixture
     def run(self) -> Callable[..., list[Any]]:
-        """`run(function, *args, world=1)`: in new processes; the function's first argument are the stack's."""
+        """`run(function, *args, world=1)`: in new processes, with the stack's arguments at the end."""
         device = self.tested.plugins.get("device")
         simulate = None
         if self.tested.simulate is not None and device is not None and device.card is not None:
@@ -118,9 +118,11 @@ class Kit:
         return call
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """What a card does not claim cannot fail: it is left out, or reported as observed."""
-        report: pytest.TestReport = yield
+        report = yield
         if not _is_check(item):
             return report
         undeclared = sorted(_required(item) - self.tested.offers)
@@ -197,7 +199,7 @@ def _numbers(text: str) -> list[int]:
 def _read_xfails(file: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(Path(file).read_text().splitlines() if file else (), 1):
-        check, hash_, reason = line.partition("#")
+        check, _, reason = line.partition("#")
         if check.strip() and not reason.strip():
             raise pytest.UsageError(
                 f"{file}:{number}: no reason; write CHECK  # why it fails, and where that is tracked"

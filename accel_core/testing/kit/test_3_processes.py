@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -106,7 +107,9 @@ def _check_invariance(run: Run, world: int, readers: int, accumulation: int, **r
     batches = steps * GLOBAL_BATCH // share
     mine = Recipe(batches=batches, batch_size=share, accumulation=accumulation, epochs=1, **recipe)
     by_rank = run(work.invariance, mine, world=world)
-    ((losses, weights),) = run(work.by_hand, Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe))
+    ((losses, weights),) = run(
+        work.by_hand, Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe)
+    )
     micro = [sum(values) / world for values in zip(*(each[0] for each in by_rank), strict=True)]
     means = [sum(micro[at : at + accumulation]) / accumulation for at in range(0, len(micro), accumulation)]
     assert_near("losses", means, losses)
@@ -140,7 +143,7 @@ def test_a_window_communicates_once(run: Run, world: int, readers: int) -> None:
 def _check_counts(counts: list[int | None]) -> None:
     if None in counts:
         return  # no device that counts; the gradients have shown it
-    steps = [after - before for before, after in zip(counts, counts[1:], strict=False)]  # type: ignore[operator]
+    steps = [after - before for before, after in pairwise(counts)]  # type: ignore[operator]
     inside, at_the_end, in_no_sync = steps[1], steps[2], steps[3]
     assert (inside, in_no_sync) == (0, 0), f"{inside} reductions inside a window, {in_no_sync} in no_sync"
     assert at_the_end >= 1

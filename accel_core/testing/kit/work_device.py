@@ -66,7 +66,7 @@ def placed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(prepared(torch.ones(2, 4, device=accelerator.device)).float().pow(2).sum())
-    inner = accelerator.unwrap_model(prepared)
+    inner: Any = accelerator.unwrap_model(prepared)
     tensors = [
         *inner.parameters(),
         *inner.buffers(),

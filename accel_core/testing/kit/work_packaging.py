@@ -49,7 +49,7 @@ def _card(name: str, distribution: str) -> tuple[Card, str]:
 
 
 class _Loaded:
-    """Third-party packages that imports have brought in; the standard library and the plugin's own are no news."""
+    """Third-party packages that imports have brought in."""
 
     def __init__(self, target: str) -> None:
         self.known = {target.partition(".")[0], *sys.stdlib_module_names, *_BASELINE}
@@ -127,4 +127,4 @@ def _launch(light: Any) -> dict[str, Any]:
 _BASELINE = {name.partition(".")[0] for name in sys.modules}
 
 if __name__ == "__main__":
-    print(json.dumps(facts(*sys.argv[1:])))
+    sys.stdout.write(json.dumps(facts(*sys.argv[1:])) + "\n")

@@ -35,7 +35,7 @@ __all__ = [
 def readers(arguments: Mapping[str, Any]) -> int:
     """How many shares the data has; several processes may read the same one."""
     accelerator = make(arguments)
-    count = accelerator.run.topology.readers
+    count: int = accelerator.run.topology.readers
     accelerator.end_training()
     return count
 

@@ -18,7 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, GradScalerKwargs
 from accel_core.testing.kit.work import make
 
-__all__ = ["Recipe", "Trace", "gan", "distillation", "ours", "plain"]
+__all__ = [
+    "Recipe",
+    "Trace",
+    "distillation",
+    "forward_dtypes",
+    "gan",
+    "mid_window",
+    "ours",
+    "plain",
+    "whole_windows",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FEATURES, CLASSES = 6, 3
@@ -136,7 +146,7 @@ def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
             scaler.step(each)
             trace.skipped.append(each not in applied)
         scaler.update()
-        for each, rate in zip(made, rates):
+        for each, rate in zip(made, rates, strict=False):  # no rates, unless scheduled
             if each in applied:
                 rate.step()
         for each in made:
@@ -248,7 +258,7 @@ def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, An
     model = accelerator.prepare(nn.Sequential(nn.Linear(FEATURES, CLASSES)))
     x = torch.ones(2, FEATURES, device=accelerator.device)
     seen: list[torch.dtype] = []
-    inner = accelerator.unwrap_model(model)
+    inner: Any = accelerator.unwrap_model(model)
     inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(x)
     inner(x)
@@ -384,10 +394,10 @@ class _Accelerated:
 
 def _players() -> list[nn.Module]:
     generator, discriminator = network(2), network(3)
-    generator[3] = nn.Linear(16, FEATURES)
+    generator[3] = last = nn.Linear(16, FEATURES)
     with torch.no_grad():
-        generator[3].weight.fill_(0.1)
-        generator[3].bias.zero_()
+        last.weight.fill_(0.1)
+        last.bias.zero_()
     return [generator, discriminator]
 
 

@@ -38,7 +38,7 @@ def write_distribution(
     version: str = "0.1",
     requires: Sequence[str] = ("accel-core",),
 ) -> None:
-    """Declare plugins without installing anything: a distribution's metadata, found once `folder` is on the path.
+    """Declare plugins without installing anything: metadata, found once `folder` is on the path.
 
     `entry_points` is the text of an entry_points.txt; without it the simulated device is declared.
     """

@@ -37,7 +37,7 @@ def _register(
 ) -> None:
     packet, _, overload = operator.partition(".")
     function = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
     def cast(value: Any, wanted: torch.dtype) -> Any:
         eligible = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == name

@@ -36,33 +36,33 @@ _CROSS_DEVICE: Final = frozenset(
 class SimulatedTensor(Tensor):
     """A tensor on the simulated device."""
 
-    inner: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> SimulatedTensor:
+    def __new__(cls: Any, held: Tensor) -> Any:
         """Wrap a CPU tensor, sharing its storage."""
-        made: SimulatedTensor = Tensor._make_wrapper_subclass(
+        made: Any = Tensor._make_wrapper_subclass(
             cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=module().device(),
         )
-        made.inner = inner
-        module().memory.hold(inner.untyped_storage())
+        made.held = held
+        module().memory.hold(held.untyped_storage())
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{self.inner!r}".removesuffix(")") + f", device='{self.device}')"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self.held!r}".removesuffix(")") + f", device='{self.device}')"
 
     def tolist(self) -> Any:
         """Values as Python numbers; torch refuses this to subclasses."""
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _run(func, args, dict(kwargs or {}))
@@ -70,7 +70,7 @@ class SimulatedTensor(Tensor):
 
 def unwrap(value: Any) -> Any:
     """The CPU tensor of a simulated one; anything else as it is."""
-    return value.inner if isinstance(value, SimulatedTensor) else value
+    return value.held if isinstance(value, SimulatedTensor) else value
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -222,7 +222,7 @@ def simulate(name: str = "sim", communication: str = "simccl") -> DeviceModule:
     Raises:
         AccelError: this process simulates a device of another name, or torch is too old.
     """
-    global _module
+    global _module  # noqa: PLW0603 - torch's device type is one a process
     if _module is not None:
         if _module.name != name:
             raise AccelError(f"this process simulates {_module.name!r}; {name!r} needs a process of its own")
@@ -231,7 +231,7 @@ def simulate(name: str = "sim", communication: str = "simccl") -> DeviceModule:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
     except ImportError as error:
         raise AccelError(
-            f"torch {torch.__version__} cannot have a device written in Python\nsimulate it with torch >= 2.10"
+            f"torch {torch.__version__} cannot have a device in Python\nsimulate it with torch >= 2.10"
         ) from error
     from accel_core.testing.simulated.group import register_group
 
@@ -249,10 +249,10 @@ def _register_factories() -> None:
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
 
-    def empty(size: Any, dtype: Any = None, *rest: Any, **options: Any) -> Tensor:
+    def empty(size: Any, dtype: Any = None, *rest: Any, **options: Any) -> Any:
         return SimulatedTensor(torch.empty(size, dtype=dtype))
 
-    def empty_strided(size: Any, stride: Any, dtype: Any = None, *rest: Any, **options: Any) -> Tensor:
+    def empty_strided(size: Any, stride: Any, dtype: Any = None, *rest: Any, **options: Any) -> Any:
         return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype))
 
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

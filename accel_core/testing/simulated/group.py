@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.utils import _pytree as pytree
 
@@ -32,8 +32,8 @@ _OPERATIONS: Final = (
 class SimulatedGroup(dist.ProcessGroup):
     """Carries simulated tensors, and plain ones too, for it is the only backend of its group."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
         kind = dist.ProcessGroup.BackendType.GLOO
         self.inner = dist.ProcessGroup(store, rank, size)
         self.inner._register_backend(

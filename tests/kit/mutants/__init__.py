@@ -18,7 +18,7 @@ def slow_probe() -> None:
 
 
 def heavy_probe() -> None:
-    import numpy  # noqa: F401
+    import numpy as np  # noqa: F401
 
 
 def device(name: str, **more: Any) -> Card:

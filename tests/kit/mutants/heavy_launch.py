@@ -6,6 +6,6 @@ from typing import Any
 
 class Launch:
     def launch_environment(self, config: Any, world: Any) -> Mapping[str, str]:
-        import numpy  # noqa: F401
+        import numpy as np  # noqa: F401
 
         return {}

@@ -91,7 +91,9 @@ class SumsWindows(Averages):
 class CopiesOptimizers(Averages):
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit, optimizer):
-        parameters = [nn.Parameter(p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        parameters = [
+            nn.Parameter(p.detach().clone()) for group in optimizer.param_groups for p in group["params"]
+        ]
         return type(optimizer)(parameters, lr=optimizer.param_groups[0]["lr"])
 
 
@@ -125,7 +127,11 @@ class ReadsItAll(Averages):
 class GathersBackwards(Averages):
     @implements(hooks.collectives)
     def collectives(self, dim):
-        return Twisted(self.below.collectives(dim), "all_gather") if dim == "world" else self.below.collectives(dim)
+        return (
+            Twisted(self.below.collectives(dim), "all_gather")
+            if dim == "world"
+            else self.below.collectives(dim)
+        )
 
 
 class MeansAreSums(Averages):

@@ -8,9 +8,19 @@ early: the vendor's library reads its variable when it is imported, and never ag
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accel_core import Card
+
+
+def probe() -> None:
+    """The earliest moment at which a test's broken core can be put in place in a worker."""
+    if "BREAK_CORE" in os.environ and "RANK" in os.environ:
+        import strangers.broken_core
+
+        getattr(strangers.broken_core, os.environ["BREAK_CORE"])()
+
 
 DEVICE_WORDS = {"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"}
 
@@ -24,6 +34,7 @@ def device(name: str, **more: Any) -> Card:
         api_version="1.0",
         offers=DEVICE_WORDS,
         torch_device="sim",
+        probe=probe,
         implementation=f"strangers.plugins:{plugin}",
         **more,
     )
@@ -35,6 +46,7 @@ def strategy(name: str, **more: Any) -> Card:
         slot="strategy",
         summary=f"A stranger: {name}.",
         api_version="1.0",
+        probe=probe,
         offers={"no_sync", "whole_weights"},
         implementation=f"strangers.plugins:{name.title()}",
         **more,

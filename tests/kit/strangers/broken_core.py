@@ -7,7 +7,9 @@ def clip_before_reducing() -> None:
     from accel_core import step
 
     def clip_norm(unit, parameters, max_norm, norm_type):
-        return unit.steps.clip_grad_norm(unit, parameters, max_norm, norm_type) if unit.window.boundary else None
+        return (
+            unit.steps.clip_grad_norm(unit, parameters, max_norm, norm_type) if unit.window.boundary else None
+        )
 
     step.clip_norm = clip_norm
 

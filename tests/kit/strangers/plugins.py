@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,9 +11,6 @@ import torch
 from accel_core import Topology, hooks, implements
 from accel_core.testing.simulated.device import module
 from accel_core.testing.simulated.plugin import SimulatedDevice
-
-if "BREAK_CORE" in os.environ:
-    getattr(import_module("strangers.broken_core"), os.environ["BREAK_CORE"])()
 
 
 class Late(SimulatedDevice):
