@@ -188,6 +188,11 @@ def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
 
     `sim` in it is a simulated device, for machines that have none.
     """
+    from accel_core.testing.simulated import CARD
+
+    for name in stack.split("+"):
+        if name != CARD.name:
+            _find(name)
     if find_spec("pytest") is None:
         raise AccelError("the conformance tests need pytest\npip install 'accel-core[testing]'")
     # Neither the settings nor the cache of a project that happens to lie around.
