@@ -54,6 +54,7 @@ def run_kit(
     monkeypatch.setattr(sys, "path", [str(site), HERE, *sys.path])
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), HERE, *([inherited] if inherited else [])]))
+    site.mkdir(exist_ok=True)
     report = pytester.path / "report.json"
     ended = pytester.runpytest_inprocess(
         *(

@@ -1,0 +1,161 @@
+"""The kit as a pytest plugin: its options, gating, known failures, report; and what it says of our own stacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import mutants
+import pytest
+from kits import declare, run_kit
+
+from accel_core import Card
+
+pytest_plugins = ["pytester"]
+
+CARDS = {name: card for name, card in vars(mutants).items() if isinstance(card, Card)}
+NEEDS_DDP = pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed here")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    declare(tmp_path / "site", "mutants", CARDS)
+    return tmp_path / "site"
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+
+
+# -- our own stacks --------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "stack", ["native", pytest.param("ddp", marks=NEEDS_DDP), pytest.param("sim+ddp", marks=NEEDS_DDP)]
+)
+def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
+    report = tmp_path / "report.json"
+    accel = str(Path(sys.executable).parent / "accel")
+    ended = run(accel, "plugins", "check", stack, "--accel-report", str(report), "-q", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    facts = json.loads(report.read_text())
+    assert [check for check in facts["checks"] if check["outcome"] != "passed"] == []
+    assert {check["level"] for check in facts["checks"]} == {0, 1, 2, 3}
+    assert facts["observed_but_not_declared"] == []
+    assert facts["simulated"] == stack.startswith("sim")
+
+
+# -- what it costs others --------------------------------------------------------------------------
+
+
+def test_other_peoples_pytest_loads_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, pytest; pytest.main(['--version']); print(sorted(m for m in sys.modules if m in"
+        " ('torch', 'accel_core.testing.options', 'accel_core.testing.kit', 'accel_core.testing.processes')))"
+    )
+    ended = run(sys.executable, "-c", script, cwd=tmp_path)
+    assert ended.stdout.splitlines()[-1] == "['accel_core.testing.options']", ended.stdout + ended.stderr
+
+
+# -- what to check ---------------------------------------------------------------------------------
+
+
+def kit(cwd: Path, *options: str) -> str:
+    ended = run(sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", *options, cwd=cwd)
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def test_without_a_stack_it_says_how_to_name_one(tmp_path: Path) -> None:
+    assert "pytest --pyargs accel_core.testing --accel-stack native" in kit(tmp_path)
+
+
+def test_an_unknown_plugin_is_named(tmp_path: Path) -> None:
+    text = kit(tmp_path, "--accel-stack", "native+dpp")
+    assert "--accel-stack native+dpp: no plugin 'dpp'" in text
+    assert "installed: " in text
+
+
+def test_two_plugins_of_a_slot_are_refused(tmp_path: Path) -> None:
+    assert "fp16 and bf16 are both precisions" in kit(tmp_path, "--accel-stack", "native+fp16+bf16")
+
+
+def test_worlds_are_numbers(tmp_path: Path) -> None:
+    text = kit(tmp_path, "--accel-stack", "native", "--accel-world", "two")
+    assert "expected numbers joined by commas, such as 1,2; got 'two'" in text
+
+
+# -- known failures --------------------------------------------------------------------------------
+
+BROKEN = "test_1_device.py::test_memory_is_reported_in_bytes"
+
+
+def test_a_known_failure_is_expected(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, tmp_path: Path
+) -> None:
+    xfails = tmp_path / "xfails.txt"
+    xfails.write_text(f"# of this vendor\n{BROKEN}  # its library counts kilobytes, issue 12\n")
+    found = run_kit(
+        pytester,
+        monkeypatch,
+        site,
+        *("counts-kilobytes", "--accel-level", "1", "--accel-xfails", str(xfails)),
+    )
+    assert found.names("failed") == set()
+    assert found.names("xfailed") == {"test_memory_is_reported_in_bytes"}
+    assert "its library counts kilobytes, issue 12" in found.text
+
+
+def test_a_known_failure_that_passes_fails(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, tmp_path: Path
+) -> None:
+    xfails = tmp_path / "xfails.txt"
+    xfails.write_text(f"{BROKEN}  # mended long ago\n")
+    found = run_kit(
+        pytester, monkeypatch, site, *("sound", "--accel-level", "1", "--accel-xfails", str(xfails))
+    )
+    assert found.names("failed") == {"test_memory_is_reported_in_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (BROKEN, "xfails.txt:1: no reason"),
+        ("test_1_device.py::test_no_such_check  # gone", "names what is no check: test_1_device.py::test_no_such"),
+    ],
+)
+def test_known_failures_need_a_reason_and_a_check(tmp_path: Path, line: str, message: str) -> None:
+    xfails = tmp_path / "xfails.txt"
+    xfails.write_text(line)
+    assert message in kit(tmp_path, "--accel-stack", "native", "--accel-xfails", str(xfails))
+
+
+# -- capabilities ----------------------------------------------------------------------------------
+
+
+def test_what_is_not_declared_is_left_out_and_said(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    found = run_kit(pytester, monkeypatch, site, "claims-too-little", "--accel-level", "1")
+    assert found.names("failed") == set()
+    assert found.names("skipped") == {"test_float64_keeps_its_precision"}
+    assert "not declared by the stack: float64 (holds and computes float64 tensors)" in found.text
+    assert "observed but not declared: float64" in found.text
+    assert found.facts["observed_but_not_declared"] == ["float64"]
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def test_the_report_can_be_published(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "--accel-stack", "sim")
+    ended = run(*command, "--accel-level", "1", "--accel-report", "report.md", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    text = (tmp_path / "report.md").read_text()
+    assert "**Simulated**: obtained without the hardware" in text
+    assert "* device: sim (accel-simulated 0.1)" in text
+    assert "| 1 device | 9 | 0 | 0 | 0 |" in text
