@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from accel_core.config.names import misnamed
 from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
@@ -152,7 +151,7 @@ class Launch:
 
     def refuse_misnamed(self) -> None:
         """Raise a ConfigError for plugins that the config names and nobody installed."""
-        problems = [str(problem) for problem in misnamed(self.resolved, self.discovery)]
+        problems = self.resolved.misnamed(self.discovery)
         if problems:
             raise ConfigError("\n".join(problems), problems=problems)
 

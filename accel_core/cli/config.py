@@ -38,10 +38,9 @@ def check(file: str | None, as_json: bool) -> None:
     except ConfigError as error:
         problems = list(error.problems)
     else:
-        from accel_core.config.names import misnamed
         from accel_core.launching import Launch
 
-        problems = [str(problem) for problem in misnamed(resolved, discover())]
+        problems = resolved.misnamed(discover())
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         print(json.dumps({"file": _read(file), "problems": problems, "notes": notes}, indent=1))
@@ -83,37 +82,32 @@ def _read(file: str | None) -> str | None:
 
 
 def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
-    from accel_core.config.structure import leaves, plain
+    from accel_core.config.structure import plain
 
-    core, origins = resolved.config, resolved.origins
-    for path, value in leaves(core):
-        name = ".".join(path)
-        if name == "strategies":
-            for alias, options in core.strategies.items():
-                for key, each in options.items():
-                    where = f"strategies.{alias}.{key}"
-                    yield where, plain(each), origins.get(where, "default")
-        elif name != "plugins":
-            yield name, plain(value), origins.get(name, "default")
-    for plugin, section in core.plugins.items():
-        for path, value in leaves(section, (plugin,)):
-            yield ".".join(path), plain(value), origins.get(".".join(path), "default")
+    values = plain(resolved.config)
+    for path, value in _flat(values | values.pop("plugins")):
+        # A mapping that is one option has one origin, whatever its keys.
+        given = (path[:length] for length in range(len(path), 0, -1))
+        setting = next((resolved.settings[place] for place in given if place in resolved.settings), None)
+        yield ".".join(path), value, setting.described if setting else "default"
+
+
+def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def _unused(resolved: Resolved) -> Iterator[str]:
     """Sections that this config cannot choose; `auto` may choose any."""
     core = resolved.config
-    chosen = {
-        "device": {core.device},
-        "strategy": {core.strategy, *(options["plugin"] for options in core.strategies.values())},
-        "precision": {core.mixed_precision},
-        "launcher": {core.launch.launcher},
-        "extension": set(core.extensions),
-        "tracker": set(core.log_with),
-    }
+    chosen = {core.device, *(name for _, _, name in core.plugin_names())}
+    free = {slot for slot, name in (("device", core.device), ("strategy", core.strategy)) if name == "auto"}
     for name in core.plugins:
         record = discover().get(name)
-        if record and not chosen[record.slot] & {name, "auto"}:
+        if record and name not in chosen and record.slot not in free:
             yield f"section {name} is valid and unused: no {record.slot} of this config"
 
 

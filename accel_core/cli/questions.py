@@ -8,10 +8,11 @@ from typing import Any
 import click
 from attrs import Attribute, frozen
 
-from accel_core.config.options import default_of, describe
+from accel_core.config.options import default_of, describe, options_of, section_class
 from accel_core.config.reader import Reader
 from accel_core.config.schema import RunConfig
-from accel_core.config.structure import MismatchError, Text, convert, options_of, plain, section_class
+from accel_core.config.sources import Text
+from accel_core.config.structure import MismatchError, convert, plain
 from accel_core.plugins import Discovery, Slot
 
 __all__ = ["Answer", "ask", "render"]
@@ -33,7 +34,7 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
     """
     answers = [_answer(path, *_core_option(path), discovery, silent) for path in paths]
     strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
-    options = Reader(discovery).options_class(strategy)
+    options = Reader(discovery).section(strategy)
     if options and click.confirm(f"Set options of {strategy}?", default=False):
         for name, (attribute, kind) in options_of(options).items():
             if not describe(attribute).python_only and section_class(kind) is None:

@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from attrs import NOTHING, Attribute
 
-from accel_core.config.options import describe
+from accel_core.config.options import describe, options_of, section_class
 from accel_core.config.reader import CORE, Reader
 from accel_core.config.schema import RunConfig
-from accel_core.config.structure import options_of, plain, section_class
+from accel_core.config.structure import plain
 
 __all__ = ["class_schema", "whole_schema"]
 
@@ -31,10 +31,7 @@ def whole_schema(reader: Reader) -> dict[str, Any]:
     """The schema of a whole file: core's options, and a section for each plugin that has options."""
     schema = class_schema(RunConfig)
     schema["properties"] = {name: part for name, part in schema["properties"].items() if name in CORE}
-    for record in reader.discovery.records:
-        cls = reader.options_class(record.name)
-        if cls is not None:
-            schema["properties"][record.name] = class_schema(cls)
+    schema["properties"] |= {name: class_schema(cls) for name, cls in reader.sections() if name not in CORE}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

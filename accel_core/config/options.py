@@ -1,15 +1,21 @@
-"""How a config class declares its options: one helper, so that metadata cannot be misspelt."""
+"""How a config class declares its options, and how they are listed again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Final
+from functools import cache
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import attrs
 from attrs import NOTHING, Attribute, frozen
 
-__all__ = ["RESERVED_NAMES", "Option", "default_of", "describe", "option"]
+__all__ = ["RESERVED_NAMES", "Option", "default_of", "describe", "option", "options_of", "section_class"]
+
+Path = tuple[str, ...]
+"""An option's address, such as ("launch", "nodes")."""
 
 _KEY: Final = "accel_core.option"
 
@@ -108,3 +114,30 @@ def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:
     objection = describe(attribute).objection(value)
     if objection:
         raise ValueError(f"{type(instance).__name__}.{attribute.name}: {objection}")
+
+
+def options_of(cls: type) -> Mapping[str, tuple[Attribute[Any], Any]]:
+    """Name -> (attrs field, resolved type) of a config class; a python_only option's type is Any."""
+    return _options_of(cls)
+
+
+@cache
+def _options_of(cls: Any) -> Mapping[str, tuple[Attribute[Any], Any]]:
+    found = {}
+    for attribute in attrs.fields(cls):
+        kind = attribute.type
+        if describe(attribute).python_only:
+            kind = Any  # may name what only type checkers import, so cattrs cannot resolve them all
+        elif isinstance(kind, str):
+            home = next(c for c in cls.__mro__ if attribute.name in vars(c).get("__annotations__", ()))
+            named = types.SimpleNamespace(__annotations__={"it": kind})
+            kind = get_type_hints(named, vars(sys.modules[home.__module__]))["it"]
+        if attribute.init:
+            found[attribute.alias] = (attribute, kind)
+    return found
+
+
+def section_class(kind: Any) -> type | None:
+    """The attrs class behind an option that is itself a section, `X` or `X | None`."""
+    candidates = [kind, *(get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ())]
+    return next((c for c in candidates if isinstance(c, type) and attrs.has(c)), None)

@@ -1,46 +1,24 @@
-"""Layers of raw values into typed settings, each with its origin; mistakes are collected, not raised.
+"""What sources gave, read against the sections that exist: settings, each with its origin, and problems.
 
-A layer is what one source gave: a file, the environment, flags, Python. A setting is one option's
-typed value. Both are addressed by paths, tuples of names such as ("launch", "nodes").
+A setting is one option's typed value. Mistakes are collected, not raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
-from attrs import define, evolve, field, frozen
+from attrs import Attribute, define, evolve, field, frozen
 
 from accel_core import known
-from accel_core.config.options import describe
+from accel_core.config.options import Path, default_of, describe, options_of, section_class
+from accel_core.config.problems import Problem, show, spell
 from accel_core.config.schema import RunConfig
-from accel_core.config.structure import (
-    MismatchError,
-    Path,
-    Text,
-    convert,
-    options_of,
-    plain,
-    section_class,
-    show,
-)
+from accel_core.config.sources import Given, Source, Text
 from accel_core.errors import PluginError
 from accel_core.plugins import Discovery, Record, load, near
 
-__all__ = [
-    "CORE",
-    "Layer",
-    "Problem",
-    "Reader",
-    "Setting",
-    "Source",
-    "load_class",
-    "mapping_in",
-    "merge",
-    "spell",
-]
-
-Source = Literal["file", "environment", "flag", "python", "proposal"]
+__all__ = ["CORE", "Reader", "Setting", "load_class"]
 
 CORE: Final = {name: kind for name, (_, kind) in options_of(RunConfig).items() if name != "plugins"}
 """Core's own top-level options and sections: name -> type."""
@@ -61,192 +39,238 @@ class Setting:
         return f"{self.origin} (over {self.over})" if self.over else self.origin
 
 
-@frozen
-class Problem:
-    """One mistake: where, which option, what is wrong."""
-
-    origin: str
-    path: Path
-    message: str
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.origin, spell(self.path), self.message) if part)
-
-
-@frozen
-class Layer:
-    """What one source gave: (path, raw value) pairs; a value may be a whole section."""
-
-    source: Source
-    entries: Sequence[tuple[Path, Any]]
-    origin: Callable[[Path], str]
-
-
-def spell(path: Path) -> str:
-    """A path as people write it."""
-    return ".".join(path)
-
-
 @define
 class Reader:
-    """Knows which sections exist, and reads layers against them."""
+    """Knows which sections exist, and holds what was read."""
 
     discovery: Discovery
+    settings: dict[Path, Setting] = field(factory=dict)
+    objects: dict[Path, object] = field(factory=dict)
+    """Section -> the object that Python gave for it, so that a run holds the very object."""
     named: dict[str, str] = field(factory=dict)
     """Alias in `strategies` -> its plugin."""
     problems: list[Problem] = field(factory=list)
     notes: dict[str, None] = field(factory=dict)
     """Sections kept unread, and why. A dict, for the order."""
     _classes: dict[str, type | None] = field(factory=dict)
+    _faults: dict[str, str] = field(factory=dict)
 
-    def read(self, layer: Layer) -> dict[Path, Setting]:
-        """The layer's settings; what is wrong with it is added to `problems`."""
-        return {
-            path: setting for place, raw in layer.entries for path, setting in self._top(layer, place, raw)
-        }
+    def read(self, givens: Iterable[Given]) -> None:
+        """Read what sources gave, the weakest first."""
+        aliases: dict[str, Given] = {}
+        opened = [each for given in givens for each in self._opened(given, aliases)]
+        # An alias's options are read by its plugin, whichever source named it.
+        self.named |= {g.path[1]: str(g.raw) for g in opened if g.path[::2] == ("strategies", "plugin")}
+        for alias, given in aliases.items():
+            if alias not in self.named:
+                self._problem(given, "needs a key 'plugin' that names its strategy", ("strategies", alias))
+        for given in opened:
+            for path, setting in self._settings(given):
+                self._merge(path, setting)
 
-    def options_class(self, name: str) -> type | None:
-        """The config class of an installed plugin; None if it has no options or cannot be read."""
+    def add(self, item: object) -> Given | None:
+        """A config object from Python as what it gives; its class tells for which section."""
+        section = self._home(item)
+        if section is not None:
+            return Given((section,), item, "python", f"{type(item).__name__}(...)")
+        names = ", ".join(sorted(cls.__name__ for _, cls in self.sections()))
+        message = f"configures nothing that is installed; what can be given: {names}"
+        self.problems.append(Problem(f"Accelerator({type(item).__name__})", (), message))
+        return None
+
+    def section(self, name: str) -> type | None:
+        """The class of a section; None if there is none, or it cannot be read."""
+        if name in CORE:
+            return section_class(CORE[name])
         if name not in self._classes:
-            record = self.discovery.get(name)
-            try:
-                self._classes[name] = load_class(record) if record and not record.fault else None
-            except PluginError:  # who chooses the plugin gets the error, whose section it is a note
-                self._classes[name] = None
+            record, self._classes[name] = self.discovery.get(name), None
+            try:  # who chooses a plugin gets its error, whose section it is a note
+                if record and record.fault:
+                    self._faults[name] = f"the plugin is {record.fault}: {record.detail}"
+                elif record:
+                    self._classes[name] = load_class(record)
+            except PluginError as error:
+                self._faults[name] = str(error.__cause__)
         return self._classes[name]
 
-    # -- the walk: each step yields (path, setting) pairs or adds a problem ---------------------------
+    def sections(self) -> Iterator[tuple[str, type]]:
+        """All sections and their classes, core's first."""
+        for name in (*CORE, *(record.name for record in self.discovery.records)):
+            if (cls := self.section(name)) is not None:
+                yield name, cls
 
-    def _top(self, layer: Layer, place: Path, raw: Any) -> Iterator[tuple[Path, Setting]]:
-        name = self._section_name(place[0], layer.source)
-        place = (name, *place[1:])
-        if name == "strategies":
-            yield from self._strategies(layer, place[:1], self._nest(place[1:], raw))
-        elif name in CORE:
-            yield from self._option(layer, place[:1], RunConfig, self._nest(place[1:], raw))
-        elif (cls := self.options_class(name)) is not None:
-            yield from self._section(layer, place[:1], cls, self._nest(place[1:], raw))
-        else:
-            self._optionless(layer, place[:1], name)
+    def touches(self, section: Path) -> bool:
+        """Whether anybody gave anything within it."""
+        return any(path[: len(section)] == section for path in (*self.settings, *self.objects))
 
-    def _section_name(self, given: str, source: Source) -> str:
-        if source == "file":
-            return given
-        names = [record.name for record in self.discovery.records]
-        return next((name for name in names if name.replace("-", "_") == given), given)
+    # -- the walk down to single options -------------------------------------------------------------
 
-    def _nest(self, rest: Path, raw: Any) -> Any:
-        for name in reversed(rest):
-            raw = _Nested({name: raw})
-        return raw
+    def _opened(self, given: Given, aliases: dict[str, Given]) -> Iterator[Given]:
+        """Files and `strategies` taken apart; plugins by their names, which variables cannot spell."""
+        path = given.path
+        if path and path[0] != "strategies":
+            spelt = {record.name.replace("-", "_"): record.name for record in self.discovery.records}
+            yield evolve(given, path=(spelt.get(path[0], path[0]), *path[1:]))
+            return
+        if len(path) > 1:
+            aliases.setdefault(path[1], given)
+        if len(path) > 2:
+            yield given
+            return
+        home = self._home(given.raw) if path else None
+        if home:
+            yield given.under("plugin", home)
+        for each in self._entries(given, self.section(home or "")):
+            yield from self._opened(each, aliases)
 
-    def _strategies(self, layer: Layer, path: Path, raw: Any) -> Iterator[tuple[Path, Setting]]:
-        for alias, options in self._entries(layer, path, raw):
-            place = (*path, alias)
-            plugin = self.named.get(alias)
-            if plugin is None:
-                self._problem(layer, place, "needs a key 'plugin' that names its strategy")
-                continue
-            cls = self.options_class(plugin)
-            for key, value in self._entries(layer, place, options):
-                if key == "plugin":
-                    yield (*place, key), Setting(plugin, layer.source, layer.origin((*place, key)))
-                elif cls is not None:
-                    yield from self._option(layer, (*place, key), cls, value)
-                else:
-                    self._optionless(layer, (*place, key), plugin)
-
-    def _section(self, layer: Layer, path: Path, cls: type, raw: Any) -> Iterator[tuple[Path, Setting]]:
-        for key, value in self._entries(layer, path, raw):
-            yield from self._option(layer, (*path, key), cls, value)
-
-    def _entries(self, layer: Layer, path: Path, raw: Any) -> list[tuple[str, Any]]:
+    def _entries(self, given: Given, cls: type | None) -> list[Given]:
+        """What is given for the keys of a section; of an object, what differs from the defaults."""
+        raw = given.raw
         if isinstance(raw, Text):
-            raw = mapping_in(raw)
+            raw = raw.looks_like()
+        if cls and isinstance(raw, cls):
+            raw = self._changed(given)
         if raw is None:  # a section whose keys are all commented out
             return []
         if not isinstance(raw, Mapping):
-            self._problem(layer, path, f"is a section: expected keys and values, got {show(raw)}")
+            self._problem(given, f"is a section: expected keys and values, got {show(raw)}")
             return []
-        return [(str(key), value) for key, value in raw.items()]
+        return [given.under(str(key), value) for key, value in raw.items()]
 
-    def _option(self, layer: Layer, path: Path, cls: type, raw: Any) -> Iterator[tuple[Path, Setting]]:
-        if path[-1] not in options_of(cls):
-            self._problem(layer, path, f"unknown key{self._hint(path, cls)}")
+    def _changed(self, given: Given) -> dict[str, Any]:
+        item = given.raw
+        if given.path in self.objects:
+            self.problems.append(
+                Problem(
+                    f"Accelerator({type(item).__name__})",
+                    (),
+                    f"a second object for section {spell(given.path)}; give one",
+                )
+            )
+            return {}
+        self.objects[given.path] = item
+        options = options_of(type(item)).items()
+        held = {alias: getattr(item, attribute.name) for alias, (attribute, _) in options}
+        return {alias: held[alias] for alias, (a, _) in options if held[alias] != default_of(a, item)}
+
+    def _settings(self, given: Given) -> Iterator[tuple[Path, Setting]]:
+        path = given.path
+        name, depth = path[0], 1
+        if name == "strategies":
+            name, depth = self.named.get(path[1], ""), 2
+            if path[2:] == ("plugin",):
+                yield path, Setting(str(given.raw), given.source, given.origin)
+                return
+        if path[0] in CORE and depth == 1:
+            yield from self._within(given, 0, RunConfig)
+        elif (cls := self.section(name)) is not None:
+            yield from self._within(given, depth, cls)
+        elif name:  # else an alias without plugin, which is a problem already
+            self._unread(given, path[: 2 * depth - 1], name)
+
+    def _within(self, given: Given, depth: int, cls: type) -> Iterator[tuple[Path, Setting]]:
+        """The settings in what is given for a section, which is `depth` names deep, or for a part of it."""
+        if len(given.path) == depth:
+            for each in self._entries(given, cls):
+                yield from self._within(each, depth, cls)
             return
-        attribute, kind = options_of(cls)[path[-1]]
+        place = given.path[: depth + 1]
+        attribute, kind = options_of(cls).get(place[-1], (None, None))
         inner = section_class(kind)
-        if inner and not isinstance(raw, inner):
-            yield from self._section(layer, path, inner, raw)
-            return
-        about = describe(attribute)
-        if about.python_only and layer.source not in ("python", "proposal"):
-            self._problem(layer, path, "can be given in Python only")
-            return
-        if isinstance(raw, _Nested):
-            self._problem(layer, path, f"has no keys of its own; give it whole, not {spell((*path, *raw))}")
+        if attribute is None:
+            self._problem(given, f"unknown key{self._hint(place, cls)}", place)
+        elif inner is not None:
+            yield from self._within(given, depth + 1, inner)
+        elif len(given.path) > len(place):
+            self._problem(given, f"has no keys of its own; give it whole, not {spell(given.path)}", place)
+        else:
+            yield from self._option(given, attribute, kind)
+
+    def _option(self, given: Given, attribute: Attribute[Any], kind: Any) -> Iterator[tuple[Path, Setting]]:
+        from accel_core.config.structure import convert
+
+        about, value = describe(attribute), given.raw
+        if about.python_only and given.source not in ("python", "proposal"):
+            self._problem(given, "can be given in Python only")
             return
         try:
-            if layer.source == "python" and callable(attribute.converter):
-                raw = attribute.converter(raw)
-            value = convert(raw, kind)
-        except (MismatchError, TypeError, ValueError) as mismatch:  # a converter's, of a wrong type
-            self._problem(layer, path, str(mismatch))
+            if given.source == "python" and callable(attribute.converter):
+                value = attribute.converter(value)
+            value = convert(value, kind)
+        except (TypeError, ValueError) as mismatch:  # a converter's too, of a wrong type
+            self._problem(given, str(mismatch))
             return
         objection = about.objection(value)
         if objection:
-            self._problem(layer, path, objection)
+            self._problem(given, objection)
         else:
-            yield path, Setting(value, layer.source, layer.origin(path))
+            yield given.path, Setting(value, given.source, given.origin)
 
-    def _problem(self, layer: Layer, path: Path, message: str) -> None:
-        self.problems.append(Problem(layer.origin(path), path, message))
+    def _merge(self, path: Path, setting: Setting) -> None:
+        """Over what was there, but that Python contradicts no flag or variable, and a proposal nobody."""
+        from accel_core.config.structure import plain
+
+        before = self.settings.get(path)
+        if before is None or (before.value == setting.value and setting.source != "proposal"):
+            self.settings[path] = setting
+        elif before.value == setting.value:
+            return
+        elif setting.source == "proposal":
+            message = f"wants {plain(setting.value)!r}, but it is {plain(before.value)!r} by {before.origin}"
+            self.problems.append(Problem(setting.origin, path, message))
+        elif setting.source == "python" and before.source != "file":
+            here, there = plain(setting.value), plain(before.value)
+            message = f"{here!r} here, but {there!r} by {before.origin}; give it once"
+            self.problems.append(Problem(setting.origin, path, message))
+        else:
+            self.settings[path] = evolve(setting, over=f"{plain(before.value)!r} from {before.origin}")
+
+    def _problem(self, given: Given, message: str, path: Path | None = None) -> None:
+        self.problems.append(Problem(given.origin, path or given.path, message))
 
     # -- names nobody can read -----------------------------------------------------------------------
 
-    def _optionless(self, layer: Layer, path: Path, name: str) -> None:
-        """A section or key for a plugin whose options cannot be read: a note where that may be right."""
-        record = self.discovery.get(name)
-        if record is not None and record.slot != "command":
-            reason = f"the plugin is {record.fault}: {record.detail}" if record.fault else _failure(record)
-            problem = f"the plugin {name} has no options"
-        elif (missing := known.known_plugin(name)) is not None:
-            reason = f"{missing.slot} {name} is not installed; pip install {missing.distribution}"
-        else:
-            reason, problem = "", f"unknown key{self._hint(path, RunConfig)}"
-            if path[0] == "strategies":
-                problem = known.absence(name, "strategy", self.discovery)
-        if reason:
-            self.notes[f"{spell(path)} ({layer.origin(path)}) is kept unread: {reason}"] = None
-        else:
-            self._problem(layer, path, problem)
+    def _home(self, item: object) -> str | None:
+        """The section whose class the object is of, the closest class first."""
+        for names in (CORE, (record.name for record in self.discovery.records)):
+            homes = {self.section(name): name for name in names}
+            found = next((homes[cls] for cls in type(item).__mro__ if cls in homes), None)
+            if found:
+                return found
+        return None
 
-    def _hint(self, path: Path, cls: type) -> str:
-        name = path[-1]
-        owners = [owner for owner in self._owners(name) if owner != spell(path[:-1])]
+    def _unread(self, given: Given, place: Path, name: str) -> None:
+        """A section or key for a plugin whose options cannot be read: a note where that may be right."""
+        record, missing = self.discovery.get(name), known.known_plugin(name)
+        reason = self._faults.get(name)
+        if record is not None and record.slot != "command":
+            problem = f"the plugin {name} has no options"
+        elif missing is not None:
+            reason = f"{missing.slot} {name} is not installed; pip install {missing.distribution}"
+        elif len(place) > 1:
+            problem = known.absence(name, "strategy", self.discovery)
+        else:
+            problem = f"unknown key{self._hint(place, RunConfig)}"
+        if reason:
+            self.notes[f"{spell(place)} ({given.origin}) is kept unread: {reason}"] = None
+        else:
+            self._problem(given, problem, place)
+
+    def _hint(self, place: Path, cls: type) -> str:
+        """The option or section that was probably meant: a near name, or the same in another section."""
         mine: list[str] = list(options_of(cls))
         if cls is RunConfig:
-            mine = [
-                *CORE,
-                *(r.name for r in self.discovery.records if r.slot != "command"),
-                *(it.name for it in known.known_plugins()),
-            ]
-        if near(name, mine) or not owners:
-            return near(name, mine)
-        return f"; it is an option of {' and '.join(owners)}"
+            plugins = [record.name for record in self.discovery.records if record.slot != "command"]
+            mine = [*CORE, *plugins, *(plugin.name for plugin in known.known_plugins())]
+        close = near(place[-1], mine)
+        owners = [] if close else [it for it in self._owners(place[-1]) if it != spell(place[:-1])]
+        return f"; it is an option of {' and '.join(owners)}" if owners else close
 
     def _owners(self, name: str) -> Iterator[str]:
-        """The other sections that have an option of that name, the missing ones with their remedy."""
+        """The sections that have an option of that name, the missing ones with their remedy."""
         if name in CORE:
             yield "the top level"
-        for section, kind in CORE.items():
-            cls = section_class(kind)
-            if cls and name in options_of(cls):
-                yield section
-        for record in self.discovery.records:
-            cls = self.options_class(record.name)
-            if cls and name in options_of(cls):
-                yield record.name
+        yield from (section for section, cls in self.sections() if name in options_of(cls))
         for it in known.known_plugins():
             if name in it.keys and self.discovery.get(it.name) is None:
                 yield f"{it.name} (not installed: pip install {it.distribution})"
@@ -273,41 +297,3 @@ def load_class(record: Record) -> type | None:
             distribution=record.origin,
         ) from error
     return cls
-
-
-def _failure(record: Record) -> str:
-    """Why a plugin's config class cannot be loaded; empty if it has none."""
-    try:
-        load_class(record)
-    except PluginError as error:
-        return str(error.__cause__)
-    return ""
-
-
-class _Nested(dict[str, Any]):
-    """A mapping that was spelt as a dotted path: only sections may be entered that way."""
-
-
-def mapping_in(text: str) -> Any:
-    """What a shell wrote for a whole section: `{nodes: 2}`."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def merge(into: dict[Path, Setting], settings: Mapping[Path, Setting], problems: list[Problem]) -> None:
-    """Lay one layer's settings over those before; Python may not contradict flag or environment."""
-    for path, setting in settings.items():
-        before = into.get(path)
-        if before is None or before.value == setting.value:
-            into[path] = setting
-        elif setting.source == "python" and before.source != "file":
-            message = (
-                f"{plain(setting.value)!r} here, but {plain(before.value)!r} by {before.origin}; give it once"
-            )
-            problems.append(Problem(setting.origin, path, message))
-        else:
-            into[path] = evolve(setting, over=f"{plain(before.value)!r} from {before.origin}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Factory, field, fields, frozen
 from attrs.converters import optional
 
 from accel_core.config.options import default_of, option
-from accel_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_core.plugins import Slot
 
 __all__ = [
     "AutocastKwargs",
@@ -204,20 +206,23 @@ class RunConfig:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches a step, wherever that was set.
+        """Micro-batches a step, wherever that was set."""
+        return self.accumulation.num_steps or self.gradient_accumulation_steps
 
-        Raises:
-            ConfigError: it was set in both places, differently.
+    def plugin_names(self) -> Iterator[tuple[tuple[str, ...], Slot, str]]:
+        """(path, slot, name) of each plugin that is asked for by name.
+
+        `device` is left out: it may also be a device type that only torch knows.
         """
-        steps, section = self.gradient_accumulation_steps, self.accumulation.num_steps
-        if section is None:
-            return steps
-        if steps not in (1, section):
-            raise ConfigError(
-                f"gradient_accumulation_steps is {steps}, accumulation.num_steps is {section}\n"
-                "set one of them"
-            )
-        return section
+        if self.strategy != "auto" and self.strategy not in self.strategies:
+            yield ("strategy",), "strategy", self.strategy
+        for alias, options in self.strategies.items():
+            yield ("strategies", alias, "plugin"), "strategy", options["plugin"]
+        if self.mixed_precision != "no":
+            yield ("mixed_precision",), "precision", self.mixed_precision
+        yield ("launch", "launcher"), "launcher", self.launch.launcher
+        yield from ((("extensions",), "extension", name) for name in self.extensions)
+        yield from ((("log_with",), "tracker", name) for name in self.log_with)
 
 
 @frozen

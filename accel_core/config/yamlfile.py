@@ -1,4 +1,4 @@
-"""A YAML file as a layer: one parse gives data and marks, so that each mistake has line and column."""
+"""A YAML file, read with PyYAML's nodes: one parse gives data and the line and column of each key."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 import yaml
+from attrs import define, field
 
-from accel_core.config.reader import Layer, Problem
-from accel_core.config.structure import Path
+from accel_core.config.options import Path
+from accel_core.config.problems import Problem
+from accel_core.config.sources import Given, Keys
 
 __all__ = ["read_yaml"]
 
@@ -17,54 +19,44 @@ _TAG: Final = "tag:yaml.org,2002:"
 _REFUSED: Final = object()
 
 
-def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Layer:
-    """The layer of one file; what is not YAML, or not keys and values, is added to `problems`."""
-    reading = _Reading(name, problems)
-    return Layer("file", reading.entries(directory / name), reading.origin)
+def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Given:
+    """What one file gives; what is not YAML, or not keys and values, is added to `problems`."""
+    return Given((), _Reading(name, problems).whole(directory / name), "file", name)
 
 
+@define
 class _Reading:
-    def __init__(self, name: str, problems: list[Problem]) -> None:
-        self.name = name
-        self.problems = problems
-        self.marks: dict[Path, yaml.Mark] = {}
-        self._open: set[int] = set()
+    name: str
+    problems: list[Problem]
+    _loader: yaml.SafeLoader = field(init=False)
+    _open: set[int] = field(factory=set)
 
-    def origin(self, path: Path) -> str:
-        """file:line:column of an option, or of what it lies in."""
-        prefixes = (path[:length] for length in range(len(path), 0, -1))
-        return self._at(next((self.marks[prefix] for prefix in prefixes if prefix in self.marks), None))
-
-    def entries(self, file: FilePath) -> list[tuple[Path, Any]]:
-        """The top-level keys and their raw values."""
+    def whole(self, file: FilePath) -> Keys | None:
         try:
-            root = self._parse(file.read_text(encoding="utf-8-sig"))
+            self._loader = yaml.SafeLoader(file.read_text(encoding="utf-8-sig"))
+            root = self._loader.get_single_node()
         except OSError as error:
-            return self._refuse(None, f"cannot be read: {error.strerror}")
+            self._refuse(None, f"cannot be read: {error.strerror}")
         except UnicodeDecodeError:
-            return self._refuse(None, "is not UTF-8 text")
+            self._refuse(None, "is not UTF-8 text")
         except yaml.YAMLError as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
-            return self._refuse(getattr(error, "problem_mark", None), f"is not YAML: {problem}")
-        if root is None:
-            return self._refuse(None, "is empty; `accel config init` writes one to start from")
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            return self._refuse(
-                root.start_mark, f"holds {kind}; expected keys and values, as in `device: cpu`"
-            )
-        return [((key,), value) for key, value in self._mapping(root, ())]
-
-    def _parse(self, text: str) -> yaml.Node | None:
-        self._loader = yaml.SafeLoader(text)
-        return self._loader.get_single_node()
+            self._refuse(getattr(error, "problem_mark", None), f"is not YAML: {problem}")
+        else:
+            if isinstance(root, yaml.MappingNode):
+                return self._keys(root, ())
+            found = "holds a list" if isinstance(root, yaml.SequenceNode) else "holds a single value"
+            remedy = "expected keys and values, as in `device: cpu`"
+            if root is None:
+                found, remedy = "is empty", "`accel config init` writes one to start from"
+            self._refuse(root.start_mark if root else None, f"{found}; {remedy}")
+        return None
 
     def _at(self, mark: yaml.Mark | None) -> str:
         return f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
 
-    def _refuse(self, mark: yaml.Mark | None, message: str, path: Path = ()) -> list[Any]:
+    def _refuse(self, mark: yaml.Mark | None, message: str, path: Path = ()) -> None:
         self.problems.append(Problem(self._at(mark), path, message))
-        return []
 
     def _value(self, node: yaml.Node, path: Path) -> Any:
         if id(node) in self._open:
@@ -77,7 +69,7 @@ class _Reading:
             return _REFUSED
         self._open.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            value: Any = dict(self._mapping(node, path))
+            value: Any = self._keys(node, path)
         else:
             value = [self._value(item, (*path, str(number))) for number, item in enumerate(node.value)]
         self._open.discard(id(node))
@@ -90,9 +82,23 @@ class _Reading:
             self._refuse(node.start_mark, f"{node.value!r} cannot be read as {node.tag}", path)
             return _REFUSED
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> Iterator[tuple[str, Any]]:
+    def _keys(self, node: yaml.MappingNode, path: Path) -> Keys:
         """What can be read of a mapping; what cannot is a problem, and left out."""
-        self._find_duplicates(node, path)
+        found = Keys()
+        for key, value in self._entries(node, path):
+            raw = self._value(value, (*path, key.value))
+            if raw is not _REFUSED:
+                found[key.value], found.origins[key.value] = raw, self._at(key.start_mark)
+        return found
+
+    def _entries(self, node: yaml.MappingNode, path: Path) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+        first: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge":
+                mark = first.setdefault(key.value, key.start_mark)
+                if mark is not key.start_mark:
+                    message = f"given again; it is already on line {mark.line + 1}"
+                    self._refuse(key.start_mark, message, (*path, key.value))
         try:
             self._loader.flatten_mapping(node)  # `<<: *defaults`; own keys come last, and win
         except yaml.MarkedYAMLError as error:
@@ -102,22 +108,7 @@ class _Reading:
             if not isinstance(key, yaml.ScalarNode):
                 self._refuse(key.start_mark, "keys are text, not a list or mapping")
             elif key.tag != _TAG + "str":
-                self._refuse(
-                    key.start_mark, f"keys are text; write {key.value!r} in quotes", (*path, key.value)
-                )
-            else:
-                place = (*path, key.value)
-                self.marks[place] = key.start_mark
-                raw = self._value(value, place)
-                if raw is not _REFUSED:
-                    yield key.value, raw
-
-    def _find_duplicates(self, node: yaml.MappingNode, path: Path) -> None:
-        marks: dict[str, yaml.Mark] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _TAG + "merge":
-                continue
-            first = marks.setdefault(key.value, key.start_mark)
-            if first is not key.start_mark:
-                message = f"given again; it is already on line {first.line + 1}"
+                message = f"keys are text; write {key.value!r} in quotes"
                 self._refuse(key.start_mark, message, (*path, key.value))
+            else:
+                yield key, value

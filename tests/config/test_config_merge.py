@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_core import ConfigError, GradScalerKwargs, RunConfig
+from accel_core.config.options import options_of, section_class
 from accel_core.config.resolve import load
-from accel_core.config.structure import convert, options_of, section_class
+from accel_core.config.structure import convert
 
 OPTIONS = {
     "device": st.sampled_from(["cpu", "toy", "no", "3"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from config_toys import Compression, Policy, ShardConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_core.config.structure import MismatchError, Text, convert, leaves, options_of, plain
+from accel_core.config.options import options_of
+from accel_core.config.sources import Text
+from accel_core.config.structure import MismatchError, convert, plain
 
 REFUSED = [
     ("false", bool),
@@ -120,9 +123,10 @@ configs = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(configs)
 def test_a_config_written_as_plain_values_reads_back_the_same(config):
-    for path, value in leaves(config):
-        cls = ShardConfig if len(path) == 1 else Policy
-        assert convert(plain(value), options_of(cls)[path[-1]][1]) == value
+    written = json.loads(json.dumps(plain(config)))
+    for name, (attribute, kind) in options_of(ShardConfig).items():
+        if name not in ("wrap", "dtype"):
+            assert convert(written[name], kind) == getattr(config, attribute.name)
 
 
 @settings(max_examples=40, deadline=None)
@@ -130,13 +134,6 @@ def test_a_config_written_as_plain_values_reads_back_the_same(config):
 def test_to_kwargs_is_the_difference_from_the_defaults(config):
     assert ShardConfig(**config.to_kwargs()) == config
     assert all(getattr(ShardConfig(), name) != value for name, value in config.to_kwargs().items())
-
-
-def test_changed_leaves_are_those_that_differ_from_their_default():
-    assert list(leaves(ShardConfig(policy=Policy(min_size=3), stage=3), changed=True)) == [
-        (("stage",), 3),
-        (("policy", "min_size"), 3),
-    ]
 
 
 def test_what_no_text_can_hold_becomes_its_name():
