@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -208,26 +209,19 @@ accelerator.backward(model(torch.ones(1, 2)).sum())
 
 
 @pytest.mark.together
-def test_a_script_that_never_ends_its_run_exits_cleanly(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LEFT_OPEN)
-    for _ in range(2):
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node=2",
-                "--standalone",
-                str(script),
-            ],
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
+def test_a_script_that_never_ends_its_run_exits_cleanly():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEFT_OPEN],
+            env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
         )
-        assert done.returncode == 0, done.stderr
+        for rank in "01"
+    ]
+    assert [worker.wait(timeout=100) for worker in workers] == [0, 0]
 
 
 def test_a_world_pickles_without_its_store():
