@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "concatenate",
+    "describe",
     "find_batch_size",
     "is_torch_tensor",
     "leaves",
@@ -90,6 +91,23 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], list[Any]]:
 
     visit(data, "")
     return tensors, shape
+
+
+def describe(data: Any) -> dict[str, str]:
+    """What is where in a structure, for people: place -> type, or shape and dtype."""
+    found: dict[str, str] = {}
+
+    def visit(value: Any, path: str) -> None:
+        children = None if isinstance(value, Tensor) else _children(value)
+        if isinstance(value, Tensor):
+            found[path] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        else:
+            found[path] = type(value).__qualname__
+        for key, child in children or ():
+            visit(child, f"{path}[{key!r}]")
+
+    visit(data, "")
+    return found
 
 
 def rebuild(data: Any, tensors: Iterable[Tensor]) -> Any:

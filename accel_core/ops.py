@@ -25,6 +25,7 @@ from torch import Tensor
 from accel_core.errors import CollectiveError
 from accel_core.nested import (
     concatenate,
+    describe,
     find_batch_size,
     is_torch_tensor,
     leaves,
@@ -60,6 +61,8 @@ Reduction = Literal["sum", "mean", "min", "max", "none"]
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
 """Payload that travels with the digest, of a rank and of all: less than what a second latency costs."""
+SHOWN: Final = 4
+"""Places shown of a disagreement."""
 _HEAD_BYTES: Final = 16
 _ALIGNMENT: Final = 16
 
@@ -82,7 +85,7 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
         return rebuild(tensor, rows)
     packed = _Packed([each.to(run.device) for each in rows])
     signature = packed.signature("gather", structure)
-    payloads = _exchange(run, collectives, signature, packed.payload(), packed.describe)
+    payloads = _exchange(run, collectives, signature, packed.payload(), tensor)
     table = torch.stack(payloads) if isinstance(payloads, list) else payloads
     return rebuild(tensor, packed.unpack_rows(table))
 
@@ -93,7 +96,8 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
     Lists (and tuples) are concatenated, mappings of them key by key; anything else becomes a list.
     """
     run = _run(run)
-    collectives = run.collectives(run.topology.gather_dim)
+    dim = run.topology.gather_dim
+    collectives = run.collectives("control" if dim == "world" else dim)
     return _join_objects(_all_objects(run, collectives, object, "gather_object"))
 
 
@@ -134,7 +138,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
     def send(payload: Tensor) -> Tensor:
         return collectives.broadcast(payload, from_process)
 
-    received = _exchange(run, collectives, signature, packed.payload(), packed.describe, transfer=send)
+    received = _exchange(run, collectives, signature, packed.payload(), tensor, transfer=send)
     payload = received[from_process] if isinstance(received, list) else received
     with torch.no_grad():
         for mine, theirs in zip(tensors, packed.unpack(payload), strict=True):
@@ -170,7 +174,10 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
     wired = [_wire(each.detach(), reduction) for each in tensors]
     collectives = run.collectives(run.topology.loss_dim)
     if collectives.size > 1:
-        wired = _reduced(run, collectives, [each.to(run.device) for each in wired], structure, reduction)
+        packed = _Packed([each.to(run.device) for each in wired])
+        wired = _reduced(
+            run, collectives, packed, packed.signature(f"reduce ({reduction})", structure), reduction, tensor
+        )
     results = [_unwire(each, of, reduction) for each, of in zip(wired, tensors, strict=True)]
     return rebuild(tensor, results if scale == 1.0 else [each * scale for each in results])
 
@@ -190,7 +197,7 @@ def pad_across_processes(
     here = [each.shape[dim] if -each.ndim <= dim < each.ndim else -1 for each in tensors]
     every = _all_objects(run, collectives, (structure, here), "pad_across_processes")
     if any(other != structure for other, _ in every):
-        raise _disagreement("pad_across_processes", [str(other) for other, _ in every])
+        raise _disagreement(collectives, "pad_across_processes", tensor)
     longest = [max(lengths) for lengths in zip(*(lengths for _, lengths in every), strict=True)]
     padded = [
         _pad(each, dim, length, pad_index, pad_first) if length > mine else each
@@ -257,11 +264,6 @@ class _Packed:
         dtypes = [str(tensor.dtype) for tensor in self.tensors]
         return operation, marshal.dumps((operation, structure, shapes, dtypes), 2)  # 2: without references
 
-    def describe(self) -> str:
-        """Shapes and dtypes, for people."""
-        texts = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors]
-        return ", ".join(texts) or "no tensors"
-
     def split_bytes(self, payload: Tensor) -> list[Tensor]:
         """(..., b) bytes -> the groups, each (..., elements) of its dtype."""
         groups, start = [], 0
@@ -303,7 +305,7 @@ def _exchange(
     collectives: Collectives,
     signature: tuple[str, bytes],
     payload: Tensor,
-    describe: Callable[[], str],
+    tree: Any,
     transfer: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | list[Tensor]:
     """Check that ranks agree, and move `payload` (b,), of equal length on all ranks.
@@ -316,13 +318,11 @@ def _exchange(
         digest = int.from_bytes(hashlib.blake2b(agreed, digest_size=8).digest(), "little", signed=True)
         heads, inline = _meet(collectives, digest, payload)
         if any(other != digest for other, _ in heads):
-            raise _disagreement(operation, collectives.all_gather_object(describe()))
+            raise _disagreement(collectives, operation, tree)
         if inline is not None:
             return inline
-    elif _debugging():
-        every = collectives.all_gather_object((agreed, describe()))
-        if any(other != agreed for other, _ in every):
-            raise _disagreement(operation, [text for _, text in every])
+    elif _debugging() and any(other != agreed for other in collectives.all_gather_object(agreed)):
+        raise _disagreement(collectives, operation, tree)
     if not len(payload):
         return [payload] * collectives.size
     if transfer is not None:
@@ -358,7 +358,7 @@ def _all_objects(run: Run, collectives: Collectives, value: Any, operation: str)
     )
     heads, inline = _meet(collectives, digest, payload)
     if any(other != digest for other, _ in heads):
-        raise _disagreement(operation, collectives.all_gather_object("objects"))
+        raise _disagreement(collectives, operation, "objects")
     if inline is None:
         longest = max(length for _, length in heads)
         padded = torch.cat([payload, payload.new_zeros(longest - len(payload))])
@@ -367,12 +367,23 @@ def _all_objects(run: Run, collectives: Collectives, value: Any, operation: str)
     return [pickle.loads(bytes(row.tolist())) for row in inline]  # noqa: S301 - of our own ranks
 
 
-def _disagreement(operation: str, found: Sequence[Any]) -> CollectiveError:
-    texts = [str(text) for text in found]
-    listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+def _disagreement(collectives: Collectives, operation: str, tree: Any) -> CollectiveError:
+    """Says where the ranks differ. They all know that they do, and so all come here."""
+    every = collectives.all_gather_object((operation, describe(tree)))
+    places = dict.fromkeys(place for _, found in every for place in found)
+    different = [place for place in places if len({found.get(place) for _, found in every}) > 1] or list(
+        places
+    )
+    texts = []
+    for called, found in every:
+        shown = [f"{place} {found[place]}".strip() for place in different[:SHOWN] if place in found]
+        texts.append(f"{called} of {'; '.join(shown) or 'nothing there'}")
+    more = f"\n  and {len(different) - SHOWN} more places" if len(different) > SHOWN else ""
     return CollectiveError(
-        f"{operation}: the ranks did not bring the same\n{listed}\n"
-        "call it on all ranks alike; pad_across_processes makes shapes equal, gather_object needs none equal",
+        f"{operation}: the ranks did not bring the same\n"
+        + "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        + f"{more}\ncall it on all ranks alike; pad_across_processes makes shapes equal, gather_object needs"
+        " none equal",
         operation=operation,
         found=texts,
     )
@@ -406,10 +417,13 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _reduced(
-    run: Run, collectives: Collectives, tensors: list[Tensor], structure: list[Any], reduction: str
+    run: Run,
+    collectives: Collectives,
+    packed: _Packed,
+    signature: tuple[str, bytes],
+    reduction: str,
+    tree: Any,
 ) -> list[Tensor]:
-    packed = _Packed(tensors)
-    signature = packed.signature(f"reduce ({reduction})", structure)
     operation = "sum" if reduction == "mean" else reduction
 
     def transfer(_: Tensor) -> Tensor:
@@ -417,7 +431,7 @@ def _reduced(
             collectives.all_reduce(flat, operation)
         return packed.payload()
 
-    received = _exchange(run, collectives, signature, packed.payload(), packed.describe, transfer=transfer)
+    received = _exchange(run, collectives, signature, packed.payload(), tree, transfer=transfer)
     if isinstance(received, list):
         together = zip(*map(packed.split_bytes, received), strict=True)
         groups = [_fold(torch.stack(ranks), operation) for ranks in together]

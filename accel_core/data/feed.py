@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from attrs import field, frozen
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_core.data.draw import Draw
 from accel_core.data.order import COMPLETE, Deal, cut, opening
 from accel_core.data.position import Progress
 
-__all__ = ["IndexFeed", "ShardedIterable", "ShareCollate"]
+__all__ = ["IndexFeed", "ShardedIterable", "ShareCollate", "ShareWorker"]
 
 
 @frozen(kw_only=True)
@@ -86,3 +86,18 @@ class ShareCollate:
     def __call__(self, share: tuple[Any, int]) -> tuple[Any, int]:
         samples, real = share
         return self.collate(samples[0] if self.single else samples), real
+
+
+@frozen
+class ShareWorker:
+    """Initializes a worker as the user's loader would: what it finds as its dataset is the user's own."""
+
+    initialize: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        """In the worker, before it reads."""
+        info = get_worker_info()
+        assert info is not None  # and it refuses plain assignments
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+        if self.initialize is not None:
+            self.initialize(worker)

@@ -13,7 +13,7 @@ from attrs import define, field
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from accel_core.data.draw import Draw, decode, encode, unmoved
-from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate
+from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
 from accel_core.data.order import COMPLETE, Deal, with_last
 from accel_core.data.position import Kind, Position, Progress
 from accel_core.errors import ConfigError
@@ -207,13 +207,17 @@ class PreparedLoader(DataLoader[Any]):
             return
         single = loader.batch_size is None
         shard = ShardedIterable(loader.dataset, self._deal, loader.batch_size or 1)  # type: ignore[arg-type]
-        collate = ShareCollate(loader.collate_fn, single)
         self._inner.__dict__.update(
-            dataset=shard, batch_size=None, batch_sampler=None, drop_last=False, collate_fn=collate
+            dataset=shard,
+            batch_size=None,
+            batch_sampler=None,
+            drop_last=False,
+            collate_fn=ShareCollate(loader.collate_fn, single),
+            worker_init_fn=ShareWorker(loader.worker_init_fn),
         )
 
     def _active(self) -> bool:
-        return any(loader is self for loader in self._run.active_loaders)
+        return any(loader._cursor is self._cursor for loader in self._run.active_loaders)
 
     def _units_per_round(self) -> int:
         """What a round counts for in the position: samples, batches or rounds, by kind."""

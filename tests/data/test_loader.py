@@ -160,6 +160,29 @@ def test_iterable_datasets_are_shared_out_exactly(length, workers):
     assert {len(batch) for batches, _, _ in found for batch in batches} == {2}
 
 
+class Part(Stream):
+    """A dataset that its workers divide between them, in torch's documented way."""
+
+    start = 0
+
+    def __iter__(self):
+        return iter(range(self.start, self.length))
+
+
+def divide(worker):
+    info = torch.utils.data.get_worker_info()
+    half = info.dataset.length // info.num_workers
+    info.dataset.start, info.dataset.length = worker * half, (worker + 1) * half
+
+
+def test_workers_may_divide_an_iterable_dataset_between_them():
+    def make(_):
+        return DataLoader(Part(20), batch_size=2, collate_fn=plain, num_workers=2, worker_init_fn=divide)
+
+    found, _ = rounds(prepared(make, readers=2))
+    assert sorted(real(found)) == list(range(20))
+
+
 def test_an_iterable_without_a_batch_size_deals_its_items():
     found, _ = rounds(prepared(lambda _: DataLoader(Stream(5), batch_size=None), readers=2))
     assert [batches for batches, _, _ in found] == [[0, 1], [2, 3], [4, 0]]

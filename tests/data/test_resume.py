@@ -39,7 +39,7 @@ def cases(draw):
     }
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(case=cases())
 def test_what_was_handed_out_before_and_after_is_the_whole_order(case):
     make = numbers(

@@ -1,0 +1,444 @@
+"""Collectives between real processes, and what they do in one."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_core import Accelerator, CollectiveError, Topology, ops
+from accel_core.native.process_group import Alone
+from accel_core.random import synchronize_rng_states
+from accel_core.testing.processes import run_processes
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def ranks(body, *args, world=2, **options):
+    """What `body(accelerator, *args)` returns on each rank."""
+    return run_processes(_in_a_run, body, args, options, world=world)
+
+
+def _in_a_run(body, args, options):
+    accelerator = Accelerator(cpu=True, **options)
+    try:
+        return body(accelerator, *args)
+    finally:
+        accelerator.end_training()
+
+
+def count_collectives(run):
+    """A list that grows by a name with each collective of the run."""
+    calls = []
+    for dim in ("world", "control"):
+        collectives = run.collectives(dim)
+        for name in ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object"):
+            method = getattr(collectives, name)
+
+            def counted(*arguments, method=method, name=name):
+                calls.append(name)
+                return method(*arguments)
+
+            setattr(collectives, name, counted)
+    return calls
+
+
+@pytest.fixture
+def alone():
+    """One process: collectives that would fail if they were used."""
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        topology=Topology(),
+        active_loaders=[],
+        collectives=lambda dim="world": Alone(),
+    )
+
+
+# -- gather ----------------------------------------------------------------------------------------
+
+
+def gather_each_dtype(accelerator):
+    rank = accelerator.process_index
+    for dtype in DTYPES:
+        values = torch.tensor([0, 1, rank]).to(dtype)
+        gathered = ops.gather(values)
+        assert gathered.dtype is dtype
+        assert gathered.to(torch.complex64).real.tolist() == [0, 1, 0, 0, 1, 1]
+    return True
+
+
+def test_gather_keeps_every_dtype():
+    assert ranks(gather_each_dtype) == [True, True]
+
+
+def gather_odd_tensors(accelerator):
+    rank = accelerator.process_index
+    weight = torch.full((2,), float(rank), requires_grad=True)
+    gathered = accelerator.gather(
+        {
+            "scalar": torch.tensor(rank),
+            "empty": torch.empty(0, 3),
+            "transposed": torch.arange(6).view(2, 3).T + 10 * rank,
+            "grad": weight * 2,
+            "point": Point(torch.ones(1, dtype=torch.bool), [torch.zeros(1)]),
+        }
+    )
+    return (
+        gathered["scalar"].tolist(),
+        tuple(gathered["empty"].shape),
+        gathered["transposed"].tolist(),
+        gathered["grad"].requires_grad,
+        type(gathered["point"]).__name__,
+    )
+
+
+def test_gather_of_scalars_empty_strided_and_differentiable_tensors():
+    expected = ([0, 1], (0, 3), [[0, 3], [1, 4], [2, 5], [10, 13], [11, 14], [12, 15]], False, "Point")
+    assert ranks(gather_odd_tensors) == [expected, expected]
+
+
+def count_of_gathers(accelerator):
+    calls = count_collectives(accelerator.run)
+    small = {
+        f"k{number}": torch.ones(8, dtype=(torch.float32, torch.int64)[number % 2]) for number in range(64)
+    }
+    ops.gather(small)
+    first = list(calls)
+    large = [torch.ones(5000), torch.ones(5000, dtype=torch.int32)]
+    ops.gather(large)
+    second = calls[len(first) :]
+    ops.reduce(large, "sum")
+    return first, second, calls[len(first) + len(second) :]
+
+
+def test_small_operations_cost_one_collective_and_large_ones_one_more_a_dtype_at_most():
+    assert ranks(count_of_gathers)[0] == (
+        ["all_gather"],
+        ["all_gather", "all_gather"],
+        ["all_gather", "all_reduce", "all_reduce"],
+    )
+
+
+def gather_large(accelerator):
+    mine = torch.arange(30000.0).view(300, 100) + accelerator.process_index
+    gathered = ops.gather((mine, mine.to(torch.bfloat16)))
+    expected = torch.cat([torch.arange(30000.0).view(300, 100) + rank for rank in range(3)])
+    return torch.equal(gathered[0], expected) and torch.equal(gathered[1], expected.to(torch.bfloat16))
+
+
+def test_gather_of_what_does_not_travel_with_the_check():
+    assert ranks(gather_large, world=3) == [True] * 3
+
+
+def bring_different_things(accelerator, brought):
+    try:
+        ops.gather(brought[accelerator.process_index])
+    except CollectiveError as error:
+        accelerator.wait_for_everyone()  # nothing hangs, nothing is broken afterwards
+        return str(error), error.operation, error.found
+
+
+@pytest.mark.parametrize(
+    ("brought", "found"),
+    [
+        ([torch.ones(2), torch.ones(3)], ("gather of (2,) float32", "gather of (3,) float32")),
+        ([torch.ones(2), torch.ones(2).long()], ("gather of (2,) float32", "gather of (2,) int64")),
+        ([torch.ones(9000), torch.ones(2)], ("gather of (9000,) float32", "gather of (2,) float32")),
+        ([[torch.ones(1)], torch.ones(1)], ("gather of list; [0] (1,) float32", "gather of (1,) float32")),
+        (
+            [{"same": torch.ones(1), "b": torch.ones(2)}, {"same": torch.ones(1), "b": torch.ones(3)}],
+            ("gather of ['b'] (2,) float32", "gather of ['b'] (3,) float32"),
+        ),
+    ],
+)
+def test_unequal_shapes_raise_on_all_ranks_and_show_each_ones(brought, found):
+    for message, operation, seen in ranks(bring_different_things, brought):
+        assert (operation, seen) == ("gather", found)
+        assert f"rank 1: {found[1]}" in message
+        assert message.splitlines()[-1].startswith("call it on all ranks alike; pad_across_processes")
+
+
+def call_different_operations(accelerator):
+    tensor = torch.ones(2)
+    try:
+        ops.gather(tensor) if accelerator.process_index else ops.reduce(tensor, "sum")
+    except CollectiveError as error:
+        return error.found
+
+
+def test_different_operations_raise_on_all_ranks():
+    found = ("reduce (sum) of (2,) float32", "gather of (2,) float32")
+    assert ranks(call_different_operations) == [found, found]
+
+
+def test_what_is_no_tensor_is_refused_by_its_place(alone):
+    with pytest.raises(
+        TypeError, match=r"gather takes nested tensors, but \['a'\]\[1\] is a str\nuse gather_object"
+    ):
+        ops.gather({"a": [torch.ones(1), "text"]}, run=alone)
+
+
+def test_one_process_gathers_with_the_same_shapes_and_no_gradient(alone):
+    weight = torch.ones(2, requires_grad=True)
+    gathered = ops.gather([torch.tensor(1.0), weight], run=alone)
+    assert [tuple(tensor.shape) for tensor in gathered] == [(1,), (2,)]
+    assert not gathered[1].requires_grad
+
+
+def gather_objects(accelerator):
+    rank = accelerator.process_index
+    return (
+        ops.gather_object([rank, "x" * rank]),
+        ops.gather_object({"a": [rank], "b": [None]}),
+        ops.gather_object(rank),
+        len(ops.gather_object(["long" * 9000 * (rank + 1)])[1]),
+    )
+
+
+def test_gather_object_joins_lists_by_rank():
+    expected = ([0, "", 1, "x"], {"a": [0, 1], "b": [None, None]}, [0, 1], 72000)
+    assert ranks(gather_objects) == [expected, expected]
+
+
+def test_one_process_gathers_objects_in_the_same_form(alone):
+    assert ops.gather_object([1, 2], run=alone) == [1, 2]
+    assert ops.gather_object("text", run=alone) == ["text"]
+
+
+# -- gather_for_metrics ----------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(13))
+
+
+def epoch_of_metrics(accelerator, iterable, split):
+    data = Stream() if iterable else list(range(13))
+    loader = accelerator.prepare(DataLoader(data, batch_size=4))
+    tensors, structures, objects = [], [], []
+    for batch in loader:
+        tensors += accelerator.gather_for_metrics(batch).tolist()
+        structures += accelerator.gather_for_metrics({"a": (batch, batch)})["a"][1].tolist()
+        objects += accelerator.gather_for_metrics([f"{number}" for number in batch.tolist()])
+    return tensors, structures, objects
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("iterable", [False, True])
+def test_gather_for_metrics_drops_exactly_the_padding(iterable, split):
+    for found in ranks(epoch_of_metrics, iterable, split, split_batches=split):
+        assert found == (list(range(13)), list(range(13)), [f"{number}" for number in range(13)])
+
+
+def evaluate_inside_training(accelerator):
+    train, test = accelerator.prepare(
+        DataLoader(list(range(100, 105)), batch_size=2, shuffle=True),
+        DataLoader(list(range(7)), batch_size=2),
+    )
+    seen, trained = [], []
+    for batch in train:
+        evaluation = []
+        for number, samples in enumerate(test):
+            evaluation += accelerator.gather_for_metrics(samples).tolist()
+            if not seen and number == 0:
+                break
+        seen.append(evaluation)
+        trained += accelerator.gather_for_metrics(batch).tolist()
+    return seen, sorted(trained), len(accelerator.run.active_loaders)
+
+
+def test_an_evaluation_loop_inside_a_training_loop_has_its_own_padding():
+    expected = ([[0, 1, 2, 3], list(range(7))], [100, 101, 102, 103, 104], 0)
+    assert ranks(evaluate_inside_training) == [expected, expected]
+
+
+# -- the others ------------------------------------------------------------------------------------
+
+
+def reduce_all(accelerator):
+    rank = accelerator.process_index
+    values = torch.tensor([1.0, 2.0]) + rank
+    half = values.to(torch.bfloat16)
+    return {
+        "sum": ops.reduce(values, "sum").tolist(),
+        "mean": ops.reduce(values).tolist(),
+        "min": ops.reduce(values, "min").tolist(),
+        "max": ops.reduce({"a": values}, "max")["a"].tolist(),
+        "none": ops.reduce(values, "none").tolist(),
+        "scaled": ops.reduce(values, "sum", 0.5).tolist(),
+        "counted": ops.reduce(torch.tensor([True, rank == 1]), "sum").tolist(),
+        "all": ops.reduce(torch.tensor([True, rank == 1]), "min").tolist(),
+        "half": (ops.reduce(half, "mean").tolist(), ops.reduce(half).dtype is torch.bfloat16),
+        "eighth": ops.reduce(values.to(torch.float8_e4m3fn), "sum").float().tolist(),
+        "large": ops.reduce(torch.full((20000,), float(rank)), "mean").unique().tolist(),
+        "scalar": ops.reduce(torch.tensor(rank), "sum").item(),
+    }
+
+
+def test_reduce():
+    first, second = ranks(reduce_all)
+    assert first == second | {"none": [1.0, 2.0]}
+    assert first == {
+        "sum": [3.0, 5.0],
+        "mean": [1.5, 2.5],
+        "min": [1.0, 2.0],
+        "max": [2.0, 3.0],
+        "none": [1.0, 2.0],
+        "scaled": [1.5, 2.5],
+        "counted": [2, 1],
+        "all": [True, False],
+        "half": ([1.5, 2.5], True),
+        "eighth": [3.0, 5.0],
+        "large": [0.5],
+        "scalar": 1,
+    }
+
+
+def test_the_mean_of_integers_is_refused(alone):
+    with pytest.raises(TypeError, match=r"mean of torch.int64 .*\nuse reduction='sum'"):
+        ops.reduce(torch.ones(2).long(), run=alone)
+
+
+def test_one_process_reduces_to_what_it_has(alone):
+    values = torch.ones(2, requires_grad=True)
+    assert ops.reduce(values, "mean", run=alone).tolist() == [1, 1]
+    assert not ops.reduce(values, "sum", run=alone).requires_grad
+    assert ops.reduce(torch.tensor([True]), "sum", run=alone).tolist() == [1]
+
+
+def broadcast_all(accelerator):
+    rank = accelerator.process_index
+    weight = torch.nn.Parameter(torch.full((3, 2), float(rank)))
+    large = torch.full((20000,), rank, dtype=torch.bool)
+    returned = ops.broadcast(
+        {"weight": weight, "large": large, "t": torch.ones(2, 2).T * rank}, from_process=1
+    )
+    objects = [rank, {"rank": rank}]
+    assert ops.broadcast_object_list(objects, from_process=1) is objects
+    return returned["weight"] is weight, weight.unique().tolist(), large.all().item(), objects
+
+
+def test_broadcast_overwrites_in_place():
+    expected = (True, [1.0], True, [1, {"rank": 1}])
+    assert ranks(broadcast_all) == [expected, expected]
+
+
+def pad_all(accelerator):
+    rank = accelerator.process_index
+    mine = torch.full((rank + 1, 2), 7)
+    padded = ops.pad_across_processes({"end": mine, "scalar": torch.tensor(1)}, pad_index=-1)
+    first = ops.pad_across_processes(mine, pad_index=5, pad_first=True)
+    last_dim = ops.pad_across_processes(mine.T.contiguous(), dim=-1)
+    return padded["end"].tolist(), padded["scalar"].item(), first.tolist(), tuple(last_dim.shape)
+
+
+def test_pad_across_processes_makes_shapes_equal():
+    assert ranks(pad_all) == [
+        ([[7, 7], [-1, -1]], 1, [[5, 5], [7, 7]], (2, 2)),
+        ([[7, 7], [7, 7]], 1, [[7, 7], [7, 7]], (2, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "padding", "parts"),
+    [
+        (["A", "B", "C"], False, [["A", "B"], ["C"]]),
+        (["A", "B", "C"], True, [["A", "B"], ["C", "C"]]),
+        (("A",), True, [("A",), ("A",)]),
+        ({"p": [1, 2, 3], "q": (4, 5, 6)}, True, [{"p": [1, 2], "q": (4, 5)}, {"p": [3, 3], "q": (6, 6)}]),
+        ([], True, [[], []]),
+    ],
+)
+def test_split_between_processes(inputs, padding, parts):
+    for reader, expected in enumerate(parts):
+        run = SimpleNamespace(topology=Topology(reader=reader, readers=2))
+        with ops.split_between_processes(inputs, apply_padding=padding, run=run) as part:
+            assert part == expected
+
+
+def test_split_between_processes_leaves_the_users_dict_alone():
+    run = SimpleNamespace(topology=Topology(reader=1, readers=2))
+    inputs = {"p": torch.arange(3), "q": [1, 2, 3]}
+    with ops.split_between_processes(inputs, apply_padding=True, run=run) as part:
+        assert part["p"].tolist() == [2, 2]
+    assert inputs["q"] == [1, 2, 3]
+    with (
+        pytest.raises(ValueError, match="same length"),
+        ops.split_between_processes({"p": [1], "q": []}, run=run),
+    ):
+        pass
+
+
+def test_split_between_processes_gives_all_to_one_process(alone):
+    with ops.split_between_processes([1, 2, 3], run=alone) as part:
+        assert part == [1, 2, 3]
+
+
+def synchronize(accelerator):
+    torch.manual_seed(accelerator.process_index)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    synchronize_rng_states(["torch", "python", "generator"], generator)
+    return torch.rand(2).tolist(), torch.rand(2, generator=generator).tolist()
+
+
+def test_synchronized_streams_draw_the_same():
+    first, second = ranks(synchronize)
+    assert first == second
+
+
+class OtherRank(Alone):
+    """Collectives of two ranks, the other of which brought something else."""
+
+    size = 2
+
+    def all_gather(self, tensor):
+        return torch.cat([tensor, tensor])
+
+    def all_gather_object(self, value):
+        return [value, (value[0], {"": "(9,) float32"}) if isinstance(value, tuple) else b"else"]
+
+
+@pytest.mark.parametrize("variable", ["ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"])
+def test_on_accelerators_ranks_are_compared_in_debug_mode_only(alone, monkeypatch, variable):
+    alone.device, alone.collectives = torch.device("meta"), lambda dim="world": OtherRank()
+    assert ops.gather(torch.ones(3), run=alone).shape == (6,)
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
+        ops.gather(torch.ones(3), run=alone)
+
+
+def time_a_gather(accelerator):
+    tree = {f"k{number}": torch.randn(4, 8) for number in range(64)}
+    times = []
+    for _ in range(100):
+        start = time.perf_counter()
+        ops.gather(tree)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_gathering_64_small_tensors_takes_a_millisecond():
+    assert min(ranks(time_a_gather)) < 1e-3

@@ -1,0 +1,66 @@
+"""Seeding: every stream, per rank where asked."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel_core import ConfigError, World, set_seed
+from accel_core.random import synchronize_rng_state
+
+np = pytest.importorskip("numpy")
+
+
+def drawn():
+    return random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002 - the stream meant
+
+
+def test_the_same_seed_draws_the_same_from_every_stream():
+    set_seed(3)
+    first = drawn()
+    set_seed(3)
+    assert drawn() == first
+    set_seed(4)
+    assert all(a != b for a, b in zip(drawn(), first, strict=True))
+
+
+def test_a_device_specific_seed_adds_the_rank(monkeypatch):
+    set_seed(5)
+    expected = drawn()
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    set_seed(3, device_specific=True)
+    assert drawn() == expected
+
+
+def test_a_run_seeds_by_its_hook():
+    seeds = []
+    run = SimpleNamespace(
+        world=World(rank=3, size=4),
+        topology="topology",
+        hooks=SimpleNamespace(seed=lambda *arguments: seeds.append(arguments)),
+    )
+    set_seed(10, device_specific=True, run=run)
+    assert seeds == [(13, "topology")]
+
+
+def test_deterministic_algorithms_are_asked_of_torch():
+    try:
+        set_seed(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_stream_that_is_not_there_lists_those_that_are():
+    run = SimpleNamespace(
+        collectives=lambda dim: SimpleNamespace(size=2),
+        hooks=SimpleNamespace(rng_state=lambda: {"torch": None, "python": None}),
+    )
+    with pytest.raises(ConfigError, match=r"no stream 'torhc' here\nchoose among generator, python, torch"):
+        synchronize_rng_state("torhc", run=run)
+    with pytest.raises(ConfigError, match="no generator was given"):
+        synchronize_rng_state("generator", run=run)
