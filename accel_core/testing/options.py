@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Kit.from_config(config), "accel-kit")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Refuse to run checks on nothing."""
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    """Refuse to check nothing in particular, before the checks are imported."""
     kit = Path(__file__).parent / "kit"
-    if not config.getoption("accel_stack") and any(kit in item.path.parents for item in items):
+    if kit in file_path.parents and not parent.config.getoption("accel_stack"):
         import pytest
 
-        raise pytest.UsageError(
+        pytest.exit(
             "the conformance kit needs to know what to check\n"
-            "say which plugins, as in: pytest --pyargs accel_core.testing --accel-stack native"
+            "say which plugins, as in: pytest --pyargs accel_core.testing --accel-stack native",
+            returncode=pytest.ExitCode.USAGE_ERROR,
         )
