@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,6 +43,7 @@ def plain_group() -> Iterator[int]:
     try:
         yield dist.get_rank()
     finally:
+        time.sleep(0.2)  # a thread that still leaves a hook would be the one to destroy the group, and abort
         dist.destroy_process_group()
 
 

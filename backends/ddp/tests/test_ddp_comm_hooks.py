@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_problem import distance, equal, train_ours, train_plainly
+from ddp_problem import accelerator, distance, equal, net, train_ours, train_plainly
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accel_core.testing.processes import run_processes
-from accel_ddp import DistributedDataParallelKwargs
+from accel_ddp import DistributedDataParallelKwargs, comm_hooks
 
 POWER = {
     "start_powerSGD_iter": 2,
@@ -81,3 +83,21 @@ def test_a_hook_compresses_and_still_trains(name: str) -> None:
     assert equal(first, second)
     for each, uncompressed in zip(trained, plain, strict=True):
         assert 0 < distance(each, uncompressed) < 0.2
+
+
+def waiting_for_a_thread_that_holds_the_state() -> tuple[float, float]:
+    run = accelerator(config("power_sgd"))
+    model = run.prepare(net())
+    held = [comm_hooks._states[model]]
+    threading.Timer(0.3, held.clear).start()
+    start = time.monotonic()
+    comm_hooks.settle(model)
+    waited = time.monotonic()
+    run.end_training()
+    return waited - start, time.monotonic() - waited
+
+
+def test_the_end_waits_for_threads_that_are_still_inside_a_hook() -> None:
+    for waited, ended in run_processes(waiting_for_a_thread_that_holds_the_state):
+        assert 0.2 < waited < comm_hooks.SETTLE_SECONDS
+        assert ended < 0.5

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
 
     from accel_ddp.config import DistributedDataParallelKwargs
 
-__all__ = ["register"]
+__all__ = ["register", "settle"]
+
+SETTLE_SECONDS: Final = 1.0
 
 Hook = Callable[..., Any]
 _Hook = DDPCommunicationHookType
@@ -57,6 +62,11 @@ WRAPPERS: Final[Mapping[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
 }
 
 
+_states: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
+_idle: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+"""How many hold a model's hook state while no hook runs."""
+
+
 def register(model: DistributedDataParallel, config: DistributedDataParallelKwargs) -> None:
     """Register the hook that the config names, if any, wrapped and with its state."""
     if config.comm_hook is _Hook.NO:
@@ -64,7 +74,22 @@ def register(model: DistributedDataParallel, config: DistributedDataParallelKwar
     hook = HOOKS[config.comm_hook]
     if config.comm_wrapper is not _Hook.NO:
         hook = WRAPPERS[config.comm_wrapper](hook)
-    state = None
-    if config.comm_hook in POWER_SGD:
-        state = powerSGD_hook.PowerSGDState(model.process_group, **config.comm_state_option)
-    model.register_comm_hook(state, hook)
+    if config.comm_hook not in POWER_SGD:
+        model.register_comm_hook(None, hook)
+        return
+    _states[model] = powerSGD_hook.PowerSGDState(model.process_group, **config.comm_state_option)
+    model.register_comm_hook(_states[model], hook)
+    _idle[model] = sys.getrefcount(_states[model])
+
+
+def settle(model: DistributedDataParallel) -> None:
+    """Wait until no thread of torch is inside this model's hook any more; a millisecond, if at all.
+
+    A power SGD hook holds state and process group. Backward returns when its result is there, and
+    the thread that leaves the hook last must not be the one to destroy the group: it would wait for
+    itself, and the process aborts (`Resource deadlock avoided`, also in plain torch).
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while model in _states and sys.getrefcount(_states[model]) > _idle[model] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    _states.pop(model, None)

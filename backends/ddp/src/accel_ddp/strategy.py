@@ -77,6 +77,7 @@ class DataParallel:
         # A reducer that outlives its process group aborts some processes at exit (plain torch on its
         # CPU backend: 2 of 8). The model inside, which `unwrap_model` gives, works on.
         for model in _parallel(unit.wrapped):
+            comm_hooks.settle(model)
             model.reducer = model.logger = None  # type: ignore[assignment]
 
 
