@@ -74,11 +74,8 @@ def _take_apart(args: list[str], known: Mapping[str, click.Parameter]) -> _Line:
     while args:
         word = args.pop(0)
         name, equals, value = word.partition("=")
-        if word == "--":
-            line.target = args
-            break
-        if word in ("-", "-m") or not word.startswith("-"):
-            line.target = [word, *args]
+        if word in ("--", "-", "-m") or not word.startswith("-"):
+            line.target = args if word == "--" else [word, *args]
             break
         option = known.get(name) or (None if word.startswith("--") else known.get(word[:2]))
         if option is not None:
@@ -133,11 +130,11 @@ def launch(
     from accel_core.launching import Launch
     from accel_core.plugins import discover
 
-    _refuse_missing(target)
     paths = {path.rpartition(".")[2]: path for path in FLAGS.values()}
     flags = {paths[name]: value for name, value in own.items() if value is not None}
     discovery = discover()
     resolved = load(flags={**dotted, **flags}, file=config, discovery=discovery)
+    _refuse_missing(target)
     for note in resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
     command = (sys.executable, "-u", "-m", "accel_core.worker", *target)

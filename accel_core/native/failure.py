@@ -51,11 +51,10 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
         at = _note_of(failure).get("time")
         if at is not None:
             return 1, at
-        if (
-            failure.exitcode in (-signal.SIGTERM, -signal.SIGABRT)
-            or failure.timestamp > earliest + AGENT_KILLS_AFTER - 5
-        ):
-            return 2, failure.timestamp  # ended by the agent, or aborted because a peer was gone
+        if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + AGENT_KILLS_AFTER - 5:
+            return 3, failure.timestamp  # ended by the agent
+        if failure.exitcode == -signal.SIGABRT:
+            return 2, failure.timestamp  # as libraries do when a peer is gone
         return 0, failure.timestamp  # gone without a word: the others noticed before the agent did
 
     rank = min(failures, key=order)

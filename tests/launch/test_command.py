@@ -192,6 +192,13 @@ def test_a_misspelt_dotted_flag_of_a_plugin_is_answered_with_its_option(toys, tm
     assert "static_gait" in ended.stderr.replace("-", "_")
 
 
+def test_a_dotted_flag_without_its_value_is_told_from_a_missing_script(tmp_path):
+    told = refused(tmp_path, "--data.split-batches", "train.py")
+
+    assert "--data.split-batches" in told
+    assert "'train.py'" in told
+
+
 OLD = {
     "--num_processes 4": "counted all of them",
     "--num_processes=4": "counted all of them",

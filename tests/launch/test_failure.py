@@ -50,9 +50,9 @@ def test_who_had_to_be_killed_by_the_agent_is_not_the_cause():
 
 
 def test_an_abort_is_the_cause_where_nothing_else_is():
-    failure = first_failure({0: silent(-signal.SIGABRT), 1: silent(-signal.SIGTERM)})
+    failure = first_failure({0: silent(-signal.SIGTERM), 1: silent(-signal.SIGABRT)})
 
-    assert (failure.rank, failure.exit_code) == (0, 128 + signal.SIGABRT)
+    assert (failure.rank, failure.exit_code) == (1, 128 + signal.SIGABRT)
 
 
 def test_an_exit_code_without_a_traceback_is_stated():

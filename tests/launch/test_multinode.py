@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,7 +137,8 @@ for step in range(1000):
 def test_a_failure_mid_step_has_its_traceback_on_its_own_node(nodes, tmp_path):
     first, second = launch_on(nodes, tmp_path, MID_STEP)
 
-    assert (first[0], second[0]) == (1, 1)
+    assert second[0] == 1
+    assert first[0] in (1, 128 + signal.SIGABRT)  # gloo now and then aborts for want of a peer
     assert "rank 3 (local 1) failed: ValueError: bad" in second[2]
     assert second[2].count("Traceback") == 1
     assert first[2].count("Traceback") <= 1  # it learns of the failure from the store or from gloo
