@@ -35,14 +35,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Kit.from_config(config), "accel-kit")
 
 
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    """Refuse to check nothing in particular, before the checks are imported."""
-    kit = Path(__file__).parent / "kit"
-    if kit in file_path.parents and not parent.config.getoption("accel_stack"):
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the checks unimported while it is not known what to check."""
+    if config.getoption("accel_stack") or collection_path != Path(__file__).parent / "kit":
+        return None
+    config.pluginmanager.register(_NothingToCheck())
+    return True
+
+
+class _NothingToCheck:
+    def pytest_collection_modifyitems(self) -> None:
         import pytest
 
-        pytest.exit(
+        raise pytest.UsageError(
             "the conformance kit needs to know what to check\n"
-            "say which plugins, as in: pytest --pyargs accel_core.testing --accel-stack native",
-            returncode=pytest.ExitCode.USAGE_ERROR,
+            "say which plugins, as in: pytest --pyargs accel_core.testing --accel-stack native"
         )
