@@ -15,18 +15,11 @@ from typing import Any, Final
 
 from attrs import NOTHING, evolve, field, frozen
 
+from accel_core.config import sources
 from accel_core.config.options import Path, options_of, section_class
-from accel_core.config.problems import Problem, raise_if_any, spell
-from accel_core.config.reader import CORE, Reader, Setting, load_class
+from accel_core.config.reader import CORE, Reader, load_class
 from accel_core.config.schema import RunConfig
-from accel_core.config.sources import (
-    HANDOVER_VARIABLE,
-    Given,
-    from_environment,
-    from_flags,
-    from_launcher,
-    from_python,
-)
+from accel_core.config.sources import HANDOVER_VARIABLE, Given, Problem, spell
 from accel_core.known import absence
 from accel_core.plugins import Discovery, Record
 
@@ -43,19 +36,28 @@ class Resolved:
     config: RunConfig
     file: str | None = None
     """The file that was read, as it was named."""
-    notes: Sequence[str] = ()
-    """What was left unread, and why."""
-    objects: Sequence[str] = ()
-    """Plugins that Python configured by an object, and so asked for."""
-    settings: Mapping[Path, Setting] = field(repr=False)
-    """Path -> what was given for it; defaults are not here."""
     _reader: Reader = field(repr=False, eq=False)
     _strategies: Mapping[str, object] = field(repr=False)
 
     @property
+    def settings(self) -> Mapping[Path, Given]:
+        """Path of an option -> who gave which value; defaults are not here."""
+        return self._reader.settings
+
+    @property
     def origins(self) -> Mapping[str, str]:
         """Dotted path -> who set it, for whatever is not a default."""
-        return {spell(path): setting.described for path, setting in self.settings.items()}
+        return {spell(path): given.described for path, given in self.settings.items()}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was left unread, and why."""
+        return tuple(self._reader.notes)
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """Plugins that Python configured by an object, and so asked for."""
+        return tuple(path[0] for path in self._reader.objects if len(path) == 1 and path[0] not in CORE)
 
     @property
     def tree(self) -> Mapping[str, Any]:
@@ -93,7 +95,7 @@ class Resolved:
             return self.config.plugins[record.name]
         cls, reader = load_class(record), evolve(self._reader, problems=[])
         config: object = _built(cls, (record.name,), reader) if cls else None
-        raise_if_any(reader.problems)
+        reader.finish()
         return config
 
     def with_proposals(self, selected: Sequence[str], discovery: Discovery) -> Resolved:
@@ -153,20 +155,17 @@ def load(
     Raises:
         ConfigError: with every mistake of every source, each with its origin.
     """
-    reader = Reader(discovery)
-    givens: list[Given] = []
+    reader, givens = Reader(discovery), list[Given]()
     if environment.get(HANDOVER_VARIABLE) and not (flags or file):  # a worker may launch something else
-        name, givens = from_launcher(environment[HANDOVER_VARIABLE])
+        name, givens = sources.from_launcher(environment[HANDOVER_VARIABLE])
     else:
         name = find_file(file, environment, directory)
         if name is not None:
             from accel_core.config.yamlfile import read_yaml  # PyYAML costs 30 ms; most tests have no file
 
-            givens = [read_yaml(name, FilePath(directory), reader.problems)]
-        givens += [*from_environment(environment), *from_flags(flags or {})]
-    givens += from_python(python or {})
-    givens += (given for item in objects if (given := reader.add(item)) is not None)
-    reader.read(givens)
+            givens += read_yaml(name, FilePath(directory), reader.problems)
+        givens += [*sources.from_environment(environment), *sources.from_flags(flags or {})]
+    reader.read([*givens, *sources.from_python(python or {}, objects)])
     return _resolved(reader, name)
 
 
@@ -183,47 +182,42 @@ def find_file(
 
 def _resolved(reader: Reader, file: str | None) -> Resolved:
     _check_accumulation(reader)
-    raise_if_any(reader.problems)
+    reader.finish()
     names = dict.fromkeys(path[0] for path in (*reader.settings, *reader.objects) if path[0] not in CORE)
-    plugins = {name: _built(cls, (name,), reader) for name in names if (cls := reader.section(name))}
-    strategies: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for alias, plugin in reader.named.items():
-        path, cls = ("strategies", alias), reader.section(plugin)
-        given = {p[-1]: setting.value for p, setting in reader.settings.items() if p[:-1] == path}
-        options[alias] = given | {"plugin": plugin}
-        if cls is not None:
-            strategies[alias] = _built(cls, path, reader)
-    config: RunConfig = _built(RunConfig, (), reader, strategies=options, plugins=plugins)
-    raise_if_any(reader.problems)
-    return Resolved(
-        config=config,
-        file=file,
-        objects=tuple(name for name in names if (name,) in reader.objects),
-        notes=tuple(reader.notes),
-        settings=reader.settings,
-        reader=reader,
-        strategies=strategies,
+    classes = {alias: reader.section(plugin) for alias, plugin in reader.named.items()}
+    strategies = {alias: _built(cls, ("strategies", alias), reader) for alias, cls in classes.items() if cls}
+    config: RunConfig = _built(
+        RunConfig,
+        (),
+        reader,
+        strategies={alias: _written(("strategies", alias), reader) for alias in classes},
+        plugins={name: _built(cls, (name,), reader) for name in names if (cls := reader.section(name))},
     )
+    reader.finish()
+    return Resolved(config=config, file=file, reader=reader, strategies=strategies)
 
 
 def _check_accumulation(reader: Reader) -> None:
-    path, other = ("accumulation", "num_steps"), ("gradient_accumulation_steps",)
-    one, two = reader.settings.get(path), reader.settings.get(other)
+    one, two = map(reader.settings.get, (("accumulation", "num_steps"), ("gradient_accumulation_steps",)))
     if one and two and one.value != two.value:
-        message = f"is {one.value}, but {spell(other)} is {two.value} by {two.origin}; give one of them"
-        reader.problems.append(Problem(one.origin, path, message))
+        other = f"{spell(two.path)} is {two.value} by {two.origin}"
+        reader.refuse(one, f"is {one.value}, but {other}; give one of them")
+
+
+def _written(path: Path, reader: Reader) -> dict[str, Any]:
+    inside = {p[len(path) :]: given.value for p, given in reader.settings.items() if p[: len(path)] == path}
+    return {spell(place): value for place, value in inside.items()}
 
 
 def _built(cls: type, path: Path, reader: Reader, **values: Any) -> Any:
     """The section's object: the one that Python gave where nobody else has a say, else with all settings."""
-    mine = {p: setting for p, setting in reader.settings.items() if p[: len(path)] == path}
-    origin = next((setting.origin for setting in mine.values()), "")
+    touched = [place for place in (*reader.settings, *reader.objects) if place[: len(path)] == path]
+    origin = next((reader.settings[place].origin for place in touched if place in reader.settings), "")
     for alias, (attribute, kind) in options_of(cls).items():
         place, inner = (*path, alias), section_class(kind)
-        if place in mine:
-            values[alias] = mine[place].value
-        elif inner and reader.touches(place):
+        if place in reader.settings:
+            values[alias] = reader.settings[place].value
+        elif inner and any(each[: len(place)] == place for each in touched):
             values[alias] = _built(inner, place, reader)
         elif attribute.default is NOTHING:
             message = f"required key missing; set it in section {spell(path)}"

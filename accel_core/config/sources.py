@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Final, Literal
 
@@ -16,17 +16,7 @@ from attrs import frozen
 from accel_core.config.options import Path
 from accel_core.errors import ConfigError
 
-__all__ = [
-    "HANDOVER_VARIABLE",
-    "Given",
-    "Keys",
-    "Source",
-    "Text",
-    "from_environment",
-    "from_flags",
-    "from_launcher",
-    "from_python",
-]
+__all__ = ["HANDOVER_VARIABLE", "NUMBER", "Given", "Keys", "Problem", "Text", "show", "spell"]
 
 HANDOVER_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 PREFIX: Final = "ACCEL__"
@@ -64,17 +54,47 @@ class Keys(dict[str, Any]):
 
 @frozen
 class Given:
-    """What a source gave for a path: the raw value of an option, or a whole section."""
+    """What a source gave for a path: the value of an option, or a whole section."""
 
     path: Path
-    raw: Any
+    value: Any
     source: Source
     origin: str
+    over: str = ""
+    """What it won over."""
 
-    def under(self, key: str, raw: Any) -> Given:
+    def under(self, key: str, value: Any) -> Given:
         """What it gave for a key within."""
-        origin = self.raw.origins[key] if isinstance(self.raw, Keys) else self.origin
-        return Given((*self.path, key), raw, self.source, origin)
+        origin = self.value.origins[key] if isinstance(self.value, Keys) else self.origin
+        return Given((*self.path, key), value, self.source, origin)
+
+    @property
+    def described(self) -> str:
+        """The origin, and what it won over."""
+        return f"{self.origin} (over {self.over})" if self.over else self.origin
+
+
+@frozen
+class Problem:
+    """One mistake: where, which option, what is wrong."""
+
+    origin: str
+    path: Path
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.origin, spell(self.path), self.message) if part)
+
+    @property
+    def position(self) -> tuple[str, int, int]:
+        """To sort by: what stands in files first, from top to bottom."""
+        found = re.fullmatch(r"(.*):(\d+):(\d+)", self.origin)
+        return (found[1], int(found[2]), int(found[3])) if found else ("\uffff", 0, 0)
+
+
+def spell(path: Path) -> str:
+    """A path as people write it."""
+    return ".".join(path)
 
 
 def from_environment(environment: Mapping[str, str]) -> Iterator[Given]:
@@ -93,11 +113,13 @@ def from_flags(flags: Mapping[str, str]) -> Iterator[Given]:
         yield Given(path, Text(text), "flag", f"flag --{spelt}")
 
 
-def from_python(python: Mapping[str, object]) -> Iterator[Given]:
-    """Arguments of `Accelerator(...)` by dotted path."""
+def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[Given]:
+    """Arguments of `Accelerator(...)` by dotted path, and config objects, whose classes are their paths."""
     for dotted, value in python.items():
         path = tuple(dotted.split("."))
         yield Given(path, value, "python", f"Accelerator({path[-1]}=...)")
+    for item in objects:
+        yield Given((), item, "python", f"{type(item).__name__}(...)")
 
 
 def from_launcher(name: str) -> tuple[str | None, list[Given]]:
@@ -110,3 +132,10 @@ def from_launcher(name: str) -> tuple[str | None, list[Given]]:
             f"{HANDOVER_VARIABLE} names {name}, which no launcher wrote ({type(error).__name__}: {error})\n"
             f"unset {HANDOVER_VARIABLE}; `accel launch` sets it for its workers only"
         ) from error
+
+
+def show(raw: Any) -> str:
+    """A value as its user wrote it."""
+    if isinstance(raw, (Mapping, list, tuple)):
+        return "a mapping" if isinstance(raw, Mapping) else "a list"
+    return json.dumps(raw) if raw is None or isinstance(raw, bool) else repr(raw)

@@ -17,19 +17,20 @@ import attrs
 from cattrs import BaseValidationError, Converter
 
 from accel_core.config.options import options_of
-from accel_core.config.problems import show
-from accel_core.config.sources import NUMBER, Text
+from accel_core.config.sources import NUMBER, Text, show
 from accel_core.plugins import near
 
 __all__ = ["MismatchError", "convert", "plain"]
 
-_NAMES: Final = {
+_NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     type(None): "null",
     timedelta: "a number of seconds",
+    list: "a list",
+    Mapping: "a mapping",
 }
 
 
@@ -75,10 +76,8 @@ def _exact(raw: Any, kind: Any) -> Any:
 
 
 def _choice(raw: Any, kind: Any) -> Any:
-    members = get_args(kind) or list(kind)
-    for member in members:
-        word = member.value if isinstance(member, Enum) else member
-        if raw is member or (type(raw) is type(word) and raw == word):
+    for member in get_args(kind) or kind:
+        if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
             return member
     raise _mismatch(raw, kind)
 
@@ -97,7 +96,7 @@ def _container(kind: Any) -> Callable[[Any, Any], Any]:
     _unguarded.append(kind)
     inner = _CONVERTER.get_structure_hook(kind, cache_result=False)
     _unguarded.remove(kind)
-    shape = Mapping if issubclass(get_origin(kind) or kind, Mapping) else (list, tuple, AbstractSet)
+    shape = Mapping if _shape(kind) is Mapping else (list, tuple, AbstractSet)
 
     def guarded(raw: Any, kind: Any) -> Any:
         if isinstance(raw, shape):
@@ -108,9 +107,17 @@ def _container(kind: Any) -> Callable[[Any, Any], Any]:
 
 
 def _is_container(kind: Any) -> bool:
+    return kind not in _unguarded and _shape(kind) is not None
+
+
+def _shape(kind: Any) -> type | None:
+    """Mapping or list, if the type is like one of them."""
     origin = get_origin(kind) or kind
-    plural = isinstance(origin, type) and issubclass(origin, (tuple, list, AbstractSet, Sequence, Mapping))
-    return plural and kind not in _unguarded and not issubclass(origin, (str, bytes))
+    if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
+        return None
+    if issubclass(origin, Mapping):
+        return Mapping
+    return list if issubclass(origin, (Sequence, AbstractSet)) else None
 
 
 def _is_union(kind: Any) -> bool:
@@ -184,39 +191,34 @@ def _first_of(error: BaseException) -> str:
 
 
 def _mismatch(raw: Any, kind: Any) -> MismatchError:
-    message = f"expected {_name(kind)}, got {show(raw)}"
-    accepts = {kind, *get_args(kind)}
-    choices = _choices(kind)
-    if isinstance(raw, bool) and (str in accepts or choices):
-        message += "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
-    elif isinstance(raw, str) and accepts & {int, float} and NUMBER.fullmatch(raw):
-        if "e" in raw.lower():
-            message += f"; YAML reads {raw} as text: write {float(raw)!r}" if "." in repr(float(raw)) else ""
-        else:
-            message += "; remove the quotes"
-    elif raw in ("true", "false") and bool in accepts:
-        message += "; remove the quotes"
-    elif isinstance(raw, str):
-        message += f"; write [{raw}]" if _name(kind) == "a list" else near(raw, choices)
-    return MismatchError(message)
+    accepted = _accepted(kind)
+    words = [each for each in accepted if not isinstance(each, type)]
+    names = [_NAMES.get(each, each.__name__) for each in accepted if isinstance(each, type)]
+    if words:
+        names.append(f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0]))
+    hint = near(raw, [str(word) for word in words]) if isinstance(raw, str) else ""
+    if isinstance(raw, bool) and (str in accepted or words):
+        hint = "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
+    elif type(raw) is str:  # of a file; the text of a shell has no quotes
+        hint = _hint(raw, accepted) or hint
+    return MismatchError(f"expected {' or '.join(names)}, got {show(raw)}{hint}")
 
 
-def _choices(kind: Any) -> list[str]:
-    """The words that an option of this type takes, if they are counted."""
-    if _is_enum(kind):
-        return [str(member.value) for member in kind]
-    if _is_literal(kind):
-        return [str(choice) for choice in get_args(kind)]
-    return [choice for member in get_args(kind) for choice in _choices(member)]
+def _hint(raw: str, accepted: Sequence[Any]) -> str:
+    if NUMBER.fullmatch(raw) and (int in accepted or float in accepted):
+        if "e" not in raw.lower():
+            return "; remove the quotes"
+        number = repr(float(raw))
+        return f"; YAML reads {raw} as text: write {number if '.' in number else number.replace('e', '.0e')}"
+    if raw in ("true", "false") and bool in accepted:
+        return "; remove the quotes"
+    return f"; write [{raw}]" if list in accepted else ""
 
 
-def _name(kind: Any) -> str:
-    origin, members = get_origin(kind), get_args(kind)
+def _accepted(kind: Any) -> list[Any]:
+    """The types and words that an option of this type takes."""
     if _is_union(kind):
-        return " or ".join(_name(member) for member in members if member is not type(None))
+        return [each for it in get_args(kind) if it is not type(None) for each in _accepted(it)]
     if _is_literal(kind) or _is_enum(kind):
-        words = [repr(_value(member)) for member in members or kind]
-        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
-    if _is_container(kind):
-        return "a mapping" if issubclass(origin or kind, Mapping) else "a list"
-    return _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
+        return [_value(member) for member in get_args(kind) or kind]
+    return [_shape(kind) or kind]

@@ -71,8 +71,8 @@ def test_what_is_no_mapping_is_said_with_its_place(resolve, yaml, expected):
 
 def test_a_python_tag_is_refused_and_runs_nothing(resolve, tmp_path):
     (line,) = mistakes(resolve, f"device: !!python/object/apply:os.mkdir [{tmp_path}/made]\n")
-    assert line.startswith("accel.yaml:1:9: device: the tag ")
-    assert line.endswith("os.mkdir has no meaning here")
+    assert line.startswith("accel.yaml:1:9: device: cannot be read: ")
+    assert line.endswith("os.mkdir'")
     assert not (tmp_path / "made").exists()
 
 
@@ -88,7 +88,7 @@ def test_a_file_named_but_missing_is_an_error(resolve):
 
 def test_an_alias_inside_its_own_anchor_ends(resolve):
     (line,) = mistakes(resolve, "shard:\n  extra: &x {again: *x}\n")
-    assert line == "accel.yaml:2:10: shard.extra.again: an alias stands inside what it names"
+    assert line == "accel.yaml:2:10: shard.extra.again: cannot be read: found unconstructable recursive node"
 
 
 def test_merge_keys_give_the_values_of_the_anchor_and_own_keys_win(resolve):
@@ -123,7 +123,7 @@ def test_a_check_of_the_class_itself_is_a_line_too(resolve):
 
 def test_a_value_that_cannot_be_read_is_one_mistake_not_two(resolve):
     assert mistakes(resolve, "device: !secret x\n") == (
-        "accel.yaml:1:9: device: 'x' cannot be read as !secret",
+        "accel.yaml:1:9: device: cannot be read: could not determine a constructor for the tag '!secret'",
     )
 
 
