@@ -1,7 +1,8 @@
 """Run a function in a world of clean processes, each started as a launcher would start it.
 
-Processes are forked from a server that has imported torch and done nothing else, so each starts in some
-20 ms and knows nothing of the one before: no process group, no renamed device, no seeded generator.
+Processes are forked from a server that has imported torch and core and done nothing else, so each
+starts in some 20 ms and knows nothing of the one before: no process group, no renamed device, no
+seeded generator.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,11 +42,8 @@ R = TypeVar("R")
 GRACE_SECONDS: Final = 2.0
 """How long the others may run on once a rank has failed: they wait for it in a collective."""
 OUTPUT_LINES: Final = 40
-PRELOADED: Final = ("attrs", "torch", "torch.distributed.tensor", "torch._dynamo")
-"""What nearly every task would import: torch's optimizers alone load the last two, for two seconds.
-
-Nothing that is under test: the server finds modules in its directory first, a checkout for instance.
-"""
+PRELOADED: Final = ("torch", "torch.distributed.tensor", "torch._dynamo", "accel_core.accelerator")
+"""What nearly every task would import: torch's optimizers alone load two of these, for two seconds."""
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
@@ -190,12 +191,30 @@ class _Worker:
         self.process.close()
 
 
+@cache
 def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    # Else the server would find what is under test in its directory first, a checkout for instance.
+    safe = sys.version_info >= (3, 11)
+    context.set_forkserver_preload([name for name in PRELOADED if safe or name.startswith("torch")])
+    with _variable("PYTHONSAFEPATH", "1"):
+        forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The kit as a pytest plugin: its options, gating, known failures, report; and what it says of our own stacks."""
+"""The kit as a pytest plugin: options, gating, known failures, report; and what it says of our stacks."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
 
 def test_other_peoples_pytest_loads_no_torch(tmp_path: Path) -> None:
     script = (
-        "import sys, pytest; pytest.main(['-q', '--collect-only']); print(sorted(m for m in sys.modules if m in"
-        " ('torch', 'accel_core.testing.options', 'accel_core.testing.kit', 'accel_core.testing.processes')))"
+        "import sys, pytest; pytest.main(['-q', '--collect-only']); print(sorted(m for m in sys.modules"
+        " if m in ('torch', 'accel_core.testing.options', 'accel_core.testing.kit', 'accel_core.testing.processes')))"
     )
     ended = run(sys.executable, "-c", script, cwd=tmp_path)
     assert ended.stdout.splitlines()[-1] == "['accel_core.testing.options']", ended.stdout + ended.stderr
@@ -125,7 +125,7 @@ def test_a_known_failure_that_passes_fails(
     ("line", "message"),
     [
         (BROKEN, "xfails.txt:1: no reason"),
-        ("test_1_device.py::test_no_such_check  # gone", "names what is no check: test_1_device.py::test_no_such"),
+        ("test_1_device.py::test_no_such_check  # gone", "no check: test_1_device.py::test_no_such"),
     ],
 )
 def test_known_failures_need_a_reason_and_a_check(tmp_path: Path, line: str, message: str) -> None:
