@@ -85,6 +85,7 @@ def test_ranks_keep_their_own_default_stream():
     torch.manual_seed(1)
     first, second = prepared(lambda _: loaders_in_use()["subset"](None), readers=2)
     list(first)
+    torch.rand(3)
     before = torch.get_rng_state()
     iterator = iter(second)
     torch.set_rng_state(before)  # making the iterator draws the workers' seed, as in torch
@@ -92,17 +93,20 @@ def test_ranks_keep_their_own_default_stream():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_seedable_sampler_shuffles_by_seed_and_epoch():
-    options = {"use_seedable_sampler": True, "data_seed": 11}
-    torch.manual_seed(1)
-    (one,) = prepared(lambda _: loaders_in_use()["shuffled"](None), **options)
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "subset", "weighted", "replacement"])
+def test_the_seedable_sampler_shuffles_by_seed_and_epoch(kind, own_generator):
+    def loader_of(seed, data_seed):
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed) if own_generator else None
+        options = {"use_seedable_sampler": True, "data_seed": data_seed}
+        return prepared(lambda _: loaders_in_use()[kind](generator), **options)[0]
+
+    one, two = loader_of(1, 11), loader_of(2, 11)
     epochs = [list(one), list(one)]
-    torch.manual_seed(2)
-    (two,) = prepared(lambda _: loaders_in_use()["shuffled"](None), **options)
     two.set_epoch(1)
     assert list(two) == epochs[1] != epochs[0]
-    (other,) = prepared(lambda _: loaders_in_use()["shuffled"](None), **{**options, "data_seed": 12})
-    assert list(other) != epochs[0]
+    assert list(loader_of(1, 12)) != epochs[0]
 
 
 @pytest.mark.parametrize("kind", loaders_in_use())

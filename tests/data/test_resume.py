@@ -153,6 +153,29 @@ def test_default_settings_resume_exactly(sampler, own_generator, epoch, workers)
     assert again.epoch == epoch + 2
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_generator_that_loaders_share_goes_on_where_it_was(sampler):
+    def make(seed):
+        generator, data = torch.Generator().manual_seed(seed), Numbers(40)
+        train = DataLoader(data, 4, sampler=SAMPLERS[sampler](data, generator), collate_fn=plain)
+        return [
+            prepared(lambda _, user=user: user)[0]
+            for user in (train, DataLoader(data, 4, generator=generator))
+        ]
+
+    train, test = make(1)
+    iterator = iter(train)
+    list(itertools.islice(iterator, 5))
+    list(test)  # draws from the generator, in the middle of the other's epoch
+    states = [saved(loader) for loader in (train, test)]
+    expected = [*iterator], [*train]
+
+    again = make(2)
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    assert ([*again[0]], [*again[0]]) == expected
+
+
 def test_a_position_is_small():
     torch.manual_seed(1)
     (loader,) = prepared(lambda _: DataLoader(Numbers(40), 4, shuffle=True))

@@ -15,7 +15,7 @@ np = pytest.importorskip("numpy")
 
 
 def drawn():
-    return random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002 - the stream meant
+    return random.random(), np.random.random(), torch.rand(()).item()
 
 
 def test_the_same_seed_draws_the_same_from_every_stream():
