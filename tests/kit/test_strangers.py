@@ -48,6 +48,17 @@ def test_strangers_pass(
     assert found.names("skipped") <= {"test_ranks_may_run_out_of_batches"}
 
 
+@pytest.mark.timeout(300)
+def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    options = ("--accel-simulate", "absentccl", "--accel-level", "1,3", "--accel-world", "2")
+    found = run_kit(pytester, monkeypatch, site, "absent+pair", *options)
+    assert found.names("failed") == set(), describe(found)
+    assert found.facts["simulated"]
+    assert "absent + pair (simulated)" in found.text
+
+
 @pytest.mark.parametrize(
     ("stack", "broken", "levels", "red"),
     [

@@ -106,8 +106,8 @@ class Kit:
         """`run(function, *args, world=1)`: in new processes, with the stack's arguments at the end."""
         device = self.tested.plugins.get("device")
         simulate = None
-        if self.tested.simulate is not None and device is not None and device.card is not None:
-            simulate = (device.card.torch_device, self.tested.simulate)
+        if self.tested.simulate is not None and device is not None:
+            simulate = (device.name, self.tested.simulate)
 
         def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
             from accel_core.testing.kit.work import enter

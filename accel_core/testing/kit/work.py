@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel_core import InitProcessGroupKwargs
+from accel_core.plugins import discover
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
@@ -17,12 +18,25 @@ COLLECTIVE_SECONDS = 20
 
 
 def enter(simulate: tuple[str, str] | None, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call `function(*args)`, on a machine that seems to have the device `simulate` names."""
-    if simulate is not None:
-        from accel_core.testing.simulated.device import simulate as pretend
+    """Call `function(*args)`; with `simulate`, on a machine that has the device of that plugin.
 
-        pretend(*simulate)
+    `simulate` is (name of the device plugin, name of the communication backend).
+    """
+    if simulate is not None:
+        _pretend(*simulate)
     return function(*args)
+
+
+def _pretend(plugin: str, communication: str) -> None:
+    from accel_core.testing.simulated.device import simulate
+
+    record = discover().get(plugin)
+    assert record is not None
+    assert record.card is not None
+    simulate(record.card.torch_device or plugin, communication)
+    # It would look for the hardware, which nobody can pretend to have.
+    object.__setattr__(record.card, "probe", None)
+    object.__setattr__(record.card, "verify", None)
 
 
 def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:

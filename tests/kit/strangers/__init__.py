@@ -3,6 +3,7 @@
 late: the device reduces gradients itself, when the window ends (as lazy devices do).
 lazy: the device must be told before the host reads, and notices when core reads unannounced.
 pair: several processes read the same share of the data (as tensor parallelism does).
+absent: made for hardware that is not here; checked on the simulated device, under its own name.
 early: the vendor's library reads its variable when it is imported, and never again.
 """
 
@@ -26,17 +27,14 @@ DEVICE_WORDS = {"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_d
 
 
 def device(name: str, **more: Any) -> Card:
-    plugin = "".join(part.title() for part in name.split("-"))
+    given = {"torch_device": "sim", "probe": probe, "implementation": f"strangers.devices:{name.title()}"}
     return Card(
         name=name,
         slot="device",
         summary=f"A stranger: {name}.",
         api_version="1.0",
         offers=DEVICE_WORDS,
-        torch_device="sim",
-        probe=probe,
-        implementation=f"strangers.plugins:{plugin}",
-        **more,
+        **{**given, **more},
     )
 
 
@@ -48,13 +46,19 @@ def strategy(name: str, **more: Any) -> Card:
         api_version="1.0",
         probe=probe,
         offers={"no_sync", "whole_weights"},
-        implementation=f"strangers.plugins:{name.title()}",
+        implementation=f"strangers.strategies:{name.title()}",
         **more,
     )
 
 
 LATE = device("late")
 LAZY = device("lazy")
+ABSENT = device(
+    "absent",
+    probe=lambda: "this machine has no such device",
+    torch_device="absent",
+    implementation="strangers.absent:Absent",
+)
 EARLY = device("early", launch="strangers.light:Launch")
 REPLICAS = strategy("replicas")
 PAIR = strategy("pair")

@@ -31,4 +31,4 @@ def import_before_setting() -> None:
 
 
 def say_nothing() -> None:
-    """The device itself turns deaf (strangers.plugins.Lazy)."""
+    """The device itself turns deaf (strangers.devices.Lazy)."""
