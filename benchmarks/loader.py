@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
-from arena import Row, contest, median, over_raw, rounds, serve, table, timed
+from arena import Row, contest, median, over_raw, rounds, serve, table, worked
 
 BATCHES = 1000
 
@@ -57,7 +57,7 @@ def contend(name: str) -> None:
         for _ in loader:
             pass
 
-    serve({"epoch": lambda: timed(epoch) / BATCHES})
+    serve({"epoch": lambda: worked(epoch) / BATCHES})
 
 
 if __name__ == "__main__":

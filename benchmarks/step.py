@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from arena import Row, contest, median, over_raw, rounds, serve, table, timed
+from arena import Row, contest, median, over_raw, rounds, serve, table, worked
 
 STEPS = 200
 CASES = {
@@ -122,7 +122,7 @@ def contend(name: str) -> None:
     def figure(case: str) -> float:
         if case not in made:
             made[case] = make(*CASES[case][1:3])
-        return timed(made[case]) / STEPS
+        return worked(made[case]) / STEPS
 
     serve({case: lambda case=case: figure(case) for case in CASES})
 

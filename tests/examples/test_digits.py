@@ -20,10 +20,6 @@ LAUNCH = [Path(sys.executable).with_name("accel"), "launch", "--device", "cpu"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def needs_ddp() -> None:
-    pytest.importorskip("accel_ddp")
-
-
 @pytest.fixture
 def start(tmp_path: Path):
     """`start(*command)`: in an empty folder, as the leader of a process group that ends with the test."""
@@ -66,7 +62,6 @@ def accuracies(output: str) -> list[float]:
 
 
 def test_two_processes_reach_97_percent_on_images_they_have_not_seen(train):
-    needs_ddp()
     output = train(*LAUNCH, "-n", 2, EXAMPLES / "digits.py")
 
     assert [line.partition(":")[0] for line in output.splitlines()] == [f"epoch {n}" for n in range(1, 7)]
@@ -88,7 +83,6 @@ def test_mixed_precision_is_chosen_at_launch(train):
 
 
 def test_a_run_that_was_killed_and_resumed_ends_as_if_nothing_had_happened(train, start, tmp_path):
-    needs_ddp()
     job = [*LAUNCH, "-n", 2, EXAMPLES / "digits.py", "--epochs", 3]
     undisturbed = train(*job).splitlines()
 
