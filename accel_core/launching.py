@@ -151,7 +151,7 @@ class Launch:
 
     def refuse_misnamed(self) -> None:
         """Raise a ConfigError for plugins that the config names and nobody installed."""
-        problems = self.resolved.misnamed(self.discovery)
+        problems = list(self.resolved.misnamed(self.discovery))
         if problems:
             raise ConfigError("\n".join(problems), problems=problems)
 

@@ -40,7 +40,7 @@ def check(file: str | None, as_json: bool) -> None:
     else:
         from accel_core.launching import Launch
 
-        problems = resolved.misnamed(discover())
+        problems = list(resolved.misnamed(discover()))
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         print(json.dumps({"file": _read(file), "problems": problems, "notes": notes}, indent=1))
@@ -84,20 +84,20 @@ def _read(file: str | None) -> str | None:
 def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
     from accel_core.config.structure import plain
 
-    values = plain(resolved.config)
+    values, origins = plain(resolved.config), resolved.origins
     for path, value in _flat(values | values.pop("plugins")):
-        # A mapping that is one option has one origin, whatever its keys.
-        given = (path[:length] for length in range(len(path), 0, -1))
-        setting = next((resolved.settings[place] for place in given if place in resolved.settings), None)
-        yield ".".join(path), value, setting.described if setting else "default"
+        given = path
+        while given and given not in origins:  # a mapping that is one option has one origin
+            given = given.rpartition(".")[0]
+        yield path, value, origins.get(given, "default")
 
 
-def _flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flat(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, (*path, key))
+            yield from _flat(value, f"{section}{key}.")
         else:
-            yield (*path, key), value
+            yield section + key, value
 
 
 def _unused(resolved: Resolved) -> Iterator[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from enum import Enum
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final, get_args
 
 from attrs import NOTHING, Attribute
 
 from accel_core.config.options import describe, options_of, section_class
 from accel_core.config.reader import CORE, Reader
 from accel_core.config.schema import RunConfig
-from accel_core.config.structure import plain
+from accel_core.config.structure import is_union, members, plain, shape
 
 __all__ = ["class_schema", "whole_schema"]
 
@@ -38,13 +36,12 @@ def whole_schema(reader: Reader) -> dict[str, Any]:
 def class_schema(cls: type) -> dict[str, Any]:
     """The schema of one section; options that only Python can give are left out."""
     options = {name: it for name, it in options_of(cls).items() if not describe(it[0]).python_only}
-    required = [name for name, (attribute, _) in options.items() if attribute.default is NOTHING]
     return {
         "title": cls.__name__,
         "description": (cls.__doc__ or "").partition("\n")[0],
         "type": "object",
         "properties": {name: _option(attribute, kind) for name, (attribute, kind) in options.items()},
-        **({"required": required} if required else {}),
+        "required": [name for name, (attribute, _) in options.items() if attribute.default is NOTHING],
         "additionalProperties": False,
     }
 
@@ -53,33 +50,23 @@ def _option(attribute: Attribute[Any], kind: Any) -> dict[str, Any]:
     section = section_class(kind)
     if section is not None:
         return class_schema(section)
-    about = describe(attribute)
-    schema = _kind(kind)
-    if about.help:
-        schema["description"] = about.sentence
-    if about.choices:
-        schema["enum"] = [plain(choice) for choice in about.choices]
-    if about.minimum is not None:
-        schema["minimum"] = about.minimum
-    default: Any = attribute.default
-    if default is not NOTHING and not hasattr(default, "takes_self"):
-        schema["default"] = plain(default)
-    return schema
+    about, default = describe(attribute), attribute.default
+    facts = {
+        "description": about.sentence or NOTHING,
+        "enum": [plain(choice) for choice in about.choices] or NOTHING,
+        "minimum": NOTHING if about.minimum is None else about.minimum,
+        "default": NOTHING if hasattr(default, "takes_self") else default,
+    }
+    return _kind(kind) | {name: plain(fact) for name, fact in facts.items() if fact is not NOTHING}
 
 
 def _kind(kind: Any) -> dict[str, Any]:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        members = [_kind(member) for member in arguments]
-        if all(member.keys() == {"type"} for member in members):
-            return {"type": [member["type"] for member in members]}
-        return {"anyOf": members}
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (tuple, list, Sequence):
-        return {"type": "array", "items": _kind(arguments[0])}
-    if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _kind(arguments[1])}
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return {"enum": [member.value for member in kind]}
+    if is_union(kind):
+        return {"anyOf": [_kind(member) for member in get_args(kind)]}
+    if members(kind):
+        return {"enum": plain(members(kind))}
+    if shape(kind) is list:
+        return {"type": "array", "items": _kind((*get_args(kind), Any)[0])}
+    if shape(kind) is Mapping:
+        return {"type": "object", "additionalProperties": _kind((*get_args(kind), Any, Any)[1])}
     return {"type": _NAMES[kind]} if kind in _NAMES else {}

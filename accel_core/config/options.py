@@ -12,7 +12,7 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 import attrs
 from attrs import NOTHING, Attribute, frozen
 
-__all__ = ["RESERVED_NAMES", "Option", "default_of", "describe", "option", "options_of", "section_class"]
+__all__ = ["RESERVED_NAMES", "changed", "default_of", "describe", "option", "options_of", "section_class"]
 
 Path = tuple[str, ...]
 """An option's address, such as ("launch", "nodes")."""
@@ -108,6 +108,12 @@ def default_of(attribute: Attribute[Any], instance: object) -> Any:
     if default is NOTHING or not hasattr(default, "takes_self"):
         return default
     return default.factory(instance) if default.takes_self else default.factory()
+
+
+def changed(instance: Any) -> dict[str, Any]:
+    """The options of a config object that differ from their defaults."""
+    held = {alias: (a, getattr(instance, a.name)) for alias, (a, _) in options_of(type(instance)).items()}
+    return {alias: value for alias, (a, value) in held.items() if value != default_of(a, instance)}
 
 
 def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:

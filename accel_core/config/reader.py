@@ -8,7 +8,7 @@ from typing import Any, Final
 from attrs import Attribute, define, evolve, field
 
 from accel_core import known
-from accel_core.config.options import Path, default_of, describe, options_of, section_class
+from accel_core.config.options import Path, changed, describe, options_of, section_class
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Given, Problem, Text, show, spell
 from accel_core.errors import ConfigError, PluginError
@@ -82,24 +82,28 @@ class Reader:
     def _opened(self, given: Given) -> Iterator[Given]:
         """Objects by their section, `strategies` by option, plugins by their true name."""
         path = given.path
-        home = self._home(given.value) if len(path) in (0, 2) else None
-        if path and path[0] != "strategies":  # variables and flags cannot spell hyphens
+        if not path:
+            yield from self._object(given)
+        elif path[0] != "strategies":  # variables and flags cannot spell hyphens
             spelt = {record.name.replace("-", "_"): record.name for record in self.discovery.records}
             yield evolve(given, path=(spelt.get(path[0], path[0]), *path[1:]))
-        elif home and not path:
-            yield evolve(given, path=(home,))
-        elif not path:
-            names = ", ".join(sorted(cls.__name__ for _, cls in self.sections()))
-            self.refuse(given, f"configures nothing that is installed; what can be given: {names}")
         elif len(path) > 2:
             yield given
         else:
+            home = self._home(given.value) if len(path) == 2 else None
             entries = [given.under("plugin", home)] if home else []
             entries += self._entries(given, self.section(home or ""))
-            for each in entries:
-                yield from self._opened(each)
+            yield from (option for each in entries for option in self._opened(each))
             if len(path) == 2 and not entries:
                 yield given
+
+    def _object(self, given: Given) -> Iterator[Given]:
+        home = self._home(given.value)
+        if home is not None:
+            yield evolve(given, path=(home,))
+        else:
+            names = ", ".join(sorted(cls.__name__ for _, cls in self.sections()))
+            self.refuse(given, f"configures nothing that is installed; what can be given: {names}")
 
     def _home(self, item: object) -> str | None:
         """The section whose class the object is of, the closest class first."""
@@ -117,8 +121,7 @@ class Reader:
             if given.path in self.objects:
                 self.refuse(given, f"a second object for section {spell(given.path)}; give one")
             self.objects[given.path] = raw
-            held = [(alias, getattr(raw, a.name), a) for alias, (a, _) in options_of(type(raw)).items()]
-            raw = {alias: value for alias, value, a in held if value != default_of(a, raw)}
+            raw = changed(raw)
         if raw is None:  # a section whose keys are all commented out
             return []
         if not isinstance(raw, Mapping):
@@ -169,10 +172,9 @@ class Reader:
             if given.source == "python" and callable(attribute.converter):
                 value = attribute.converter(value)
             value = convert(value, kind)
+            objection = describe(attribute).objection(value)
         except (TypeError, ValueError) as mismatch:  # a converter's too, of a wrong type
-            self.refuse(given, str(mismatch))
-            return
-        objection = describe(attribute).objection(value)
+            objection = str(mismatch)
         if objection:
             self.refuse(given, objection)
         else:
@@ -193,7 +195,9 @@ class Reader:
         elif given.source == "python" and before.source != "file":
             self.refuse(given, f"{mine} here, but {theirs} by {before.origin}; give it once")
         else:
-            self.settings[given.path] = evolve(given, over=f"{theirs} from {before.origin}")
+            self.settings[given.path] = evolve(
+                given, origin=f"{given.origin} (over {theirs} from {before.origin})"
+            )
 
     # -- names nobody can read -----------------------------------------------------------------------
 
@@ -214,22 +218,18 @@ class Reader:
 
     def _hint(self, place: Path, cls: type) -> str:
         """The option or section that was probably meant: a near name, or the same in another section."""
-        mine: list[str] = list(options_of(cls))
+        *section, name = place
+        mine = list(options_of(cls))
         if cls is RunConfig:
             plugins = [record.name for record in self.discovery.records if record.slot != "command"]
             mine = [*CORE, *plugins, *(plugin.name for plugin in known.known_plugins())]
-        close = near(place[-1], mine)
-        owners = [] if close else [it for it in self._owners(place[-1]) if it != spell(place[:-1])]
-        return f"; it is an option of {' and '.join(owners)}" if owners else close
-
-    def _owners(self, name: str) -> Iterator[str]:
-        """The sections that have an option of that name, the missing ones with their remedy."""
-        if name in CORE:
-            yield "the top level"
-        yield from (section for section, cls in self.sections() if name in options_of(cls))
+        owners = ["the top level"] if name in CORE else []
+        owners += [other for other, cls in self.sections() if name in options_of(cls) and [other] != section]
         for it in known.known_plugins():
             if name in it.keys and self.discovery.get(it.name) is None:
-                yield f"{it.name} (not installed: pip install {it.distribution})"
+                owners.append(f"{it.name} (not installed: pip install {it.distribution})")
+        close = near(name, mine)
+        return f"; it is an option of {' and '.join(owners)}" if owners and not close else close
 
 
 def load_class(record: Record) -> type | None:

@@ -47,7 +47,7 @@ class Resolved:
     @property
     def origins(self) -> Mapping[str, str]:
         """Dotted path -> who set it, for whatever is not a default."""
-        return {spell(path): given.described for path, given in self.settings.items()}
+        return {spell(path): given.origin for path, given in self.settings.items()}
 
     @property
     def notes(self) -> Sequence[str]:
@@ -72,15 +72,13 @@ class Resolved:
         """A short hash of `tree`."""
         return hashlib.sha256(json.dumps(self.tree, sort_keys=True).encode()).hexdigest()[:16]
 
-    def misnamed(self, discovery: Discovery) -> list[str]:
+    def misnamed(self, discovery: Discovery) -> Iterator[str]:
         """A line for each name that no installed plugin of its slot has."""
-        problems = []
         for path, slot, name in self.config.plugin_names():
-            record, setting = discovery.get(name), self.settings.get(path)
+            record = discovery.get(name)
             if record is None or record.slot != slot:
-                problem = Problem(setting.origin if setting else "", path, absence(name, slot, discovery))
-                problems.append(str(problem))
-        return problems
+                origin = self.settings[path].origin if path in self.settings else ""
+                yield str(Problem(origin, path, absence(name, slot, discovery)))
 
     def plugin_config(self, record: Record, alias: str | None = None) -> object | None:
         """The config object of a plugin, or of a named strategy; None if it has no options.
@@ -89,10 +87,9 @@ class Resolved:
             ConfigError: it has a required option that nobody gave.
             PluginError: its config class cannot be used.
         """
-        if alias is not None and alias in self._strategies:
-            return self._strategies[alias]
-        if record.name in self.config.plugins:
-            return self.config.plugins[record.name]
+        held = self._strategies.get(alias or "", self.config.plugins.get(record.name))
+        if held is not None:
+            return held
         cls, reader = load_class(record), evolve(self._reader, problems=[])
         config: object = _built(cls, (record.name,), reader) if cls else None
         reader.finish()
@@ -125,7 +122,7 @@ class Resolved:
         """What a launcher gives its workers instead of file, environment and flags: JSON text."""
         from accel_core.config.structure import plain
 
-        rows = [(path, plain(s.value), s.source, s.described) for path, s in self.settings.items()]
+        rows = [(path, plain(s.value), s.source, s.origin) for path, s in self.settings.items()]
         return json.dumps({"file": self.file, "settings": rows}, indent=1)
 
 
@@ -186,11 +183,15 @@ def _resolved(reader: Reader, file: str | None) -> Resolved:
     names = dict.fromkeys(path[0] for path in (*reader.settings, *reader.objects) if path[0] not in CORE)
     classes = {alias: reader.section(plugin) for alias, plugin in reader.named.items()}
     strategies = {alias: _built(cls, ("strategies", alias), reader) for alias, cls in classes.items() if cls}
+    options: dict[str, dict[str, Any]] = {alias: {} for alias in classes}
+    for path, given in reader.settings.items():
+        if path[0] == "strategies":
+            options[path[1]][spell(path[2:])] = given.value
     config: RunConfig = _built(
         RunConfig,
         (),
         reader,
-        strategies={alias: _written(("strategies", alias), reader) for alias in classes},
+        strategies=options,
         plugins={name: _built(cls, (name,), reader) for name in names if (cls := reader.section(name))},
     )
     reader.finish()
@@ -202,11 +203,6 @@ def _check_accumulation(reader: Reader) -> None:
     if one and two and one.value != two.value:
         other = f"{spell(two.path)} is {two.value} by {two.origin}"
         reader.refuse(one, f"is {one.value}, but {other}; give one of them")
-
-
-def _written(path: Path, reader: Reader) -> dict[str, Any]:
-    inside = {p[len(path) :]: given.value for p, given in reader.settings.items() if p[: len(path)] == path}
-    return {spell(place): value for place, value in inside.items()}
 
 
 def _built(cls: type, path: Path, reader: Reader, **values: Any) -> Any:

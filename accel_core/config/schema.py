@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import Factory, field, fields, frozen
+from attrs import Factory, field, frozen
 from attrs.converters import optional
 
-from accel_core.config.options import default_of, option
+from accel_core.config.options import changed, option
 
 if TYPE_CHECKING:
     from accel_core.plugins import Slot
@@ -40,11 +40,7 @@ class KwargsHandler:
 
         What equals a default is left to torch, whose own default applies should it ever differ.
         """
-        return {
-            a.alias: value
-            for a in fields(type(self))
-            if (value := getattr(self, a.name)) != default_of(a, self)
-        }
+        return changed(self)
 
 
 @frozen(kw_only=True)
@@ -88,12 +84,8 @@ class ProfileKwargs(KwargsHandler):
     activities: tuple[str, ...] | None = option(
         None, converter=optional(_names), help="What to record: cpu, or a device type; unset: all there is."
     )
-    schedule_option: Mapping[str, int] | None = option(
-        None, help="Arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first."
-    )
-    on_trace_ready: Callable[..., Any] | None = option(
-        None, python_only=True, help="Called with the profiler when a cycle is recorded."
-    )
+    schedule_option: Mapping[str, int] | None = option(None, help="Arguments of torch.profiler.schedule.")
+    on_trace_ready: Callable[..., Any] | None = option(None, python_only=True, help="Called each cycle.")
     record_shapes: bool = option(False, help="Record the shapes of operator inputs.")
     profile_memory: bool = option(False, help="Record allocations.")
     with_stack: bool = option(False, help="Record source file and line of operators.")
@@ -120,9 +112,7 @@ class DataLoaderConfiguration:
     """How prepared dataloaders share out the data. Section `data`."""
 
     split_batches: bool = option(False, help="Share each batch out, instead of a batch for each process.")
-    dispatch_batches: bool | None = option(
-        None, help="Read on the main process and send batches out; unset: for iterable datasets."
-    )
+    dispatch_batches: bool | None = option(None, help="Main process reads; unset: for iterable datasets.")
     even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
     use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
     data_seed: int | None = option(None, help="Seed of the seedable sampler; unset: torch's.")
@@ -176,16 +166,12 @@ class RunConfig:
 
     device: str = option("auto", help="A device plugin, a torch device type, or auto.")
     strategy: str = option("auto", help="A strategy plugin, a name from strategies, or auto.")
-    strategies: Mapping[str, Mapping[str, Any]] = option(
-        factory=dict, help="Named strategies: NAME: {plugin: PLUGIN, its options...}."
-    )
+    strategies: Mapping[str, Mapping[str, Any]] = option(factory=dict, help="NAME: {plugin: NAME, options}.")
     extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins.")
     mixed_precision: str = option("no", help="no, fp16, bf16, or a precision plugin.")
     gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches a step.")
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")
-    step_scheduler_with_optimizer: bool = option(
-        True, help="Schedulers step once an applied optimizer step; false: the loop decides."
-    )
+    step_scheduler_with_optimizer: bool = option(True, help="Schedulers step once an applied optimizer step.")
     rng_types: tuple[str, ...] = option(
         ("generator",), converter=_names, help="Random streams that ranks share at each epoch's start."
     )

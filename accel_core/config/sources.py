@@ -19,8 +19,6 @@ from accel_core.errors import ConfigError
 __all__ = ["HANDOVER_VARIABLE", "NUMBER", "Given", "Keys", "Problem", "Text", "show", "spell"]
 
 HANDOVER_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
-PREFIX: Final = "ACCEL__"
-
 NUMBER: Final = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 Source = Literal["file", "environment", "flag", "python", "proposal"]
@@ -60,18 +58,12 @@ class Given:
     value: Any
     source: Source
     origin: str
-    over: str = ""
-    """What it won over."""
+    """Where it was written, and what it won over."""
 
     def under(self, key: str, value: Any) -> Given:
         """What it gave for a key within."""
         origin = self.value.origins[key] if isinstance(self.value, Keys) else self.origin
         return Given((*self.path, key), value, self.source, origin)
-
-    @property
-    def described(self) -> str:
-        """The origin, and what it won over."""
-        return f"{self.origin} (over {self.over})" if self.over else self.origin
 
 
 @frozen
@@ -100,17 +92,16 @@ def spell(path: Path) -> str:
 def from_environment(environment: Mapping[str, str]) -> Iterator[Given]:
     """ACCEL__SECTION__KEY=text; `__` goes a level down, case does not matter, empty is not given."""
     for name, text in sorted(environment.items()):
-        if name.upper().startswith(PREFIX) and text:
-            path = tuple(name[len(PREFIX) :].lower().split("__"))
-            yield Given(path, Text(text), "environment", f"variable {name}")
+        head, *path = name.upper().split("__")
+        if head == "ACCEL" and path and text:
+            yield Given(tuple(part.lower() for part in path), Text(text), "environment", f"variable {name}")
 
 
 def from_flags(flags: Mapping[str, str]) -> Iterator[Given]:
     """Dotted path -> text; hyphens and underscores are one."""
     for flag, text in flags.items():
-        path = tuple(flag.replace("-", "_").split("."))
         spelt = flag.removeprefix("launch.").replace("_", "-")
-        yield Given(path, Text(text), "flag", f"flag --{spelt}")
+        yield Given(tuple(flag.replace("-", "_").split(".")), Text(text), "flag", f"flag --{spelt}")
 
 
 def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[Given]:

@@ -7,7 +7,7 @@ type it is meant for. Imported when the first value has to be read: cattrs costs
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from enum import Enum
@@ -20,7 +20,7 @@ from accel_core.config.options import options_of
 from accel_core.config.sources import NUMBER, Text, show
 from accel_core.plugins import near
 
-__all__ = ["MismatchError", "convert", "plain"]
+__all__ = ["MismatchError", "convert", "is_union", "members", "plain", "shape"]
 
 _NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -64,8 +64,9 @@ def plain(value: Any) -> Any:
 
 
 def _exact(raw: Any, kind: Any) -> Any:
-    if _is_enum(kind):  # often a str or int too, and cattrs asks for those first
-        return _choice(raw, kind)
+    for member in members(kind):
+        if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
+            return member
     if kind is float and type(raw) is int:
         return float(raw)
     if kind is timedelta and type(raw) in (int, float):
@@ -75,20 +76,17 @@ def _exact(raw: Any, kind: Any) -> Any:
     raise _mismatch(raw, kind)
 
 
-def _choice(raw: Any, kind: Any) -> Any:
-    for member in get_args(kind) or kind:
-        if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
-            return member
-    raise _mismatch(raw, kind)
-
-
 def _union(raw: Any, kind: Any) -> Any:
-    for member in get_args(kind):
+    return _first_fit(((raw, member) for member in get_args(kind)), _mismatch(raw, kind))
+
+
+def _first_fit(attempts: Iterable[tuple[Any, Any]], mismatch: MismatchError) -> Any:
+    for raw, kind in attempts:
         try:
-            return _CONVERTER.structure(raw, member)
+            return _CONVERTER.structure(raw, kind)
         except (MismatchError, BaseValidationError):
             continue
-    raise _mismatch(raw, kind)
+    raise mismatch
 
 
 def _container(kind: Any) -> Callable[[Any, Any], Any]:
@@ -96,10 +94,10 @@ def _container(kind: Any) -> Callable[[Any, Any], Any]:
     _unguarded.append(kind)
     inner = _CONVERTER.get_structure_hook(kind, cache_result=False)
     _unguarded.remove(kind)
-    shape = Mapping if _shape(kind) is Mapping else (list, tuple, AbstractSet)
+    wanted = Mapping if shape(kind) is Mapping else (list, tuple, AbstractSet)
 
     def guarded(raw: Any, kind: Any) -> Any:
-        if isinstance(raw, shape):
+        if isinstance(raw, wanted):
             return inner(raw, kind)
         raise _mismatch(raw, kind)
 
@@ -107,10 +105,10 @@ def _container(kind: Any) -> Callable[[Any, Any], Any]:
 
 
 def _is_container(kind: Any) -> bool:
-    return kind not in _unguarded and _shape(kind) is not None
+    return kind not in _unguarded and shape(kind) is not None
 
 
-def _shape(kind: Any) -> type | None:
+def shape(kind: Any) -> type | None:
     """Mapping or list, if the type is like one of them."""
     origin = get_origin(kind) or kind
     if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
@@ -120,16 +118,16 @@ def _shape(kind: Any) -> type | None:
     return list if issubclass(origin, (Sequence, AbstractSet)) else None
 
 
-def _is_union(kind: Any) -> bool:
+def is_union(kind: Any) -> bool:
+    """Whether it is `X | Y`, spelt so or not."""
     return get_origin(kind) in {Union, types.UnionType}
 
 
-def _is_literal(kind: Any) -> bool:
-    return bool(get_origin(kind) == Literal)
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
+def members(kind: Any) -> list[Any]:
+    """The values that there are of a Literal or an enum; none of another type."""
+    if get_origin(kind) == Literal:
+        return list(get_args(kind))
+    return list(kind) if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
 def _value(it: Any) -> Any:
@@ -154,8 +152,8 @@ _CONVERTER: Final = Converter(
 for _kind in (bool, int, float, str, type(None)):
     _CONVERTER.register_structure_hook(_kind, _exact)
     _CONVERTER.register_unstructure_hook(_kind, _value)
-for _is_kind, _hook in ((_is_enum, _exact), (_is_literal, _choice), (_is_union, _union)):
-    _CONVERTER.register_structure_hook_func(_is_kind, _hook)
+_CONVERTER.register_structure_hook_func(lambda kind: bool(members(kind)), _exact)
+_CONVERTER.register_structure_hook_func(is_union, _union)
 _CONVERTER.register_structure_hook_factory(_is_container, _container)
 _CONVERTER.register_unstructure_hook(timedelta, timedelta.total_seconds)
 _CONVERTER.register_unstructure_hook_func(attrs.has, _section)
@@ -169,12 +167,7 @@ def _from_text(text: Text, kind: Any) -> Any:
     # str, and both for neither a list, where a shell's `a,b` is meant.
     parts = [Text(part.strip()) for part in text.split(",") if part.strip()] if "[" not in text else []
     attempts = [text.looks_like(), str(text), [part.looks_like() for part in parts], list(map(str, parts))]
-    for attempt in attempts:
-        try:
-            return _CONVERTER.structure(attempt, kind)
-        except (MismatchError, BaseValidationError):
-            continue
-    raise _mismatch(text, kind)
+    return _first_fit(((attempt, kind) for attempt in attempts), _mismatch(text, kind))
 
 
 # -- what is wrong -----------------------------------------------------------------------------------
@@ -217,8 +210,6 @@ def _hint(raw: str, accepted: Sequence[Any]) -> str:
 
 def _accepted(kind: Any) -> list[Any]:
     """The types and words that an option of this type takes."""
-    if _is_union(kind):
+    if is_union(kind):
         return [each for it in get_args(kind) if it is not type(None) for each in _accepted(it)]
-    if _is_literal(kind) or _is_enum(kind):
-        return [_value(member) for member in get_args(kind) or kind]
-    return [_shape(kind) or kind]
+    return [_value(member) for member in members(kind)] or [shape(kind) or kind]

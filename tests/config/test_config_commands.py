@@ -124,7 +124,7 @@ def test_the_schema_accepts_what_the_reader_accepts(accel):
         "default": 2,
     }
     assert shard["patience"] == {
-        "type": ["number", "null"],
+        "anyOf": [{"type": "number"}, {"type": "null"}],
         "description": "How long to wait. Unit: s.",
         "default": None,
     }
