@@ -31,6 +31,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     if isinstance(value, torch.dtype) and f"torch.{name}" == str(value)
 }
 
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
 Store = Callable[[str, Tensor], str]
 """(path in the state, tensor) -> the key under which the tensor is stored elsewhere."""
 Fetch = Callable[[str], Tensor]
@@ -39,7 +41,7 @@ Fetch = Callable[[str], Tensor]
 
 def name_of(dtype: torch.dtype) -> str:
     """The name torch gives a dtype, without the prefix."""
-    return str(dtype).removeprefix("torch.")
+    return _NAMES[dtype]
 
 
 def encode(value: Any, path: str, store: Store | None = None) -> Any:

@@ -56,15 +56,15 @@ def saved_parameters(
 def restore_optimizer(
     unit: Unit,
     optimizer: Optimizer,
+    state: OptimizerState,
     saved: Mapping[str, SavedParameter],
     tensors: Mapping[str, Stored],
     problems: Problems,
 ) -> list[Action]:
     """What to do to bring the optimizer into the saved state. Changes nothing yet.
 
-    tensors: `NAME/KEY` -> stored tensor.
+    state: what the optimizer has now. tensors: `NAME/KEY` -> stored tensor.
     """
-    state: OptimizerState = unit.hooks.optimizer_state(unit, optimizer)
     names = {name for group in state.groups for name in group["params"]}
     saved = {name: saved[name] for name in names if name in saved}  # the unit may have other optimizers
     problems.compare(f"{unit.name}: {class_of(optimizer)} of ", saved, names)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from accel_core.checkpoint.codec import name_of
 from accel_core.checkpoint.leaf import Leaf
 from accel_core.errors import CheckpointError
 
@@ -44,7 +45,7 @@ class Declared(NamedTuple):
 def declare(leaf: Leaf, spread: bool) -> Declared:
     """The declaration of a leaf."""
     boxes = tuple(Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards)
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor in leaf.shards}
+    dtypes = {name_of(tensor.dtype) for _, tensor in leaf.shards}
     dtype = "+".join(sorted(dtypes)) or None
     return Declared(leaf.kind, tuple(leaf.global_shape), dtype, leaf.replicated, leaf.layout, spread, boxes)
 
@@ -99,6 +100,8 @@ def plan(
 def tiling_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """What keeps `boxes` from covering a tensor of `shape` exactly once."""
     ordered = sorted(boxes)
+    if len(ordered) == 1 and ordered[0] == ((0,) * len(shape), shape):
+        return None  # nearly always
     for box in ordered:
         if not len(box.offset) == len(box.shape) == len(shape) or any(
             start < 0 or start + size > whole

@@ -117,8 +117,8 @@ class Restoration:
         groups = [group["params"] for state in states for group in state.groups]
         known = {name for group in groups for name in group}
         self._problems.compare(f"{unit.name}: optimizer state of ", parameters, parameters.keys() & known)
-        for optimizer in unit.optimizers:
-            self._actions += restore_optimizer(unit, optimizer, parameters, tensors, self._problems)
+        for optimizer, state in zip(unit.optimizers, states, strict=True):
+            self._actions += restore_optimizer(unit, optimizer, state, parameters, tensors, self._problems)
         regrouped = groups != [group["params"] for each in saved["optimizers"] for group in each["groups"]]
         load = partial(load_scheduler, regrouped=regrouped)
         for scheduler, state in self._paired(
