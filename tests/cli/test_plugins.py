@@ -132,6 +132,7 @@ def test_check_refuses_a_stack_of_unknown_plugins():
 
 
 def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
+    pytest.importorskip("torch")
     source = "class Plugin:\n    def __init__(self, config, run): ...\n"
     source += "    def environment_report(self): return {'driver': '7.1'}\n"
     environment = toys("pony", "strategy", implementation="'toy_parts:Plugin'", modules={"toy_parts": source})
@@ -146,6 +147,7 @@ def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
 
 
 def test_env_survives_a_plugin_that_quits(toys):
+    pytest.importorskip("torch")
     environment = toys(
         "pony", "strategy", implementation="'toy_parts:P'", modules={"toy_parts": "raise SystemExit"}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +45,11 @@ def test_a_package_comes_in_by_the_public_doors(source: Path) -> None:
 )
 def test_a_private_door_would_be_seen(line: str) -> None:
     assert [name for name in modules_of_core(line) if not is_public(name)] != []
+
+
+def test_no_two_test_files_are_called_alike() -> None:
+    # pytest imports them by their bare names, so that the checkout is not on the path beside the wheels.
+    folders = [folder for pattern in ("tests", "*/*/tests") for folder in ROOT.glob(pattern)]
+    names = Counter(file.name for folder in folders for file in folder.glob("**/test_*.py"))
+
+    assert [name for name, count in names.items() if count > 1] == []
