@@ -71,7 +71,8 @@ def _exact(raw: Any, kind: Any) -> Any:
         return float(raw)
     if kind is timedelta and type(raw) in (int, float):
         return timedelta(seconds=raw)
-    if isinstance(kind, type) and isinstance(raw, kind) and (type(raw) is not bool or kind is bool):
+    plain_type = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a type too
+    if plain_type and isinstance(raw, kind) and (type(raw) is not bool or kind is bool):
         return raw
     raise _mismatch(raw, kind)
 
