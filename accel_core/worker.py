@@ -45,7 +45,7 @@ def guard(call: Callable[[], R]) -> R:
         return call()
     except SystemExit as error:
         if error.code not in (None, 0):
-            _note(f"exit code {error.code}", "")
+            _note(f"exit code {error.code}", "", error.code if isinstance(error.code, int) else 1)
         raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -112,13 +112,14 @@ def _render(error: BaseException) -> str:
     return "".join(story.format())
 
 
-def _note(message: str, trace: str) -> bool:
-    # torch's format, plus a time of more than whole seconds: ranks fail milliseconds apart.
+def _note(message: str, trace: str, code: int = 1) -> bool:
+    # torch's format, plus a time of more than whole seconds, since ranks fail milliseconds apart,
+    # and the exit code, since a library may still abort the process on its way out.
     path = os.environ.get(NOTE)
     if not path:
         return False
     now = time.time()
-    extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now}
+    extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "code": code}
     note = {"message": {"message": message, "extraInfo": extra}}
     Path(path).write_text(json.dumps(note), encoding="utf-8")
     return True

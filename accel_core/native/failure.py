@@ -68,7 +68,8 @@ def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
 
 
 def _describe(rank: int, failure: ProcessFailure) -> Failure:
-    note, code = _note_of(failure), failure.exitcode
+    note = _note_of(failure)
+    code = int(note.get("code", failure.exitcode))
     if note.get("py_callstack"):
         message = f"failed: {note['message'].splitlines()[0]}"
     elif code < 0:

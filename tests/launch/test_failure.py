@@ -55,6 +55,14 @@ def test_an_abort_is_the_cause_where_nothing_else_is():
     assert (failure.rank, failure.exit_code) == (1, 128 + signal.SIGABRT)
 
 
+def test_an_abort_on_the_way_out_does_not_hide_how_the_script_ended():
+    failed = noted(0.1)
+    failed.exitcode = -signal.SIGABRT
+    failed.error_file_data["message"]["extraInfo"]["code"] = 1
+
+    assert first_failure({0: failed}).exit_code == 1
+
+
 def test_an_exit_code_without_a_traceback_is_stated():
     note = {"message": "exit code 3", "extraInfo": {"py_callstack": "", "timestamp": "1", "time": NOW}}
     failed = SimpleNamespace(exitcode=3, timestamp=NOW, local_rank=1, error_file_data={"message": note})
