@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import device_job
 import pytest
 import ranks_job
 import torch
@@ -136,3 +137,11 @@ def test_damage_that_one_rank_finds_stops_all(tmp_path):
     path.write_bytes(content)
     for said in run(ranks_job.load_damaged, tmp_path):
         assert "rank-00001.safetensors is damaged: block 0 is not what was written" in said
+
+
+@pytest.mark.parametrize("here", ["sim", "cpu"])
+def test_saved_on_one_device_it_goes_on_on_another(tmp_path, here):
+    ((_, losses),) = run(device_job.steps, tmp_path, "sim", False, world=1)
+    ((where, found),) = run(device_job.steps, tmp_path, here, True, world=1)
+    assert where.startswith(here)
+    assert found == losses
