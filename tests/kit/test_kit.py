@@ -55,7 +55,8 @@ def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
 def test_other_peoples_pytest_loads_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys, pytest; pytest.main(['-q', '--collect-only']); kit = 'accel_core.testing.';"
-        " heavy = {'torch', kit + 'options', kit + 'kit', kit + 'processes'}; print(sorted(heavy & {*sys.modules}))"
+        " heavy = {'torch', kit + 'options', kit + 'kit', kit + 'processes'};"
+        " print(sorted(heavy & {*sys.modules}))"
     )
     ended = run(sys.executable, "-c", script, cwd=tmp_path)
     assert ended.stdout.splitlines()[-1] == "['accel_core.testing.options']", ended.stdout + ended.stderr

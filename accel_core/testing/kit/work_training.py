@@ -88,10 +88,13 @@ def loader(recipe: Recipe) -> DataLoader[Any]:
 
 
 def optimizers(recipe: Recipe, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """AdamW over all parameters; with two optimizers, SGD has the first half of them."""
+    """SGD with momentum; with two optimizers, AdamW has the second half of the parameters.
+
+    AdamW alone would hide any error that only scales the gradient: it divides by its size.
+    """
     parameters = list(model.parameters())
     if recipe.optimizers == 1:
-        return [torch.optim.AdamW(parameters, lr=0.02)]
+        return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
     half = len(parameters) // 2
     return [torch.optim.SGD(parameters[:half], lr=0.05), torch.optim.AdamW(parameters[half:], lr=0.02)]
 
