@@ -74,22 +74,23 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], list[Any]]:
     tensors: list[Tensor] = []
     shape: list[Any] = []
 
-    def visit(value: Any, path: str) -> None:
+    def visit(value: Any, *path: Any) -> None:
         if isinstance(value, Tensor):
             tensors.append(value)
             return
         children = _children(value)
         if children is None:
+            place = "".join(f"[{key!r}]" for key in path) or "it"
             raise TypeError(
-                f"{operation} takes nested tensors, but {path or 'it'} is a {type(value).__qualname__}\n"
+                f"{operation} takes nested tensors, but {place} is a {type(value).__qualname__}\n"
                 "use gather_object (gather_for_metrics: use_gather_object=True) for what is no tensor"
             )
         shape.append(type(value).__qualname__)
         for key, child in children:
             shape.append(str(key))
-            visit(child, f"{path}[{key!r}]")
+            visit(child, *path, key)
 
-    visit(data, "")
+    visit(data)
     return tensors, shape
 
 

@@ -79,7 +79,7 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
     """
     run = _run(run)
     tensors, structure = leaves(tensor, "gather")
-    rows = [_row(each.detach()) for each in tensors]
+    rows = [_row(each) for each in tensors]
     collectives = run.collectives(run.topology.gather_dim)
     if collectives.size == 1:
         return rebuild(tensor, rows)
@@ -289,11 +289,13 @@ class _Packed:
     def unpack_rows(self, table: Tensor) -> list[Tensor]:
         """(ranks, b) bytes of every rank -> tensors (ranks * n, ...)."""
         found: dict[int, Tensor] = {}
+        ranks = table.shape[0]
         for group, numbers in zip(self.split_bytes(table), self.groups.values(), strict=True):
-            pieces = group.split([self.tensors[number].numel() for number in numbers], dim=1)
+            sizes = [self.tensors[number].numel() for number in numbers]
+            pieces = torch.split_with_sizes_copy(group, sizes, dim=1)  # one call, each piece contiguous
             for number, piece in zip(numbers, pieces, strict=True):
                 first, *rest = self.tensors[number].shape
-                found[number] = piece.reshape(len(table) * first, *rest)
+                found[number] = piece.view(ranks * first, *rest)
         return [found[number] for number in range(len(self.tensors))]
 
 
@@ -405,6 +407,7 @@ def _run(run: Run | None) -> Run:
 
 
 def _row(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor if tensor.ndim else tensor.reshape(1)
 
 
