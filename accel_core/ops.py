@@ -64,6 +64,8 @@ TABLE_BYTES: Final = 65536
 SHOWN: Final = 4
 """Places shown of a disagreement."""
 _HEAD_BYTES: Final = 16
+_split_copy: Final[Any] = torch.split_with_sizes_copy
+"""Contiguous pieces in one call. Its stub forgets that it returns them."""
 _ALIGNMENT: Final = 16
 
 
@@ -292,7 +294,7 @@ class _Packed:
         ranks = table.shape[0]
         for group, numbers in zip(self.split_bytes(table), self.groups.values(), strict=True):
             sizes = [self.tensors[number].numel() for number in numbers]
-            pieces = torch.split_with_sizes_copy(group, sizes, dim=1)  # one call, each piece contiguous
+            pieces = _split_copy(group, sizes, dim=1)
             for number, piece in zip(numbers, pieces, strict=True):
                 first, *rest = self.tensors[number].shape
                 found[number] = piece.view(ranks * first, *rest)
