@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from accel_core.testing.kit import work_training as work
+from accel_core.testing.kit import work_units
 from accel_core.testing.kit.compare import assert_same_training
 from accel_core.testing.kit.plugin import requires
 from accel_core.testing.kit.work_training import Recipe
@@ -76,12 +77,12 @@ def test_overflowing_steps_are_skipped(run: Run, optimizers: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_two_units_keep_windows_of_their_own(run: Run, accumulation: int) -> None:
-    ((ours, plain),) = run(work.gan, accumulation)
+    ((ours, plain),) = run(work_units.gan, accumulation)
     assert_same_training(ours, plain)
 
 
 def test_a_student_learns_from_a_teacher(run: Run) -> None:
-    ((ours, plain),) = run(work.distillation)
+    ((ours, plain),) = run(work_units.distillation)
     assert_same_training(ours, plain)
 
 
