@@ -49,9 +49,7 @@ class Reader:
     def finish(self) -> None:
         """Raise all problems there are as one ConfigError, in the order of the file."""
         if self.problems:
-            lines = [
-                str(problem) for problem in dict.fromkeys(sorted(self.problems, key=lambda p: p.position))
-            ]
+            lines = list(map(str, dict.fromkeys(sorted(self.problems, key=lambda it: it.position))))
             message = "\n".join([*lines, "correct this; `accel config check` looks again without training"])
             raise ConfigError(message, problems=lines)
 

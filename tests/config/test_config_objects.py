@@ -198,3 +198,8 @@ def test_the_digest_tells_configs_apart_but_not_machines(resolve):
         }.items()
     }
     assert digests["plain"] == digests["node"] == digests["default"] != digests["other"]
+
+
+def test_the_digest_knows_the_sections_within_a_named_strategy(resolve):
+    yaml = "strategies: {a: {plugin: shard, policy: {min_size: %d}}}\n"
+    assert resolve(yaml % 3).digest() != resolve(yaml % 4).digest()
