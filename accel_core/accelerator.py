@@ -515,20 +515,30 @@ class Accelerator:
             )
         self.run.registered.extend(objects)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> Path:
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
+    ) -> Path:
         """Write everything that training needs to go on into `output_dir`, atomically. Collective.
 
-        Returns the directory. A checkpoint that is there is replaced; any other folder is refused.
+        `step` is noted for people. A checkpoint that is there is replaced; any other folder is refused.
+        Returns the directory.
         """
-        return save_checkpoint(self.run, self._checkpoint_directory(output_dir, "save_state"))
+        return save_checkpoint(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> None:
         """Restore what `save_state` wrote, into the objects prepared so far. Collective.
+
+        In a world of another size weights, optimizers and data go on exactly; random streams start
+        anew, from a seed derived from the checkpoint's.
+
+        Args:
+            input_dir: what was given to `save_state`.
+            strict: refuse names that are missing, unexpected or of another shape; else leave them out.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
-        load_checkpoint(self.run, self._checkpoint_directory(input_dir, "load_state"))
+        load_checkpoint(self.run, self._checkpoint_directory(input_dir, "load_state"), strict=strict)
 
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> str:
         self.run.require_alive()

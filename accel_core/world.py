@@ -73,7 +73,7 @@ class World:
             node_rank=number("GROUP_RANK", rank // local_size),
             nodes=number("GROUP_WORLD_SIZE", -(-size // local_size)),
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=environment.get("ACCEL_RUN_ID") or environment.get("TORCHELASTIC_RUN_ID"),
+            run_id=environment.get("ACCEL_RUN_ID") or _torchruns_id(environment),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,6 +84,12 @@ class World:
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, value)
+
+
+def _torchruns_id(environment: Mapping[str, str]) -> str | None:
+    # torchrun's default is the word "none", the same for jobs that have nothing to do with each other.
+    run_id = environment.get("TORCHELASTIC_RUN_ID")
+    return None if run_id in (None, "", "none") else run_id
 
 
 @frozen

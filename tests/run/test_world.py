@@ -250,6 +250,12 @@ def test_malformed_launch_variables_are_named(environment, message):
         World.from_environment(environment)
 
 
+def test_torchruns_placeholder_is_no_id_of_a_run():
+    world = {"WORLD_SIZE": "1", "RANK": "0"}
+    assert World.from_environment({**world, "TORCHELASTIC_RUN_ID": "none"}).run_id is None
+    assert World.from_environment({**world, "TORCHELASTIC_RUN_ID": "x"}).run_id == "x"
+
+
 def test_tasks_that_would_each_train_alone_are_refused(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "1")
