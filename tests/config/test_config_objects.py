@@ -160,6 +160,12 @@ def test_proposals_become_values_whose_origin_is_their_reason(resolve, toys):
     assert found.origins["accumulation.adjust_scheduler"] == "shard: stage 3 steps schedulers itself"
 
 
+def test_a_proposal_of_what_somebody_set_leaves_the_origin_as_it_is(resolve, toys):
+    yaml = "shard: {stage: 3}\naccumulation: {adjust_scheduler: false}\n"
+    found = resolve(yaml).with_proposals(["shard"], toys)
+    assert found.origins["accumulation.adjust_scheduler"] == "accel.yaml:2:16"
+
+
 def test_only_chosen_plugins_propose(resolve, toys):
     found = resolve("shard: {stage: 3}\n").with_proposals(["plain"], toys)
     assert found.config.accumulation.adjust_scheduler is True
