@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -394,13 +394,21 @@ class Accelerator:
             unit.unscaled.clear()
         return output
 
+    @contextmanager
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
-    ) -> AbstractContextManager[Any]:
-        """A context in which ranks may run out of batches at different times."""
+    ) -> Iterator[None]:
+        """A context in which ranks may run out of batches at different times.
+
+        `even_batches`: what prepared loaders of map-style data do inside, instead of what is configured.
+        """
         units = self._units(joinables)
-        context: AbstractContextManager[Any] = units[0].hooks.join(units, even_batches)
-        return context
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self.run.loaders:
+                    stack.enter_context(loader.dealing(even=even_batches))
+            stack.enter_context(units[0].hooks.join(units, even_batches))
+            yield
 
     # -- collectives -----------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class Run:
         for name, parameter in unit.all_names():
             self.homes.add(parameter, unit, name)
 
-    def end(self) -> None:
+    def end(self, *, leave_world: bool = True) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent."""
         if self.ended:
             return
@@ -156,7 +156,8 @@ class Run:
         _live.discard(self)
         self.hooks.run_ended()
         self.release_units()
-        self._leave_world()
+        if leave_world:
+            self._leave_world()
 
     def release_units(self) -> None:
         """Let each plugin drop what binds units to devices and groups."""
@@ -423,8 +424,9 @@ def _at(tree: Any, path: str) -> Any:
 
 @atexit.register
 def _release_at_exit() -> None:
-    # A wrapped model that is alive when the interpreter ends aborts the process now and then (in
-    # torch's reducer, on gloo); a script that never calls end_training must exit cleanly too.
+    # A wrapped model or a process group that is alive when the interpreter ends aborts the process
+    # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
+    # After an exception the group is left alone: ending it might wait for ranks that never come.
+    failed = getattr(sys, "last_value", None) is not None
     for run in list(_live):
-        run.hooks.run_ended()
-        run.release_units()
+        run.end(leave_world=not failed)

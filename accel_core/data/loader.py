@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from accel_core.data.draw import Draw, decode, encode, unmoved
@@ -148,6 +148,18 @@ class PreparedLoader(DataLoader[Any]):
         self._cursor.progress = Progress(position.epoch, position.consumed, position.drawn, resumed)
         self._cursor.pending = True
 
+    @contextmanager
+    def dealing(self, *, even: bool) -> Iterator[None]:
+        """Iterations begun inside pad their last round, or do not. Map-style data only."""
+        deal, feed = self._deal, self._feed
+        if feed is not None:
+            self._use(evolve(deal, even=even), evolve(feed, deal=evolve(deal, even=even)))
+        try:
+            yield
+        finally:
+            if feed is not None:
+                self._use(deal, feed)
+
     # -- iterating --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -199,8 +211,11 @@ class PreparedLoader(DataLoader[Any]):
         own_batches = not single and type(loader.batch_sampler) is not BatchSampler
         self._kind = "batches" if own_batches else "indexed"
         size = None if own_batches else (1 if single else loader.batch_sampler.batch_size)  # type: ignore[union-attr]
-        self._feed = IndexFeed(draw=self._draw, deal=self._deal, batch_size=size, single=single)
-        self._inner.__dict__["sampler" if single else "batch_sampler"] = self._feed
+        self._use(self._deal, IndexFeed(draw=self._draw, deal=self._deal, batch_size=size, single=single))
+
+    def _use(self, deal: Deal, feed: IndexFeed) -> None:
+        self._deal, self._feed = deal, feed
+        self._inner.__dict__["sampler" if feed.single else "batch_sampler"] = feed
 
     def _shard_iterable(self, loader: DataLoader[Any]) -> None:
         if self._deal.readers == 1:

@@ -19,6 +19,7 @@ from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
 from accel_core.native import process_group, state
 from accel_core.native.device import local_device
+from accel_core.nested import send_to_device
 from accel_core.random import seed_process
 from accel_core.world import Collectives, Topology
 
@@ -263,6 +264,4 @@ class Base:
 
     @implements(hooks.move)
     def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
-        from accel_core.ops import recursively_apply
-
-        return recursively_apply(lambda tensor: tensor.to(device, non_blocking=non_blocking), tree)
+        return send_to_device(tree, device, non_blocking)

@@ -189,7 +189,7 @@ class TorchCollectives:
 
     def _absent(self) -> list[int]:
         store = PrefixStore(f"accel/failed/{self.group.group_name}", _get_default_store())
-        store.set(str(self.rank), b"waits")
+        store.set(str(self.rank), "waits")
         deadline = time.monotonic() + GRACE_SECONDS
         missing = list(range(self.size))
         while missing and time.monotonic() < deadline:

@@ -1,0 +1,35 @@
+"""Inside `join_uneven_inputs(even_batches=False)` ranks get what is there, unpadded, and none waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel_core import Accelerator
+from accel_core.testing.processes import run_processes
+
+
+def uneven():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(torch.arange(5.0).reshape(5, 1), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    counts = []
+    for even in (False, None):
+        with accelerator.join_uneven_inputs([model], even_batches=even):
+            seen = 0
+            for batch in loader:
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += len(batch)
+        counts.append(seen)
+    accelerator.end_training()
+    return counts
+
+
+@pytest.mark.together
+def test_batches_are_not_padded_inside_and_padded_again_after():
+    assert run_processes(uneven) == [[3, 4], [2, 4]]
