@@ -75,7 +75,7 @@ class CudaDevice:
                 f"torch {torch.__version__} was built without NCCL, which carries tensors between GPUs\n"
                 "set process_group.backend: gloo (slow), or train in one process: accel launch -n 1"
             )
-        return {"cuda": "nccl"}
+        return {device.type: "nccl"}
 
     @implements(hooks.rng_state)
     def rng_state(self) -> Mapping[str, Tensor]:
