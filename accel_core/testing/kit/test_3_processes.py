@@ -110,14 +110,13 @@ def _check_invariance(
     batches = steps * GLOBAL_BATCH // share
     mine = Recipe(batches=batches, batch_size=share, accumulation=accumulation, epochs=1, **recipe)
     by_rank = run(work.invariance, mine, world=world)
-    ((losses, weights),) = run(
-        work.by_hand, Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe)
-    )
-    micro = [sum(values) / world for values in zip(*(each[0] for each in by_rank), strict=True)]
+    (alone,) = run(work.by_hand, Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe))
+    micro = [sum(values) / world for values in zip(*(each.losses for each in by_rank), strict=True)]
     means = [sum(micro[at : at + accumulation]) / accumulation for at in range(0, len(micro), accumulation)]
     low = "mixed_precision" in stack.arguments
-    assert_near("losses", means, losses, low_precision=low)
-    assert_near("weights", by_rank[0][1], weights, low_precision=low)
+    assert_near("losses", means, alone.losses, low_precision=low)
+    assert_near("norms", by_rank[0].norms, alone.norms, low_precision=low)
+    assert_near("weights", by_rank[0].weights, alone.weights, low_precision=low)
 
 
 @requires("whole_weights")

@@ -13,7 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator
 from accel_core.testing.kit.work import make
-from accel_core.testing.kit.work_training import FEATURES, Recipe, dataset, network, plain, train, weights
+from accel_core.testing.kit.work_training import (
+    FEATURES,
+    Recipe,
+    Trace,
+    dataset,
+    network,
+    plain,
+    train,
+    weights,
+)
 
 __all__ = [
     "coordination",
@@ -122,20 +131,20 @@ def metrics(length: int, batch_size: int, arguments: Mapping[str, Any]) -> list[
     return seen
 
 
-def invariance(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """(loss of each micro-batch of this process, final weights)."""
+def invariance(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
+    """Training as this process sees it: the losses are those of its own micro-batches."""
     accelerator = make(arguments, gradient_accumulation_steps=recipe.accumulation)
     trace = train(recipe, accelerator)
     accelerator.end_training()
-    return trace.losses, trace.weights
+    return trace
 
 
-def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
     """The same in one process, as a plain loop on the stack's device."""
     accelerator = make({name: value for name, value in arguments.items() if name != "strategy"})
     trace = plain(recipe, accelerator.device, accelerator.mixed_precision)
     accelerator.end_training()
-    return trace.losses, trace.weights
+    return trace
 
 
 def replicas(arguments: Mapping[str, Any]) -> list[float]:
