@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from arena import HERE, Row, table, timed
+from arena import ENVIRONMENT, HERE, Row, table, timed
 
 GENERATE = HERE.parent / "tests" / "generated.py"
 CLOCK = """
@@ -35,7 +34,7 @@ Commands = Mapping[str, Sequence[str]]
 def measure(peers: str | None, count: int = 5) -> list[Row]:
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, GENERATE, folder], check=True, stdout=subprocess.DEVNULL)
-        crowded = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        crowded = ENVIRONMENT | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         rows = [
             _row(what, _turns(commands, crowded, count, folder), "≤ 150 ms")
             for what, commands in _listings(peers).items()
@@ -43,7 +42,7 @@ def measure(peers: str | None, count: int = 5) -> list[Row]:
         rows += _after_torch(peers, count)
         script = Path(folder, "empty.py")
         script.write_text("")
-        figures = _turns(_launches(str(script), peers), os.environ | {"OMP_NUM_THREADS": "1"}, count, folder)
+        figures = _turns(_launches(str(script), peers), ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, count, folder)
     over = {name: value - figures["raw"] for name, value in figures.items() if name != "raw"}
     rows.append(_row("launching an empty script, over torchrun", figures | over, "≤ 150 ms"))
     return rows
@@ -101,7 +100,10 @@ def _after_torch(peers: str | None, count: int) -> list[Row]:
         for name, python in pythons.items():
             imports, make = AFTER_TORCH[name]
             code = CLOCK.format(imports=imports, make=make)
-            output = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+            command = [python, "-c", code]
+            output = subprocess.run(
+                command, env=ENVIRONMENT, check=True, capture_output=True, text=True
+            ).stdout
             line = next(line for line in output.splitlines() if line.startswith("> "))
             figures[name].append([1e3 * float(word) for word in line[2:].split()])
     imported, made = (
