@@ -43,7 +43,8 @@ class Shell:
         self.folder = folder
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL")}
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        more = {"OMP_NUM_THREADS": "1", "ACCEL__DEVICE": "cpu", "PATH": programs}
+        more = {"OMP_NUM_THREADS": "1", "PATH": programs}
+        more["CUDA_VISIBLE_DEVICES"] = ""  # pages ask for more processes than a machine may have GPUs
         more["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
         self.environment = clean | more
 
