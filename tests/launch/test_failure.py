@@ -67,4 +67,4 @@ def test_an_exit_code_without_a_traceback_is_stated():
     note = {"message": "exit code 3", "extraInfo": {"py_callstack": "", "timestamp": "1", "time": NOW}}
     failed = SimpleNamespace(exitcode=3, timestamp=NOW, local_rank=1, error_file_data={"message": note})
 
-    assert first_failure({5: failed}).report == "rank 5 (local 1) exited with code 3"
+    assert str(first_failure({5: failed})) == "rank 5 (local 1) exited with code 3"

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.native import launcher, meeting
+from accel_core.native import launcher
 from accel_core.native.launcher import TorchrunLauncher, refuse_lonely_tasks
 
 
@@ -34,37 +34,25 @@ def test_a_place_without_a_port_is_refused(endpoint):
         TorchrunLauncher().launch(Job(argv=("x",), nodes=2, rendezvous=endpoint))
 
 
-def test_a_node_that_finds_nobody_says_whom_it_waited_for(monkeypatch):
-    monkeypatch.setattr(meeting, "PATIENCE", 0.5)
+def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
+    monkeypatch.setattr(launcher, "PATIENCE", 1)
 
     with pytest.raises(LaunchError) as caught:
         TorchrunLauncher().launch(Job(argv=("x",), nodes=2, node_rank=1, rendezvous="127.0.0.1:1"))
 
-    assert str(caught.value).startswith("node 0 did not answer at 127.0.0.1:1 for 0.5 s: ")
+    assert str(caught.value).startswith("the 2 nodes did not come together at 127.0.0.1:1: ")
     assert str(caught.value).endswith(
-        "start the same command there with --node-rank 0, or correct --rendezvous"
+        "start the same command on each node with its own --node-rank, and check --rendezvous"
     )
-
-
-def test_a_torch_without_libuv_gets_the_variable_that_helps(monkeypatch):
-    import torch.distributed
-
-    def refuse(*args, **options):
-        raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
-
-    monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
-    with launcher._environment(Job(argv=())):
-        assert os.environ["USE_LIBUV"] == "0"
-    assert "USE_LIBUV" not in os.environ
 
 
 def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with launcher._environment(Job(argv=(), processes_per_node=10_000)):
+    with launcher._environment(Job(argv=(), processes_per_node=10_000), "127.0.0.1", 0):
         assert os.environ["OMP_NUM_THREADS"] == "1"
 
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    with launcher._environment(Job(argv=(), processes_per_node=10_000)):
+    with launcher._environment(Job(argv=(), processes_per_node=10_000), "127.0.0.1", 0):
         assert os.environ["OMP_NUM_THREADS"] == "5"
 
 

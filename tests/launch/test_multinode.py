@@ -40,20 +40,7 @@ def nodes() -> Iterator[tuple[str, str]]:
         for name in names:
             ip("netns", "add", name)
             undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-        ip(
-            "link",
-            "add",
-            "accel0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "accel0",
-            "netns",
-            names[1],
-        )
+        ip(*"link add accel0 netns".split(), names[0], *"type veth peer name accel0 netns".split(), names[1])
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "accel0")
             ip("-n", name, "link", "set", "accel0", "up")
@@ -110,17 +97,28 @@ def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path):
 
 ONCE = """
 import os
+from accel_core.config.schema import InitProcessGroupKwargs
+from accel_core.native.process_group import create
+from accel_core.world import World
+import torch
+import torch.distributed as dist
+create(World.from_environment(os.environ), {"cpu": "gloo"}, InitProcessGroupKwargs())
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "3":
     raise ValueError("once")
+total = torch.tensor(float(dist.get_rank()))
+dist.all_reduce(total)
+if os.environ["LOCAL_RANK"] == "0":
+    print(os.environ["GROUP_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], int(total))
+dist.destroy_process_group()
 """
 
 
-def test_two_nodes_restart_together(nodes, tmp_path):
-    first, second = launch_on(nodes, tmp_path, ONCE + SUMS, "--max-restarts", "2")
+def test_two_nodes_restart_together_and_keep_their_numbers(nodes, tmp_path):
+    first, second = launch_on(nodes, tmp_path, ONCE, "--max-restarts", "2")
 
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert "ValueError: once" in first[2] + second[2]
-    assert {first[1].split()[2], second[1].split()[2]} == {"6"}
+    assert (first[1], second[1]) == ("0 1 6\n", "1 1 6\n")
+    assert "accel: rank 3 (local 1) failed: ValueError: once; restart 1 of 2" in second[2]
 
 
 MID_STEP = """

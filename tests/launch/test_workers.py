@@ -130,7 +130,7 @@ raise ValueError("bad batch\\nmore")
     assert ended.returncode == 1
     assert ended.stderr == (
         "accel 0.1: 2 processes, cpu + auto + fp32, no config file\n"
-        "rank 1 (local 1) failed: ValueError: bad batch\n"
+        "accel: rank 1 (local 1) failed: ValueError: bad batch\n"
         "Traceback (most recent call last):\n"
         f'  File "{tmp_path}/train.py", line 7, in <module>\n'
         '    raise ValueError("bad batch\\nmore")\n'
@@ -167,7 +167,7 @@ def test_exit_codes_pass_through(tmp_path):
     ended = launch(tmp_path, "import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)")
 
     assert ended.returncode == 3
-    assert ended.stderr.splitlines()[1:] == ["rank 1 (local 1) exited with code 3"]
+    assert ended.stderr.splitlines()[1:] == ["accel: rank 1 (local 1) exited with code 3"]
 
 
 def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path):
@@ -178,7 +178,7 @@ def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path):
 
     assert ended.returncode == 137
     assert ended.stderr.splitlines()[1:] == [
-        "rank 1 (local 1) was killed by SIGKILL",
+        "accel: rank 1 (local 1) was killed by SIGKILL",
         "the system kills processes when memory runs out: see `dmesg`",
     ]
 
@@ -199,7 +199,7 @@ def test_a_worker_that_dies_mid_step_is_blamed_not_the_peer_that_misses_it(tmp_p
     ended = launch(tmp_path, MID_STEP)
 
     assert ended.returncode == 7
-    assert ended.stderr.splitlines()[-1] == "rank 1 (local 1) exited with code 7"
+    assert ended.stderr.splitlines()[-1] == "accel: rank 1 (local 1) exited with code 7"
     assert "Traceback" not in ended.stderr
 
 
@@ -215,7 +215,7 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     ended = launch(tmp_path, source, "--max-restarts", "1")
 
     assert ended.returncode == 0
-    assert "accel: a worker failed (ValueError: once); restart 1 of 1" in ended.stderr
+    assert "accel: rank 1 (local 1) failed: ValueError: once; restart 1 of 1" in ended.stderr
     assert (tmp_path / "first").read_text() == seen(tmp_path)[0]["ACCEL_RUN_ID"]
 
 
