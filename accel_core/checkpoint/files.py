@@ -9,23 +9,20 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from accel_core.checkpoint.codec import DTYPES, name_of
-from accel_core.checkpoint.memory import bytes_of, tensor_from
+from accel_core.checkpoint.codec import bytes_of, name_of, tensor_from
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import Self
 
-__all__ = ["BLOCK_BYTES", "DataFile", "FileRecord", "sync_folder", "write_data", "write_json"]
+__all__ = ["BLOCK_BYTES", "DataFile", "FileRecord", "damaged", "sync_folder", "write_data", "write_file"]
 
 BLOCK_BYTES: Final = 4 << 20
 _ALIGNMENT: Final = 64
@@ -50,62 +47,33 @@ class FileRecord:
 
     @classmethod
     def of(cls, size: int, blocks: Iterable[str]) -> FileRecord:
-        return cls(size, xxh3_64_hexdigest(b"".join(bytes.fromhex(block) for block in blocks)))
-
-    def check(self, path: Path, blocks: Iterable[str]) -> None:
-        """Raises CheckpointError if these are not the blocks of this file."""
-        if self.of(self.size, blocks) != self:
-            raise damaged(path, f"its digest is not {self.digest}, as the checkpoint's manifest says")
+        return cls(size, xxh3_64_hexdigest(b"".join(map(bytes.fromhex, blocks))))
 
 
-class BlockWriter:
-    """A new file, its blocks hashed while they are written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
-        self._pending = bytearray()
-        self.size = 0
-        self.blocks: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                if self._pending:
-                    self._emit(self._pending)
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while view:
-            take = BLOCK_BYTES - len(self._pending)
-            if take == BLOCK_BYTES and len(view) >= take:  # whole blocks are not copied
-                self._emit(view[:take])
-            else:
-                self._pending += view[:take]
-                if len(self._pending) == BLOCK_BYTES:
-                    self._emit(self._pending)
-                    self._pending = bytearray()
-            view = view[take:]
-
-    def _emit(self, block: bytearray | memoryview) -> None:
-        self._file.write(block)
-        self.blocks.append(xxh3_64_hexdigest(block))
-        self.size += len(block)
-
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord.of(self.size, self.blocks)
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[FileRecord, list[str]]:
+    """Write and sync a new file. Returns its record and the digests of its blocks."""
+    size, blocks, block = 0, [], xxh3_64()
+    with path.open("xb") as file:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                now = left[: BLOCK_BYTES - size % BLOCK_BYTES]
+                file.write(now)
+                block.update(now)
+                size, left = size + len(now), left[len(now) :]
+                if size % BLOCK_BYTES == 0:
+                    blocks.append(block.hexdigest())
+                    block.reset()
+        if size % BLOCK_BYTES:
+            blocks.append(block.hexdigest())
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord.of(size, blocks), blocks
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
     """Write and sync a JSON file."""
-    with BlockWriter(path) as file:
-        file.write(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
-    return file.record
+    return write_file(path, [json.dumps(value, separators=(",", ":"), allow_nan=False).encode()])[0]
 
 
 def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileRecord, list[str], list[int]]:
@@ -126,68 +94,66 @@ def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileR
         header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [starts[number], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    with BlockWriter(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number in order:
-            file.write(bytes_of(tensors[number][1]))
-    return file.record, file.blocks, [8 + len(text) + start for start in starts]
+    head = len(text).to_bytes(8, "little") + text
+    record, blocks = write_file(path, [head, *(bytes_of(tensors[number][1]) for number in order)])
+    return record, blocks, [len(head) + start for start in starts]
 
 
 class DataFile:
-    """A file of a checkpoint that is being read, mapped into memory."""
+    """A file of a checkpoint that is being read, mapped into memory.
+
+    Raises:
+        CheckpointError: it is not a file of the recorded size.
+    """
 
     def __init__(self, path: Path, record: FileRecord) -> None:
-        self.path = path
-        try:
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
-        except OSError as error:
-            raise damaged(path, f"it cannot be opened ({error.strerror})") from error
-        try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise damaged(path, "it is not a file")
-            if found.st_size != record.size:
-                raise damaged(path, f"it has {found.st_size} bytes, and should have {record.size}")
+        self.path, self.record = path, record
+        if path.is_symlink() or not path.is_file():
+            raise damaged(path, "it is missing, or not a file")
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != record.size or not found:
+                raise damaged(path, f"it has {found} bytes, and should have {record.size}")
             # Copy on write: torch wants a writable buffer, and nothing ever writes.
-            self._memory: Any = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY) if record.size else bytearray()
-        finally:
-            os.close(handle)
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def block(self, number: int) -> str:
         """The digest of a block, as it is on the disk now."""
-        with (
-            memoryview(self._memory) as view,
-            view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] as block,
-        ):
+        with memoryview(self._memory) as view, view[number * BLOCK_BYTES :][:BLOCK_BYTES] as block:
             return xxh3_64_hexdigest(block)
 
-    def content(self, record: FileRecord) -> bytes:
-        """The whole content, verified."""
-        record.check(self.path, [self.block(number) for number in range(-(-record.size // BLOCK_BYTES))])
-        return bytes(self._memory)
+    def check(self, blocks: Iterable[str]) -> None:
+        """Raises CheckpointError if these are not the blocks that the manifest vouches for."""
+        if FileRecord.of(self.record.size, blocks) != self.record:
+            raise damaged(
+                self.path, "its digest is not the one in the manifest"
+            )
+
+    def json(self) -> Any:
+        """The content of a JSON file, verified."""
+        self.check(map(self.block, range(-(-self.record.size // BLOCK_BYTES))))
+        try:
+            return json.loads(self._memory[:])
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.path, f"it is no JSON ({error})") from error
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
         """A tensor over the mapped bytes; read it, do not write it."""
-        try:
-            return tensor_from(self._memory, DTYPES[dtype], shape, start)
-        except (KeyError, ValueError) as error:
-            raise damaged(
-                self.path, f"its index points at no {dtype} tensor of shape {list(shape)}"
-            ) from error
+        return tensor_from(self._memory, dtype, shape, start)
 
 
 def sync_folder(path: Path) -> None:
     """Make the folder's entries survive a power cut."""
-    if os.name == "nt":  # a folder cannot be opened there
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if os.name != "nt":  # a folder cannot be opened there
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:
+    """What to raise for a file that is not what was written."""
     return CheckpointError(
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
         path=str(path),

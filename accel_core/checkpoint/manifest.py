@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from attrs import asdict, field, frozen
+from cattrs import Converter
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.files import BlockWriter, DataFile, FileRecord, damaged
+from accel_core.checkpoint.files import FileRecord, damaged, write_file
 from accel_core.errors import CheckpointError
 
 __all__ = ["MANIFEST", "Manifest", "is_ours", "read_manifest", "write_manifest"]
@@ -19,8 +19,7 @@ __all__ = ["MANIFEST", "Manifest", "is_ours", "read_manifest", "write_manifest"]
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 1
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\Z")
-_CHECKSUM: Final = ',\n  "checksum": "{}"\n}}\n'
+_CONVERTER: Final = Converter(detailed_validation=False)
 
 
 @frozen(kw_only=True)
@@ -47,9 +46,8 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and sync the manifest; its last line is a checksum of all bytes before it."""
-    text = json.dumps(asdict(manifest), indent=2, allow_nan=False).removesuffix("\n}")
-    with BlockWriter(folder / MANIFEST) as file:
-        file.write((text + _CHECKSUM.format(xxh3_64_hexdigest(text.encode()))).encode())
+    text = json.dumps(asdict(manifest), indent=2, allow_nan=False)
+    write_file(folder / MANIFEST, [_sealed(text.removesuffix("\n}").encode())])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -65,18 +63,17 @@ def read_manifest(folder: Path) -> Manifest:
             path=str(folder),
         )
     content = path.read_bytes()
-    tail = len(_CHECKSUM.format("0" * 16))
     try:
         members = json.loads(content)
-        if members["format"] != FORMAT or members["version"] != VERSION:
+        if (members["format"], members["version"]) != (FORMAT, VERSION):
             raise CheckpointError(
                 f"{path} is of format {members['format']} version {members['version']}\n"
                 f"this accel-core reads {FORMAT} version {VERSION}; load it with the one that wrote it",
                 path=str(path),
             )
-        if content[-tail:] != _CHECKSUM.format(xxh3_64_hexdigest(content[:-tail])).encode():
-            raise damaged(path, "its checksum does not fit its content")
-        return _structure(members)
+        if content != _sealed(content[: -len(_sealed(b""))]):
+            raise ValueError("its checksum does not fit its content")
+        return _CONVERTER.structure(members, Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"it cannot be understood ({error!r})") from error
 
@@ -84,27 +81,10 @@ def read_manifest(folder: Path) -> Manifest:
 def is_ours(folder: Path) -> bool:
     """Whether some version of this format wrote the folder, damaged or not."""
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+        return bool(json.loads((folder / MANIFEST).read_bytes())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
-def open_file(folder: Path, name: str, manifest: Manifest) -> DataFile:
-    """A file that the manifest lists."""
-    if name not in manifest.files:
-        raise damaged(folder / MANIFEST, f"it lists no file {name}")
-    return DataFile(folder / name, manifest.files[name])
-
-
-def _structure(members: Mapping[str, Any]) -> Manifest:
-    known = {name: members[name] for name in Manifest.__annotations__ if name in members}
-    files = {
-        name: FileRecord(int(each["size"]), str(each["digest"])) for name, each in members["files"].items()
-    }
-    for name in files:
-        if not _FILE_NAME.match(name):  # a crafted name must not lead out of the folder
-            raise ValueError(f"file name {name!r}")
-    return Manifest(
-        **{**known, "files": files, "world": {name: int(size) for name, size in members["world"].items()}}
-    )
+def _sealed(content: bytes) -> bytes:
+    return content + f',\n  "checksum": "{xxh3_64_hexdigest(content)}"\n}}\n'.encode()

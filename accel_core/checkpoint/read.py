@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from accel_core.checkpoint.codec import DTYPES, decode
 from accel_core.checkpoint.files import DataFile, damaged
-from accel_core.checkpoint.leaf import Kind, Leaf
-from accel_core.checkpoint.manifest import Manifest, open_file, read_manifest
+from accel_core.checkpoint.leaf import Kind, Leaf, whole
+from accel_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
 
 __all__ = ["Checkpoint", "Stored"]
@@ -29,24 +27,18 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     layout: str | None
-    boxes: list[tuple[Box, DataFile, int]] = field(factory=list)
+    boxes: list[tuple[Box, DataFile, int]] = field(factory=list, eq=False)
 
     def fill(self, leaf: Leaf) -> None:
         """Overwrite the parts of the leaf that this rank holds."""
         for offset, tensor in leaf.shards:
-            self.copy_into(tensor, offset)
-
-    def copy_into(self, tensor: Tensor, offset: Sequence[int]) -> None:
-        """Overwrite `tensor`, which is the part of this one that begins at `offset`."""
-        wanted = Box(tuple(offset), tuple(tensor.shape))
-        for box, file, start in self.boxes:
-            source = file.tensor(self.dtype, box.shape, start)
-            if box == wanted:
-                tensor.copy_(source)
-                return
-            common = intersect(box, wanted)
-            if common is not None:
-                tensor[_slices(common, wanted)].copy_(source[_slices(common, box)])
+            wanted = Box(tuple(offset), tuple(tensor.shape))
+            for box, file, start in self.boxes:
+                source = file.tensor(self.dtype, box.shape, start)
+                if box == wanted:
+                    tensor.copy_(source)
+                elif common := intersect(box, wanted):
+                    tensor[_slices(common, wanted)].copy_(source[_slices(common, box)])
 
 
 @frozen
@@ -74,22 +66,26 @@ class Checkpoint:
         ranks: list[Any] = []
         tensors: dict[Key, Stored] = {}
         blocks: list[tuple[DataFile, int, str]] = []
-        for rank in range(manifest.world["size"]):
-            data = open_file(folder, f"rank-{rank:05d}.safetensors", manifest)
-            name = f"rank-{rank:05d}.json"
-            index = _json(folder, name, manifest)
-            try:
-                manifest.files[data.path.name].check(data.path, index["blocks"])
-                _add_tensors(tensors, index["tensors"], data)
+        path = folder / MANIFEST
+
+        def opened(name: str) -> DataFile:
+            return DataFile(folder / name, manifest.files[name])
+
+        try:
+            state = opened("state.json").json()
+            for rank in range(manifest.world["size"]):
+                data, file = opened(f"rank-{rank:05d}.safetensors"), opened(f"rank-{rank:05d}.json")
+                path, index = file.path, file.json()
+                data.check(index["blocks"])
                 blocks += [(data, number, digest) for number, digest in enumerate(index["blocks"])]
+                _add_tensors(tensors, index["tensors"], data)
                 ranks.append(index["state"])
-            except (KeyError, ValueError, TypeError) as error:
-                raise damaged(folder / name, f"it cannot be understood ({error!r})") from error
-        for (unit, key), stored in tensors.items():
-            problem = tiling_problem(stored.shape, [box for box, _, _ in stored.boxes])
-            if problem:
-                raise damaged(folder, f"{unit}: {key}: {problem}")
-        return cls(folder, manifest, _json(folder, "state.json", manifest), ranks, tensors, blocks)
+            for (unit, key), stored in tensors.items():
+                if problem := tiling_problem(stored.shape, [box for box, _, _ in stored.boxes]):
+                    raise ValueError(f"{unit}: {key}: {problem}")
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise damaged(path, f"it cannot be understood ({error!r})") from error
+        return cls(folder, manifest, state, ranks, tensors, blocks)
 
     def verify(self, share: int, shares: int) -> None:
         """Compare every block of this share of the data with its digest.
@@ -108,35 +104,20 @@ class Checkpoint:
     def _fetch(self, key: str) -> Tensor:
         stored = self.tensors["", key]
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        stored.copy_into(tensor, (0,) * len(stored.shape))
+        stored.fill(whole(tensor))
         return tensor
-
-
-def _json(folder: Path, name: str, manifest: Manifest) -> Any:
-    content = open_file(folder, name, manifest).content(manifest.files[name])
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise damaged(folder / name, f"it is no JSON ({error})") from error
 
 
 def _add_tensors(tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile) -> None:
     for unit, keys in index.items():
         for key, each in keys.items():
-            described = (each["kind"], _sizes(each["shape"]), each["dtype"], each.get("layout"))
-            stored = tensors.setdefault((unit, key), Stored(*described))
-            if (stored.kind, stored.shape, stored.dtype, stored.layout) != described:
+            described = Stored(each["kind"], tuple(each["shape"]), each["dtype"], each.get("layout"))
+            stored = tensors.setdefault((unit, key), described)
+            if stored != described:
                 raise ValueError(f"{key} is described otherwise by another rank")
             for offset, shape, start in each["boxes"]:
-                box = Box(_sizes(offset), _sizes(shape))
-                data.tensor(stored.dtype, box.shape, start)  # it is inside of the file
-                stored.boxes.append((box, data, start))
-
-
-def _sizes(values: Sequence[int]) -> tuple[int, ...]:
-    if any(type(value) is not int or value < 0 for value in values) or math.prod(values) >= 1 << 62:
-        raise ValueError(f"{values} are no sizes")
-    return tuple(values)
+                data.tensor(stored.dtype, shape, start)  # it is inside of the file
+                stored.boxes.append((Box(tuple(offset), tuple(shape)), data, start))
 
 
 def _slices(part: Box, whole: Box) -> tuple[slice, ...]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from accel_core.checkpoint.codec import bytes_of
 from accel_core.checkpoint.collect import class_of, entry_key, modules_with_extra_state
 from accel_core.checkpoint.leaf import Entry, Leaf
-from accel_core.checkpoint.memory import bytes_of
 from accel_core.checkpoint.optimizers import load_scheduler, restore_optimizer, saved_parameters
 from accel_core.checkpoint.problems import Problems
 

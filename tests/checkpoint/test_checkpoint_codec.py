@@ -181,7 +181,7 @@ def test_a_structure_that_contains_itself_is_refused():
         {"$tensor": ["float32", [-1], "AAAA"]},
         {"$array": ["|O", [1], "AAAAAAAAAAA="]},
         {"$dict": [[[], 1]]},
-        {"$float": "1"},
+        {"$float": "one"},
         {"$stored": "../../etc/passwd"},
         {"$bytes": "?"},
     ],

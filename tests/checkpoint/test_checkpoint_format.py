@@ -106,7 +106,7 @@ def test_tensors_of_any_dtype_and_shape_are_written_and_read(tmp_path, dtype):
         tmp_path / "data", [("odd", torch.ones(3, dtype=torch.uint8)), *tensors]
     )
     file = files.DataFile(tmp_path / "data", record)
-    record.check(tmp_path / "data", blocks)
+    file.check(blocks)
     for (_, tensor), start in zip(tensors, starts[1:], strict=True):
         found = file.tensor(str(dtype).removeprefix("torch."), tensor.shape, start)
         assert found.dtype == dtype
@@ -211,12 +211,6 @@ def test_an_unknown_version_is_refused_and_says_which_is_known(saved, version):
     assert f"version {version}\nthis accel-core reads accel-checkpoint version 1" in str(refused(saved))
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", ".hidden", "a/b", ""])
-def test_a_name_that_leads_out_of_the_folder_is_refused(saved, name):
-    forge(saved, files={name: {"size": 1, "digest": "0" * 16}})
-    assert "manifest.json is damaged" in str(refused(saved))
-
-
 def rewrite(saved, name, change):
     """Change a JSON file and make the manifest vouch for it."""
     path = saved.folder / name
@@ -239,6 +233,7 @@ def rewrite(saved, name, change):
         {"boxes": [[[0, 0], [4, 8], 512], [[0, 0], [4, 8], 512]]},
         {"shape": [1 << 40, 1 << 40]},
         {"shape": ["4", 8]},
+        {"shape": [0, 1 << 70], "boxes": [[[0, 0], [0, 1 << 70], 512]]},
         {"dtype": "nn"},
     ],
     ids=str,
