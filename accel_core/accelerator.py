@@ -598,8 +598,7 @@ class Accelerator:
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
         mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        unit_of = self.run.homes.unit_of
-        units = {unit_of(parameter) for parameter in mine}  # type: ignore[arg-type]
+        units = self.run.homes.units_of(mine)
         unit = next(iter(units), None)
         if unit is not None and len(units) == 1:
             return unit, mine

@@ -29,24 +29,33 @@ class Homes:
     """Which unit a parameter belongs to, and under which name; by identity, old and new ones."""
 
     def __init__(self) -> None:
-        self._homes: dict[int, tuple[weakref.ref[nn.Parameter], Unit, str]] = {}
+        self._units: dict[int, Unit] = {}
+        self._names: dict[int, str] = {}
+        self._alive: dict[int, weakref.ref[nn.Parameter]] = {}
 
     def add(self, parameter: nn.Parameter, unit: Unit, name: str) -> None:
         """Remember that `parameter` is, or was, `name` of `unit`."""
-        self._homes[id(parameter)] = (weakref.ref(parameter), unit, name)
+        key = id(parameter)
+        self._units[key], self._names[key] = unit, name
+        self._alive[key] = weakref.ref(parameter, lambda _: self._drop(key))
 
-    def unit_of(self, parameter: nn.Parameter) -> Unit | None:
-        """The unit, or None for a parameter that no prepared model has."""
-        home = self._homes.get(id(parameter))
-        return home[1] if home and home[0]() is parameter else None
+    def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
+        """Their units; None among them for what no prepared model has."""
+        return set(map(self._units.get, map(id, parameters)))
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The canonical name of a parameter that has a unit."""
-        return self._homes[id(parameter)][2]
+        return self._names[id(parameter)]
 
     def forget(self) -> None:
         """Drop everything."""
-        self._homes.clear()
+        for key in list(self._alive):
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        # Another object may get the number of one that is gone.
+        for table in (self._units, self._names, self._alive):
+            table.pop(key, None)
 
 
 def prepare(
@@ -142,7 +151,7 @@ def _groups(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimize
             if parameter in home:
                 group = groups[home[parameter]]
             else:
-                unit = run.homes.unit_of(parameter)
+                (unit,) = run.homes.units_of([parameter])
                 if unit is None:
                     raise _homeless(optimizer, parameter)
                 group = of_unit.setdefault(unit, _Group(unit))

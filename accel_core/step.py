@@ -30,7 +30,7 @@ class Accumulation:
     def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
         self.run = run
         self.units = tuple(units)
-        self.trained = tuple(unit for unit in units if unit.optimizers)
+        self.trained = tuple(unit for unit in units if unit.optimizers) or self.units
         options = run.config.accumulation
         self._ends_with_loader = options.sync_with_dataloader
         self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
@@ -83,24 +83,21 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
             " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
         )
     accumulation = run.accumulation
-    units: Sequence[Unit]
-    if unit is not None:
-        units = (unit,)
-    elif accumulation is not None:
-        units = accumulation.trained or accumulation.units
-    else:
-        units = run.trained
-    if accumulation is not None and units and units[0].window.size != 1:
-        loss = loss / units[0].window.size
+    trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
+    units = trained if unit is None else (unit,)
     if not units:
         loss.backward(**options)
         return
     doing = units[0] if len(units) == 1 else _one_of(units)
+    window = doing.window
+    if accumulation is not None and window.size != 1:
+        loss = loss / window.size
     for each in units:
-        each.window.fresh = each.reduced = False
-        if each.unscaled:
-            each.unscaled.clear()  # the window they were unscaled for ended without a step
-    doing.steps.backward(doing, loss, doing.window.boundary, options)
+        each.window.fresh = False
+        if each.finishes:
+            each.reduced = False
+            each.unscaled.clear()  # of a window that ended without a step
+    doing.steps.backward(doing, loss, window.boundary, options)
     if run.mark_step is not None:
         run.mark_step("backward")
 
@@ -121,15 +118,19 @@ def _one_of(units: Sequence[Unit]) -> Unit:
 
 def unscale(unit: Unit) -> None:
     """Reduce and unscale the unit's gradients, once a window."""
-    steps = unit.steps
-    if steps.reduce_gradients is not None and not unit.reduced:
+    if unit.finishes:
+        _reduce(unit)
+        if unit.steps.unscale is not None:
+            for optimizer in unit.optimizers:
+                if optimizer not in unit.unscaled:
+                    unit.unscaled.add(optimizer)
+                    unit.steps.unscale(unit, optimizer)
+
+
+def _reduce(unit: Unit) -> None:
+    if unit.steps.reduce_gradients is not None and not unit.reduced:
         unit.reduced = True
-        steps.reduce_gradients(unit, None)
-    if steps.unscale is not None:
-        for optimizer in unit.optimizers:
-            if optimizer not in unit.unscaled:
-                unit.unscaled.add(optimizer)
-                steps.unscale(unit, optimizer)
+        unit.steps.reduce_gradients(unit, None)
 
 
 def clip_norm(
@@ -151,15 +152,13 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-    """Apply the optimizer at a window's boundary; whether it was applied."""
-    if not unit.window.boundary:
-        return False
+    """Apply the optimizer, at a window's boundary; whether it was applied."""
     steps = unit.steps
-    if steps.reduce_gradients is not None and not unit.reduced:
-        unit.reduced = True
-        steps.reduce_gradients(unit, None)
+    if unit.finishes:
+        _reduce(unit)
     applied: bool = steps.optimizer_step(unit, optimizer, closure)
-    unit.unscaled.discard(optimizer)
+    if unit.finishes:
+        unit.unscaled.discard(optimizer)
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:

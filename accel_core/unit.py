@@ -73,10 +73,15 @@ class Unit:
     """Tied weights: alias -> the name under which the weight is kept."""
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
+    finishes: bool = field(init=False)
+    """Whether gradients are reduced or unscaled after the last backward of a window."""
     reduced: bool = False
     """Whether `reduce_gradients` ran in this window."""
     unscaled: set[Optimizer] = field(factory=set)
     """The optimizers that were unscaled in this window."""
+
+    def __attrs_post_init__(self) -> None:
+        self.finishes = self.steps.reduce_gradients is not None or self.steps.unscale is not None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, tied weights once. Names are those in the user's own models.
