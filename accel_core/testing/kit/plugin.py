@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -113,7 +114,9 @@ class Kit:
             from accel_core.testing.kit.work import enter
 
             given = (*args, self.tested.arguments)
-            return run_processes(enter, simulate, function, given, world=world, timeout=_SECONDS)
+            return run_processes(
+                enter, simulate, function, given, world=world, environment=_bare(), timeout=_SECONDS
+            )
 
         return call
 
@@ -207,3 +210,8 @@ def _read_xfails(file: str | None) -> dict[str, str]:
         if check.strip():
             found[check.strip()] = reason.strip()
     return found
+
+
+def _bare() -> dict[str, str | None]:
+    """A check says itself what it wants; settings of the caller's would contradict it."""
+    return {name: None for name in os.environ if name.startswith(("ACCEL__", "ACCEL_CONFIG", "ACCEL_LAUNCH"))}
