@@ -14,7 +14,7 @@ from attrs import frozen
 
 from accel_core.plugins import Discovery, Slot, near
 
-__all__ = ["Known", "OldFlag", "absence", "known_plugin", "known_plugins", "old_flag"]
+__all__ = ["Known", "absence", "known_plugin", "known_plugins", "old_flag"]
 
 
 @frozen(kw_only=True)
@@ -25,15 +25,6 @@ class Known:
     slot: str
     distribution: str
     keys: tuple[str, ...] = ()
-
-
-@frozen(kw_only=True)
-class OldFlag:
-    """A flag that people bring from another launcher."""
-
-    takes: int
-    """How many values follow it."""
-    advice: str
 
 
 def known_plugins() -> tuple[Known, ...]:
@@ -59,13 +50,12 @@ def absence(name: str, slot: Slot, discovery: Discovery) -> str:
     return f"no {slot} {name!r} is installed{remedy}"
 
 
-def old_flag(spelling: str) -> OldFlag | None:
-    """What `--num_processes` and its kin became; families match by their prefix."""
-    name = spelling.partition("=")[0].replace("_", "-")
-    flags = _data()["flags"]
+def old_flag(spelling: str) -> str | None:
+    """What to write instead of `--num_processes` and its kin; families match by their prefix."""
+    name = spelling.replace("_", "-")
+    flags: dict[str, str] = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
-    row = flags.get(name) or flags.get(prefix)
-    return None if row is None else OldFlag(takes=int(row.get("takes", 1)), advice=str(row["advice"]))
+    return flags.get(name) or flags.get(prefix)
 
 
 @cache

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved
+from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
-from accel_core.plugins import Discovery, load
+from accel_core.plugins import Discovery, discover
+from accel_core.plugins import load as load_plugin
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -28,7 +29,21 @@ if TYPE_CHECKING:
     from accel_core.config.schema import RunConfig
     from accel_core.plugins import Record
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "plan"]
+
+
+def plan(**given: Any) -> Launch:
+    """The launch of what `resolve.load` merges from the arguments given.
+
+    Raises:
+        ConfigError: the settings are wrong, or name plugins that nobody installed.
+    """
+    discovery = discover()
+    resolved = load(**given, discovery=discovery)
+    problems = list(resolved.misnamed(discovery))
+    if problems:
+        raise ConfigError("\n".join(problems), problems=problems)
+    return Launch(resolved, discovery)
 
 
 @frozen
@@ -70,20 +85,16 @@ class Launch:
         Raises:
             LaunchError: more workers than the device asked for can serve.
         """
-        asked = self.config.launch.processes_per_node
-        if self.config.device == "auto":
-            return asked if asked != "auto" else self._visible() or 1
-        if self.config.device.partition(":")[0] == "cpu":
-            return 1 if asked == "auto" else asked
+        asked, on_cpu = self.config.launch.processes_per_node, self.config.device.partition(":")[0] == "cpu"
         if asked == "auto":
-            return self._visible() or 1
-        self._refuse_too_many(asked)
+            return 1 if on_cpu else self._visible() or 1
+        if self.config.device != "auto" and not on_cpu:
+            self._refuse_too_many(asked)
         return asked
 
     def _refuse_too_many(self, asked: int) -> None:
         device, record = self.config.device, self._device()
-        offers = record.card.offers if record and record.card else {"process_per_device"}
-        if asked > 1 and "process_per_device" not in offers:
+        if asked > 1 and record and record.card and "process_per_device" not in record.card.offers:
             raise LaunchError(
                 f"{asked} processes were asked for; {device} trains in one\nuse -n 1, or --device cpu"
             )
@@ -98,24 +109,20 @@ class Launch:
         """What vendor libraries want to find, where the user has not set it; and the run's id."""
         launch = self.config.launch
         world = World(size=launch.nodes * processes, local_size=processes, nodes=launch.nodes)
-        wanted: dict[str, str] = {"ACCEL_RUN_ID": os.environ.get("ACCEL_RUN_ID") or self._run_id()}
-        for record in self._guessed():
+        # Launchers of one job know each other by nothing but the place where they meet.
+        meeting = f"{launch.rendezvous}/{launch.nodes}" if launch.nodes > 1 else uuid.uuid4().hex
+        run_id = hashlib.blake2b(meeting.encode(), digest_size=16).hexdigest()
+        wanted = {"ACCEL_RUN_ID": os.environ.get("ACCEL_RUN_ID") or run_id}
+        for record in self._named():
             light = _light(record)
             if hasattr(light, "launch_environment"):
                 wanted.update(light.launch_environment(self.config, world))
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
-    def _run_id(self) -> str:
-        # Launchers of one job know each other by nothing but the place where they meet.
-        meeting = self.config.launch.rendezvous
-        if self.config.launch.nodes == 1 or meeting is None:
-            return uuid.uuid4().hex
-        return hashlib.blake2b(f"{meeting}/{self.config.launch.nodes}".encode(), digest_size=16).hexdigest()
-
     @contextmanager
-    def job(self, argv: Sequence[str], processes: int | None = None) -> Iterator[Job]:
+    def job(self, argv: Sequence[str], processes: int) -> Iterator[Job]:
         """The job, while the file with the merged config exists."""
-        launch, count = self.config.launch, processes or self.processes()
+        launch = self.config.launch
         with TemporaryDirectory(prefix="accel-") as folder:
             handover = Path(folder, "config.json")
             handover.write_text(self.resolved.handover(), encoding="utf-8")
@@ -123,37 +130,27 @@ class Launch:
                 argv=tuple(argv),
                 nodes=launch.nodes,
                 node_rank=launch.node_rank,
-                processes_per_node=count,
+                processes_per_node=processes,
                 rendezvous=launch.rendezvous,
                 max_restarts=launch.max_restarts,
-                environment={**self.environment(count), HANDOVER_VARIABLE: str(handover)},
+                environment={**self.environment(processes), HANDOVER_VARIABLE: str(handover)},
             )
 
     def launcher(self) -> Hooks:
-        """The hooks of the launcher plugin that the config names.
-
-        Raises:
-            ConfigError: a plugin that the config names is not installed.
-            PluginError: the launcher cannot be used.
-        """
+        """The hooks of the launcher plugin that the config names; PluginError if it cannot be used."""
         from accel_core.binding import Binder
 
-        self.refuse_misnamed()
         record = self.discovery.get(self.config.launch.launcher)
         assert record is not None
         if record.card is None or record.status != "available":
             raise PluginError(f"launcher {record.name} cannot be used: {record.reason}", plugin=record.name)
-        plugin = load(record, record.card.implementation or "")(self.resolved.plugin_config(record), None)
+        plugin = load_plugin(record, record.card.implementation or "")(
+            self.resolved.plugin_config(record), None
+        )
         binder = Binder()
         return binder.hooks(
             [binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)]
         )
-
-    def refuse_misnamed(self) -> None:
-        """Raise a ConfigError for plugins that the config names and nobody installed."""
-        problems = list(self.resolved.misnamed(self.discovery))
-        if problems:
-            raise ConfigError("\n".join(problems), problems=problems)
 
     # -- which devices are here ------------------------------------------------------------------
 
@@ -173,25 +170,18 @@ class Launch:
         usable = (r for r in self.discovery.of("device") if r.card and r.card.priority is not None)
         return next((record for record in usable if record.status == "available"), None)
 
-    def _named(self) -> Iterator[Record]:
-        config = self.config
-        names = [config.device.partition(":")[0], config.strategy, config.mixed_precision, *config.extensions]
-        for name in names:
-            record = self.discovery.get(name)
-            if record is not None:
-                yield record
-
-    def _guessed(self) -> list[Record]:
-        device = self._device()
-        others = [record for record in self._named() if record.slot != "device"]
-        return [record for record in (device, *others) if record is not None]
+    def _named(self) -> list[Record]:
+        """The installed ones among the plugins that this config names, and the device it may mean."""
+        names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
+        found = [self._device(), *map(self.discovery.get, names)]
+        return [record for record in found if record is not None]
 
 
 def _light(record: Record) -> Any:
     """An instance of the card's `launch` class, or None."""
     if record.card is None or record.card.launch is None or record.status != "available":
         return None
-    return load(record, record.card.launch)()
+    return load_plugin(record, record.card.launch)()
 
 
 def _count_by_torch(device: str) -> int | None:

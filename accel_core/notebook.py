@@ -43,9 +43,7 @@ def notebook_launcher(
         ConfigError: the settings are wrong.
         LaunchError: a worker failed; the message holds the first failing rank's traceback.
     """
-    from accel_core.config.resolve import load
-    from accel_core.launching import Launch
-    from accel_core.plugins import discover
+    from accel_core.launching import plan
 
     given = {
         "launch.processes_per_node": num_processes,
@@ -55,9 +53,8 @@ def notebook_launcher(
         "device": device,
         "strategy": strategy,
     }
-    discovery = discover()
     python = {path: value for path, value in given.items() if value is not None}
-    plan = Launch(load(python=python, file=config, discovery=discovery), discovery)
-    with plan.job(()) as job:
-        results: Sequence[Any] = plan.launcher().launch_function(function, tuple(args), job)
+    launch = plan(python=python, file=config)
+    with launch.job((), launch.processes()) as job:
+        results: Sequence[Any] = launch.launcher().launch_function(function, tuple(args), job)
     return results

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["accel", "main"]
 
-BUILT_IN: Final = {
-    "launch": ("accel_core.cli.launch:launch", "Start a script on one or many processes."),
-    "config": ("accel_core.cli.config:config", "Check, show and write configuration files."),
-    "plugins": ("accel_core.cli.plugins:plugins", "List what is installed, and say what is wrong with it."),
-    "env": ("accel_core.cli.env:env", "Describe this machine, for bug reports."),
+BUILT_IN: Final = {  # each in the module of its name
+    "launch": "Start a script on one or many processes.",
+    "config": "Check, show and write configuration files.",
+    "plugins": "List what is installed, and say what is wrong with it.",
+    "env": "Describe this machine, for bug reports.",
 }
+
+AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Named by the error of `import torch` when an extension that it loads unasked is broken."""
 
 CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Inherited by every command."""
@@ -34,24 +37,13 @@ class _Lazy(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in BUILT_IN:
-            module, _, name = BUILT_IN[cmd_name][0].partition(":")
-            return _checked(getattr(import_module(module), name), cmd_name)
+            command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+            return command
         record = _commands().get(cmd_name)
         return None if record is None else _load(record)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        from accel_core.plugins import near
-
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            hint = near(args[0], self.list_commands(ctx))
-            raise click.UsageError(f"there is no command {args[0]!r}{hint}", ctx) from error
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, summary) for name, (_, summary) in BUILT_IN.items()]
+        rows = list(BUILT_IN.items())
         rows += [(name, record.card.summary) for name, record in _commands().items() if record.card]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -67,12 +59,7 @@ def _load(record: Record) -> click.Command:
     from accel_core.plugins import load
 
     assert record.card is not None
-    return _checked(load(record, record.card.implementation or ""), record.name)
-
-
-def _checked(command: object, name: str) -> click.Command:
-    if not isinstance(command, click.Command):
-        raise AccelError(f"the command {name} is no click command but {command!r}")
+    command: click.Command = load(record, record.card.implementation or "")
     return command
 
 
@@ -89,3 +76,9 @@ def main() -> None:
     except AccelError as error:
         print(f"accel: {error}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, LaunchError) else 1)
+    except RuntimeError as error:
+        if AUTOLOAD not in str(error):
+            raise
+        found, _, remedy = str(error).partition(". ")
+        print(f"accel: torch cannot be imported: {found}\n{error.__cause__!r}\n{remedy}", file=sys.stderr)
+        sys.exit(1)

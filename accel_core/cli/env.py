@@ -4,110 +4,69 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
-if TYPE_CHECKING:
-    from accel_core.plugins import Card, Record
+from accel_core.plugins import Record, discover, load
 
 __all__ = ["env"]
 
-VARIABLES: Final = (
-    "ACCEL",
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "MASTER_",
-    "OMP_NUM",
-    "TORCH",
-    "PYTORCH",
-    "GLOO",
-    "USE_LIBUV",
-)
+VARIABLES: Final = tuple("ACCEL RANK LOCAL_ WORLD_SIZE MASTER_ OMP_NUM TORCH PYTORCH GLOO USE_LIBUV".split())  # noqa: SIM905
 """Prefixes of variables that change how a run behaves. Others may hold secrets."""
-REPORT_SECONDS: Final = 60.0
 
 
 @click.command()
 def env() -> None:
     """Describe this machine and what is installed, for bug reports."""
     from accel_core.cli.plugins import table
-    from accel_core.plugins import discover
 
     for name, value in _machine():
         print(f"{name:<14} {value}")
-    print()
-    print("\n".join(table(discover())), end="\n\n", flush=True)
-    _report_in_child()
+    discovery = discover()
+    print("", *table(discovery), "", sep="\n")
+    # A vendor's library may end or hang the process: what was found by then is out already.
+    print("torch ... ", end="", flush=True)
+    print(_torch())
+    for record in discovery.records:
+        if record.status == "available" and record.slot != "command":
+            print(f"{record.name} ... ", end="", flush=True)
+            print(_report(record))
 
 
 def _machine() -> Iterator[tuple[str, str]]:
-    yield "accel-core", _version("accel-core")
-    yield "torch", _version("torch")
+    from accel_core.config.resolve import find_file
+
+    for name in ("accel-core", "torch"):
+        yield name, next((found.version for found in metadata.distributions(name=name)), "not installed")
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "platform", platform.platform()
-    yield "CPUs", str(os.cpu_count())
-    yield (
-        "config",
-        os.environ.get("ACCEL_CONFIG") or ("accel.yaml" if Path("accel.yaml").exists() else "no file"),
-    )
+    yield "platform", f"{platform.platform()}, {os.cpu_count()} CPUs"
+    yield "config", find_file(None) or "no file"
     for name in sorted(os.environ):
         if name.startswith(VARIABLES):
             yield "environment", f"{name}={os.environ[name]}"
 
 
-def _version(distribution: str) -> str:
-    # Read from metadata, which keeps local parts such as +cpu and imports nothing.
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _report_in_child() -> None:
-    code = "from accel_core.cli.env import report; report()"
-    try:
-        subprocess.run([sys.executable, "-c", code], timeout=REPORT_SECONDS, check=False)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        print(f"not finished within {REPORT_SECONDS:g} s; `accel plugins doctor NAME` looks closer")
-
-
-def report() -> None:
-    """The child: what torch and the usable plugins say of themselves, whatever goes wrong."""
-    from accel_core.plugins import discover
-
-    print("torch ... ", end="", flush=True)
+def _torch() -> str:
     try:
         import torch
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # half-installed vendor libraries make torch's import fail in any way
-        print(f"cannot be imported: {type(error).__name__}: {error}")
-        return
+    except (Exception, SystemExit) as error:  # half-installed vendor libraries fail in any way
+        return f"cannot be imported: {type(error).__name__}: {error}"
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = f"{torch.accelerator.device_count()} x {found}" if found else "no accelerator"
-    print(f"{torch.__version__}, {devices}, {torch.get_num_threads()} threads")
-    for record in discover().records:
-        if record.status == "available" and record.card is not None and record.slot != "command":
-            _report_plugin(record, record.card)
+    return f"{torch.__version__}, {devices}"
 
 
-def _report_plugin(record: Record, card: Card) -> None:
-    from accel_core.plugins import load
-
-    print(f"{record.name} ... ", end="", flush=True)
+def _report(record: Record) -> str:
+    """What a plugin says of itself."""
+    assert record.card is not None
     try:
-        cls = load(record, card.implementation or "")
-        options = load(record, card.config)() if card.config else None
+        cls = load(record, record.card.implementation or "")
+        options = load(record, record.card.config)() if record.card.config else None
         lines = cls(options, None).environment_report() if hasattr(cls, "environment_report") else {}
     except (Exception, SystemExit) as error:  # a stranger's code, built without a run; the report goes on
-        print(f"{type(error).__name__}: {error}")
-        return
-    print("; ".join(f"{key}: {value}" for key, value in lines.items()) or "ok")
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"{key}: {value}" for key, value in lines.items()) or "ok"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from attrs import define, field
 
 from accel_core.errors import ConfigError, LaunchError
 
@@ -32,78 +30,42 @@ FLAGS: Final = {
 """Own flags -> the options they set, whose help they show."""
 
 
-@define
-class _Line:
-    """A command line taken apart: own flags, dotted flags, and what is to be run."""
-
-    own: list[str] = field(factory=list)
-    dotted: dict[str, str] = field(factory=dict)
-    target: list[str] = field(factory=list)
-    problems: list[str] = field(factory=list)
-
-
 class _LaunchCommand(click.Command):
-    """Flags end where the script begins: what follows is the script's, whatever it looks like."""
+    """Any `--section.option VALUE` is a flag too, so that it reaches the config, which knows them all."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        dotted: list[click.Parameter] = [click.Option(names) for names in ctx.meta.get("dotted", ())]
+        return super().get_params(ctx) + dotted
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = {spelling: option for option in self.get_params(ctx) for spelling in option.opts}
-        line = _take_apart(list(args), known)
-        if line.problems:
-            raise ConfigError("\n".join(line.problems), problems=line.problems)
-        rest = super().parse_args(ctx, line.own)
-        ctx.params.update(dotted=line.dotted, target=line.target)
+        words = [word.partition("=")[0] for word in args]
+        flags = dict.fromkeys(word for word in words if word.startswith("--") and "." in word)
+        ctx.meta["dotted"] = [(flag, f"dotted{index}") for index, flag in enumerate(flags)]
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise ConfigError(self._advise(error.option_name, ctx)) from None
+        given = {flag[2:]: ctx.params.pop(name) for flag, name in ctx.meta["dotted"]}
+        ctx.params["dotted"] = {path: text for path, text in given.items() if text is not None}
         return rest
+
+    def _advise(self, flag: str, ctx: click.Context) -> str:
+        from accel_core.known import old_flag
+        from accel_core.plugins import near
+
+        known = [spelling for option in self.get_params(ctx) for spelling in option.opts]
+        old = old_flag(flag)
+        hint = f": {old}" if old else near(flag, known) or "; `accel launch --help` lists them all"
+        return f"{flag} is no flag of accel launch{hint}"
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from accel_core.plugins import discover
 
-        rows = [
-            (f"--{record.name}.OPTION VALUE", record.card.summary)
-            for record in discover().records
-            if record.card is not None and record.card.config is not None
-        ]
-        if rows:
-            with formatter.section(
-                "Options of plugins, before the script (accel config schema NAME lists them)"
-            ):
-                formatter.write_dl(rows)
-
-
-def _take_apart(args: list[str], known: Mapping[str, click.Parameter]) -> _Line:
-    line = _Line()
-    while args:
-        word = args.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("--", "-", "-m") or not word.startswith("-"):
-            line.target = args if word == "--" else [word, *args]
-            break
-        option = known.get(name) or (None if word.startswith("--") else known.get(word[:2]))
-        if option is not None:
-            attached = equals or name not in known  # --nodes=2, -n2
-            values = 0 if attached or getattr(option, "is_flag", False) else 1
-            line.own += [word, *args[:values]]
-        elif "." in name:
-            values = 0 if equals else 1
-            line.dotted[name.lstrip("-")] = value if equals else "".join(args[:1])
-        else:
-            advice, values = _advise(name, known)
-            line.problems.append(f"{name} is no flag of accel launch{advice}")
-        del args[: 0 if equals else values]
-    return line
-
-
-def _advise(flag: str, known: Mapping[str, click.Parameter]) -> tuple[str, int]:
-    """What to use instead of an unknown flag, and how many values it probably has."""
-    from accel_core.known import old_flag
-    from accel_core.plugins import near
-
-    spelling = flag.replace("_", "-")
-    if spelling in known:
-        return f"; write {spelling}", 0 if getattr(known[spelling], "is_flag", False) else 1
-    old = old_flag(flag)
-    if old is not None:
-        return f": {old.advice}", old.takes
-    return near(spelling, list(known)) or "; `accel launch --help` lists them all", 0
+        cards = [record.card for record in discover().records if record.card and record.card.config]
+        if cards:
+            title = "Options of plugins, before the script (accel config schema NAME lists them)"
+            with formatter.section(title):
+                formatter.write_dl([(f"--{card.name}.OPTION VALUE", card.summary) for card in cards])
 
 
 def _own_flags() -> list[click.Parameter]:
@@ -114,61 +76,66 @@ def _own_flags() -> list[click.Parameter]:
 
     options = {**fields_dict(RunConfig), **fields_dict(LaunchConfig)}
     return [
-        click.Option(flag.split("/"), metavar="VALUE", help=describe(options[path.rpartition(".")[2]]).help)
-        for flag, path in FLAGS.items()
+        click.Option(
+            [*flags.split("/"), path.replace(".", "__")],
+            metavar="VALUE",
+            help=describe(options[path.rpartition(".")[2]]).help,
+        )
+        for flags, path in FLAGS.items()
     ]
 
 
-@click.command(cls=_LaunchCommand, params=_own_flags(), options_metavar="[FLAGS] SCRIPT [ARGS]...")
+@click.command(
+    cls=_LaunchCommand,
+    params=_own_flags(),
+    options_metavar="[FLAGS]",
+    context_settings={"allow_interspersed_args": False},  # flags end where the script begins
+)
 @click.option("--config", metavar="FILE", help="Else $ACCEL_CONFIG, else ./accel.yaml if there is one.")
 @click.option("--dry-run", is_flag=True, help="Say what would be started, and start nothing.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, to be found as python -m finds it.")
+@click.argument("target", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    config: str | None, dry_run: bool, dotted: dict[str, str], target: list[str], **own: str | None
+    config: str | None,
+    dry_run: bool,
+    module: bool,
+    target: tuple[str, ...],
+    dotted: dict[str, str],
+    **own: str | None,
 ) -> None:
-    """Start a Python SCRIPT, or a module with -m MODULE, on one or many processes."""
-    from accel_core.config.resolve import load
-    from accel_core.launching import Launch
-    from accel_core.plugins import discover
+    """Start a Python SCRIPT, or a module with -m, on one or many processes."""
+    from accel_core.launching import plan
 
-    paths = {path.rpartition(".")[2]: path for path in FLAGS.values()}
-    flags = {paths[name]: value for name, value in own.items() if value is not None}
-    discovery = discover()
-    resolved = load(flags={**dotted, **flags}, file=config, discovery=discovery)
-    _refuse_missing(target)
-    for note in resolved.notes:
+    flags = {name.replace("__", "."): value for name, value in own.items() if value is not None}
+    planned = plan(flags={**dotted, **flags}, file=config)
+    _refuse_missing(target, module)
+    for note in planned.resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
-    command = (sys.executable, "-u", "-m", "accel_core.worker", *target)
-    plan = Launch(resolved, discovery)
+    command = (sys.executable, "-u", "-m", "accel_core.worker", *(("-m",) if module else ()), *target)
     if dry_run:
-        _describe(plan, command)
+        _describe(planned, command)
         return
-    sys.exit(_start(plan, command))
+    hooks, processes = planned.launcher(), planned.processes()
+    print(planned.line(processes), file=sys.stderr, flush=True)
+    with planned.job(command, processes) as job:
+        sys.exit(hooks.launch(job))
 
 
-def _start(plan: Launch, command: tuple[str, ...]) -> int:
-    hooks = plan.launcher()
-    processes = plan.processes()
-    print(plan.line(processes), file=sys.stderr, flush=True)
-    with plan.job(command, processes) as job:
-        return int(hooks.launch(job))
-
-
-def _describe(plan: Launch, command: tuple[str, ...]) -> None:
-    plan.refuse_misnamed()
-    print(plan.line(plan.config.launch.processes_per_node))
+def _describe(planned: Launch, command: tuple[str, ...]) -> None:
+    print(planned.line(planned.config.launch.processes_per_node))
     print(f"each worker: {shlex.join(command)}")
-    for path, origin in sorted(plan.resolved.origins.items()):
+    for path, origin in sorted(planned.resolved.origins.items()):
         print(f"  {path}: {origin}")
-    for doubt in plan.doubts():
+    for doubt in planned.doubts():
         print(doubt)
 
 
-def _refuse_missing(target: list[str]) -> None:
-    if not target or target == ["-m"]:
+def _refuse_missing(target: tuple[str, ...], module: bool) -> None:
+    if not target:
         raise LaunchError(
             "nothing to launch\nname a script: accel launch [FLAGS] script.py [ARGS]", exit_code=2
         )
-    if target[0] != "-m" and not Path(target[0]).is_file():
+    if not module and not Path(target[0]).is_file():
         found = "is a folder" if Path(target[0]).is_dir() else f"does not exist in {Path.cwd()}"
         raise LaunchError(
             f"the script {target[0]} {found}\nname a Python file, or a module with -m", exit_code=2

@@ -6,21 +6,26 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import click
+from attrs import asdict, filters
 
 from accel_core.errors import AccelError, PluginError
+from accel_core.plugins import SLOTS, Discovery, Record, discover, load, near
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from accel_core.plugins import Discovery, Record, Slot
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["examine", "plugins", "table"]
 
-DOCTOR_SECONDS: Final = 60.0
+CHOSEN: Final = {
+    "device": "taken by `device: auto`; explicit names always get their plugin",
+    "strategy": "taken by `strategy: auto` when there are several processes",
+    "launcher": "the one named by launch.launcher",
+}
 
 
 @click.group(invoke_without_command=True)
@@ -35,11 +40,9 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    from accel_core.plugins import discover
-
     discovery = discover()
     if as_json:
-        print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2))
+        print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
     elif why:
         print("\n".join(_explain(discovery)))
     else:
@@ -47,64 +50,44 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
 
 
 def _ordered(discovery: Discovery) -> list[Record]:
-    from accel_core.plugins import SLOTS
-
     return [record for slot in SLOTS for record in discovery.of(slot)]
 
 
 def _facts(record: Record) -> dict[str, object]:
-    card = record.card
-    return {
-        "name": record.name,
-        "slot": record.slot,
-        "status": record.status,
-        "reason": record.reason,
-        "distribution": record.distribution,
-        "version": record.version,
-        "summary": card.summary if card else "",
-        "api_version": card.api_version if card else None,
-        "priority": card.priority if card else None,
-        "offers": sorted(card.offers) if card else [],
-        "needs": sorted(card.needs) if card else [],
-    }
+    card = asdict(record.card, filter=filters.exclude("probe")) if record.card else {}
+    names = ("name", "slot", "status", "reason", "distribution", "version")
+    return {**card, **{name: getattr(record, name) for name in names}}
 
 
 def table(discovery: Discovery) -> Iterator[str]:
     """The lines of the listing, header first."""
-    header = ("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")
-    rows = [header]
+    rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")]
     for record in _ordered(discovery):
         about = record.reason or (record.card.summary if record.card else "")
         rows.append((record.name, record.slot, record.status, record.origin, about.splitlines()[0]))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     for row in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+        yield "  ".join([*map(str.ljust, row, widths), row[-1]])
 
 
 def _explain(discovery: Discovery) -> Iterator[str]:
-    yield from _explain_auto(
-        discovery, "device", "taken by `device: auto`; explicit names always get their plugin"
-    )
-    yield from _explain_auto(
-        discovery, "strategy", "taken by `strategy: auto` when there are several processes"
-    )
-    yield from _explain_auto(discovery, "launcher", "the one named by launch.launcher")
+    for slot, how in CHOSEN.items():
+        yield f"{slot}: {how}"
+        yield from _verdicts([record for record in discovery.of(slot) if record.card])
     for record in _ordered(discovery):
         if record.fault:
             yield f"{record.name} ({record.origin}) is {record.fault}: {record.detail}"
             yield from (f"    {line}" for line in record.traceback.splitlines())
 
 
-def _explain_auto(discovery: Discovery, slot: Slot, how: str) -> Iterator[str]:
-    yield f"{slot}: {how}"
+def _verdicts(records: Sequence[Record]) -> Iterator[str]:
     taken = False
-    records = [record for record in discovery.of(slot) if record.card]
     shadowed = {name for r in records if r.status == "available" and r.card for name in r.card.shadows}
     for record in records:
-        assert record.card is not None
+        priority = record.card.priority if record.card else None
         if record.status != "available":
             verdict = f"cannot be used here: {record.reason}"
-        elif record.card.priority is None:
+        elif priority is None:
             verdict = "usable, but only when named"
         elif record.name in shadowed:
             verdict = "usable, but another usable plugin stands in for it"
@@ -112,28 +95,22 @@ def _explain_auto(discovery: Discovery, slot: Slot, how: str) -> Iterator[str]:
             verdict = "usable, of lower priority"
         else:
             verdict, taken = "the first that is usable", True
-        priority = "" if record.card.priority is None else f", priority {record.card.priority}"
-        yield f"  {record.name} ({record.origin}{priority}): {verdict}"
+        rank = "" if priority is None else f", priority {priority}"
+        yield f"  {record.name} ({record.origin}{rank}): {verdict}"
 
 
 def _find(name: str) -> Record:
-    from accel_core.plugins import discover, near
-
     discovery = discover()
     record = discovery.get(name)
     if record is None:
-        names = [each.name for each in discovery.records]
-        raise PluginError(
-            f"no plugin {name!r} is installed{near(name, names)}\n`accel plugins` lists them", plugin=name
-        )
+        hint = near(name, [each.name for each in discovery.records])
+        raise PluginError(f"no plugin {name!r} is installed{hint}\n`accel plugins` lists them", plugin=name)
     return record
 
 
 @plugins.command()
 @click.argument("name")
-@click.option(
-    "--timeout", default=DOCTOR_SECONDS, show_default=True, help="Seconds until its imports count as hung."
-)
+@click.option("--timeout", default=60.0, show_default=True, help="Seconds until its imports count as hung.")
 def doctor(name: str, timeout: float) -> None:
     """Import everything plugin NAME is made of, in a child process, and ask it whether it can be used."""
     record = _find(name)
@@ -153,10 +130,7 @@ def doctor(name: str, timeout: float) -> None:
 
 def examine(name: str) -> None:
     """The doctor's child: import what the card names, one by one; exit 1 at the first that fails."""
-    from accel_core.plugins import load
-
     record = _find(name)
-    assert record.card is not None
     for what in ("launch", "config", "implementation", "verify"):
         path = getattr(record.card, what)
         if path is None:
@@ -165,18 +139,12 @@ def examine(name: str) -> None:
         try:
             found = load(record, path)
         except PluginError as error:
-            print(f"failed\n{_trace(error.__cause__)}")
+            print("failed", *traceback.format_exception(error.__cause__), sep="\n")
             sys.exit(1)
         reason = found() if what == "verify" else None
         print(reason or "ok")
         if reason:
             sys.exit(1)
-
-
-def _trace(error: BaseException | None) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(error)) if error else ""
 
 
 @plugins.command(context_settings={"ignore_unknown_options": True})
@@ -196,23 +164,16 @@ def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
     if find_spec("pytest") is None:
         raise AccelError("the conformance tests need pytest\npip install 'accel-core[testing]'")
     # Neither the settings nor the cache of a project that happens to lie around.
+    clean = ["-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider"]
+    chosen = ["--accel-stack", stack, *(("--accel-world", world) if world else ())]
     command = [
         sys.executable,
         "-m",
         "pytest",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        os.curdir,
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += [
+        *clean,
         "--pyargs",
         "accel_core.testing",
-        "--accel-stack",
-        stack,
-        *(("--accel-world", world) if world else ()),
+        *chosen,
         *pytest_args,
     ]
     sys.exit(subprocess.run(command, check=False).returncode)  # noqa: S603

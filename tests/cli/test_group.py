@@ -53,19 +53,6 @@ def test_a_plugins_command_that_cannot_be_imported_names_the_distribution(toys):
     assert "Traceback" not in ended.stderr
 
 
-def test_what_is_no_command_is_refused(toys):
-    environment = toys("hello", "command", implementation="'toy_command:X'", modules={"toy_command": "X = 3"})
-
-    assert "the command hello is no click command but 3" in accel("hello", environment=environment).stderr
-
-
-def test_an_unknown_command_is_answered_with_the_nearest():
-    ended = accel("lanch")
-
-    assert ended.returncode == 2
-    assert "there is no command 'lanch'; did you mean 'launch'?" in ended.stderr
-
-
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)
 def test_what_only_talks_imports_no_torch(words):
     code = "import sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"

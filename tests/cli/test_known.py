@@ -35,7 +35,7 @@ def test_families_of_flags_are_known_by_their_prefix():
     family = old_flag("--fsdp_anything_at_all")
 
     assert family is not None
-    assert "--strategy fsdp" in family.advice
+    assert "--strategy fsdp" in family
 
 
 def test_what_nobody_had_is_not_known():

@@ -40,7 +40,8 @@ def nodes() -> Iterator[tuple[str, str]]:
         for name in names:
             ip("netns", "add", name)
             undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-        ip(*"link add accel0 netns".split(), names[0], *"type veth peer name accel0 netns".split(), names[1])
+        cable = "link add accel0 netns {} type veth peer name accel0 netns {}"
+        ip(*cable.format(*names).split())
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "accel0")
             ip("-n", name, "link", "set", "accel0", "up")
