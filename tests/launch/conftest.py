@@ -29,3 +29,15 @@ def toys(tmp_path: Path) -> Callable[..., dict[str, str]]:
         return {"PYTHONPATH": str(site)}
 
     return install
+
+
+@pytest.fixture
+def half_installed(tmp_path: Path) -> dict[str, str]:
+    """The environment with a package that torch imports unasked, and that cannot be imported."""
+    write_distribution(
+        tmp_path / "site",
+        "torch-pony",
+        entry_points={"torch.backends": {"torch_pony": "torch_pony:load"}},
+        modules={"torch_pony": "raise ImportError('libpony.so: cannot open shared object file')"},
+    )
+    return {"PYTHONPATH": str(tmp_path / "site")}

@@ -219,6 +219,42 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     assert (tmp_path / "first").read_text() == seen(tmp_path)[0]["ACCEL_RUN_ID"]
 
 
+HELP = "You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+
+
+def test_a_launcher_that_cannot_import_torch_ends_with_the_variable_that_helps(half_installed, tmp_path):
+    ended = launch(tmp_path, "open('ran', 'w')", **half_installed)
+
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[1:] == [
+        "accel: torch cannot be imported: Failed to load the backend extension: torch_pony",
+        "ImportError('libpony.so: cannot open shared object file')",
+        HELP,
+    ]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_worker_whose_script_cannot_import_torch_ends_with_the_variable_that_helps(
+    half_installed, tmp_path
+):
+    (tmp_path / "train.py").write_text("import torch")
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "accel_core.worker", "train.py"],
+        cwd=tmp_path, env=clean_environment(half_installed), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 1
+    assert "libpony.so" in ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith(HELP)
+
+
+def test_with_that_variable_set_the_script_runs(half_installed, tmp_path):
+    ended = launch(tmp_path, ALL_SEE, **half_installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+    assert (ended.returncode, len(seen(tmp_path))) == (0, 2)
+
+
 # -- signals ---------------------------------------------------------------------------------------
 
 WAITS = """
