@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from accel_core import ops, step
-from accel_core.checkpoint.load import load as load_checkpoint
-from accel_core.checkpoint.save import save as save_checkpoint
 from accel_core.data.loader import PreparedLoader, skip_first_batches
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.prepare import prepare
 from accel_core.run import Run
-from accel_core.saving import save
+from accel_core.saving import save as write_object
 from accel_core.step import Accumulation
 
 if TYPE_CHECKING:
@@ -531,7 +529,9 @@ class Accelerator:
         `step` is noted for people. A checkpoint that is there is replaced; any other folder is refused.
         Returns the directory.
         """
-        return save_checkpoint(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step)
+        from accel_core.checkpoint.save import save  # late: start-up need not wait for it
+
+        return save(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> None:
         """Restore what `save_state` wrote, into the objects prepared so far. Collective.
@@ -546,7 +546,9 @@ class Accelerator:
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
-        load_checkpoint(self.run, self._checkpoint_directory(input_dir, "load_state"), strict=strict)
+        from accel_core.checkpoint.load import load
+
+        load(self.run, self._checkpoint_directory(input_dir, "load_state"), strict=strict)
 
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> str:
         self.run.require_alive()
@@ -563,7 +565,7 @@ class Accelerator:
         else:
             writes = self.is_main_process
         if writes:
-            save(obj, f, safe_serialization=safe_serialization)
+            write_object(obj, f, safe_serialization=safe_serialization)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The dataloader without its first batches, in its next epoch only."""

@@ -81,6 +81,7 @@ class Run:
         self.device: torch.device = self.hooks.select_device(self.world)
         self.hooks.set_affinity(self.world)
         self._check_capabilities()
+        self._check_streams()
         self.mark_step = self.hooks.step("mark_step")
         self._dims: dict[str, Collectives] = {}
         self._join_world()
@@ -309,6 +310,16 @@ class Run:
                 raise ConfigError(
                     f"{chosen.record.slot} {chosen.name} ({chosen.why}) needs {', '.join(sorted(lacking))},"
                     f" which {self.device} cannot do\nchoose another {chosen.record.slot}, or another device"
+                )
+
+    def _check_streams(self) -> None:
+        for stream in self.config.rng_types:
+            if stream != "generator" and stream not in (streams := self.hooks.rng_state()):
+                known = ["generator", *sorted(streams)]
+                origin = self.resolved.origins.get("rng_types", "default")
+                raise ConfigError(
+                    f"rng_types: there is no random stream {stream!r} ({origin}) on {self.device}"
+                    f"{near(stream, known)}\nchoose among {', '.join(known)}"
                 )
 
     # -- the world -------------------------------------------------------------------------------

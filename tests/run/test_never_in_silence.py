@@ -1,0 +1,44 @@
+"""What the incumbent accepts, overrides or drops without a word is an error here, or holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_core import Accelerator, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "bf61"}, "did you mean 'bf16'"),
+        ({"rng_types": ["torhc"]}, r"no random stream 'torhc' \(.*did you mean 'torch'"),
+        ({"gradient_accumulation_steps": 0}, "must be at least 1, got 0"),
+        ({"log_with": "nowhere"}, "log_with: no tracker 'nowhere'"),
+        ({"kwargs_handlers": [object()]}, "object"),
+        ({"cpu": True, "device": "xpu"}, "contradict each other"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(**{"cpu": True, **arguments})
+
+
+def test_code_that_contradicts_the_environment_names_both(monkeypatch):
+    monkeypatch.setenv("ACCEL__GRADIENT_ACCUMULATION_STEPS", "8")
+    with pytest.raises(ConfigError, match=r"(?s)8.*ACCEL__GRADIENT_ACCUMULATION_STEPS|2.*8"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def test_an_environment_value_of_the_wrong_type_names_its_variable(monkeypatch):
+    monkeypatch.setenv("ACCEL__GRADIENT_ACCUMULATION_STEPS", "eight")
+    with pytest.raises(ConfigError, match="ACCEL__GRADIENT_ACCUMULATION_STEPS.*eight"):
+        Accelerator(cpu=True)
+
+
+def test_a_second_accelerator_leaves_the_first_as_it_was():
+    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    second = Accelerator(cpu=True, mixed_precision="bf16")
+    assert (first.gradient_accumulation_steps, first.mixed_precision) == (4, "no")
+    assert (second.gradient_accumulation_steps, second.mixed_precision) == (1, "bf16")
+    for accelerator in (first, second):
+        accelerator.end_training()
