@@ -125,9 +125,7 @@ class DataFile:
     def check(self, blocks: Iterable[str]) -> None:
         """Raises CheckpointError if these are not the blocks that the manifest vouches for."""
         if FileRecord.of(self.record.size, blocks) != self.record:
-            raise damaged(
-                self.path, "its digest is not the one in the manifest"
-            )
+            raise damaged(self.path, "its digest is not the one in the manifest")
 
     def json(self) -> Any:
         """The content of a JSON file, verified."""

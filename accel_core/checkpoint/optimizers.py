@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.unit import Unit
 
-__all__ = ["SavedParameter", "load_scheduler", "restore_optimizer", "saved_parameters"]
+__all__ = ["load_scheduler", "restore_optimizers"]
 
 Action = Callable[[], object]
 
@@ -35,50 +35,31 @@ class SavedParameter:
     plain: Mapping[str, Any]
 
 
-def saved_parameters(
-    checkpoint: Checkpoint, unit: Unit, shared: Sequence[Mapping[str, Any]]
-) -> dict[str, SavedParameter]:
-    """Parameter name, as it is here -> what the checkpoint says of it; all ranks' descriptions merged."""
-    found: dict[str, SavedParameter] = {}
-    partly = [own["optimizers"].get(unit.name, ()) for own in checkpoint.ranks if "optimizers" in own]
-    for section in (shared, *partly):
-        for each in section:
-            path = f"units.{unit.name} {each['class']}"
-            plain = checkpoint.decode(each["plain"], f"{path}.state")
-            for group in checkpoint.decode(each["groups"], f"{path}.groups"):
-                values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
-                for name in group["params"]:
-                    saved = SavedParameter(each["class"], values, plain.get(name, {}))
-                    found[unit.aliases.get(name, name)] = saved
-    return found
-
-
-def restore_optimizer(
+def restore_optimizers(
     unit: Unit,
-    optimizer: Optimizer,
-    state: OptimizerState,
-    saved: Mapping[str, SavedParameter],
+    checkpoint: Checkpoint,
+    described: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, Stored],
     problems: Problems,
-) -> list[Action]:
-    """What to do to bring the optimizer into the saved state. Changes nothing yet.
+) -> Iterator[Action]:
+    """What to do to bring the unit's optimizers into the saved state. Changes nothing yet.
 
-    state: what the optimizer has now. tensors: `NAME/KEY` -> stored tensor.
+    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor.
     """
-    names = {name for group in state.groups for name in group["params"]}
-    saved = {name: saved[name] for name in names if name in saved}  # the unit may have other optimizers
-    problems.compare(f"{unit.name}: {class_of(optimizer)} of ", saved, names)
-    groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for number, (group, described) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
-        what = f"{unit.name}: group {number} of {class_of(optimizer)}"
-        groups.append((group, _group_values(what, described, saved, problems)))
-    mine = {key: stored for key, stored in tensors.items() if key.rpartition("/")[0] in names}
-    _check_tensors(unit, state, mine, problems)
-    return [
-        partial(_set_groups, groups),
-        partial(_fill_state, unit, optimizer, mine),
-        partial(_set_plain, unit, optimizer, saved),
-    ]
+    saved = _saved_parameters(unit, checkpoint, described)
+    left = dict(saved)
+    for optimizer in unit.optimizers:
+        state = unit.hooks.optimizer_state(unit, optimizer)
+        names = [name for group in state.groups for name in group["params"]]
+        mine = {name: left.pop(name) for name in names if name in left}
+        problems.compare(f"{unit.name}: {class_of(optimizer)} of ", mine, names)
+        for number, (group, has) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
+            what = f"{unit.name}: group {number} of {class_of(optimizer)}"
+            yield partial(_set_group, group, _group_values(what, has, mine, problems))
+        stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
+        _refuse_foreign(unit, state, stored, problems)
+        yield partial(_fill_state, unit, optimizer, stored, mine)
+    problems.compare(f"{unit.name}: optimizer state of ", left, ())
 
 
 def load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) -> None:
@@ -86,47 +67,71 @@ def load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) ->
 
     regrouped: the groups are not those that were saved, so lists of one value a group are made anew.
     """
-    if regrouped:
-        _regroup(state, scheduler.optimizer.param_groups)
+    nested = [state] if regrouped else []
+    for each in nested:
+        for key, value in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+            if key in each:
+                each[key] = [group[value] for group in scheduler.optimizer.param_groups]
+        nested += each.get("_schedulers", ())
     scheduler.load_state_dict(state)
 
 
+def _saved_parameters(
+    unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]
+) -> dict[str, SavedParameter]:
+    """Parameter name, as it is here -> what the checkpoint says of it."""
+    found: dict[str, SavedParameter] = {}
+    for each in described:
+        path = f"units.{unit.name} {each['class']}"
+        plain = checkpoint.decode(each["plain"], f"{path}.state")
+        for group in checkpoint.decode(each["groups"], f"{path}.groups"):
+            values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
+            for name in group["params"]:
+                saved = SavedParameter(each["class"], values, plain.get(name, {}))
+                found[unit.aliases.get(name, name)] = saved
+    return found
+
+
 def _group_values(
-    what: str, described: Mapping[str, Any], saved: Mapping[str, SavedParameter], problems: Problems
+    what: str, has: Mapping[str, Any], saved: Mapping[str, SavedParameter], problems: Problems
 ) -> dict[str, Any]:
     """The hyperparameters on which all saved parameters of the group agree."""
     agreed: dict[str, tuple[str, Any]] = {}
-    seen: set[int] = set()
-    for name in described["params"]:
-        if name not in saved or id(saved[name].values) in seen:
-            continue
-        seen.add(id(saved[name].values))
+    one_of_each = {id(saved[name].values): name for name in reversed(has["params"]) if name in saved}
+    for name in reversed(one_of_each.values()):
         for key, value in saved[name].values.items():
-            if key not in described:
-                problems.unexpected(f"{what} knows no {key!r}, which {saved[name].optimizer} had for {name}")
-                continue
             first, agreed_value = agreed.setdefault(key, (name, value))
-            if not _equal(value, agreed_value):
+            if key not in has:
+                what_for = f"{key!r}, which {saved[name].optimizer} had for {name}"
+                problems.found.append(f"unexpected, the run has no such state: {what} knows no {what_for}")
+                del agreed[key]
+            elif not _equal(value, agreed_value):
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
     return {key: value for key, (_, value) in agreed.items()}
 
 
-def _check_tensors(
+def _refuse_foreign(
     unit: Unit, state: OptimizerState, tensors: Mapping[str, Stored], problems: Problems
 ) -> None:
-    weights = unit.hooks.model_state(unit)
+    """No template describes an opaque tensor: it must be there, in this very layout."""
     for key, stored in tensors.items():
-        what, name = f"{unit.name}: optimizer/{key}", key.rpartition("/")[0]
-        if stored.kind == "opaque":  # no template describes it: it must be there, in this very layout
-            if key not in state.leaves or state.leaves[key].layout != stored.layout:
-                problems.fatal.append(f"{what} has layout {stored.layout}, which is not known here")
-        elif stored.kind == "like_param" and name in weights and weights[name].global_shape != stored.shape:
-            there, here = list(stored.shape), list(weights[name].global_shape)
-            problems.fatal.append(f"{what} has shape {there} in the checkpoint, the parameter {here} here")
+        if stored.kind == "opaque" and (key not in state.leaves or state.leaves[key].layout != stored.layout):
+            what = f"{unit.name}: optimizer/{key}"
+            problems.fatal.append(f"{what} has layout {stored.layout}, which is not known here")
 
 
-def _fill_state(unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored]) -> None:
+def _set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(group[key], Tensor):
+            group[key].copy_(value if isinstance(value, Tensor) else group[key].new_tensor(value))
+        else:
+            group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def _fill_state(
+    unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored], saved: Mapping[str, SavedParameter]
+) -> None:
     template: dict[str, dict[str, TensorTemplate]] = {}
     for key, stored in tensors.items():
         name, _, part = key.rpartition("/")
@@ -140,36 +145,13 @@ def _fill_state(unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored])
                 "its materialize_optimizer_state must offer what the template asks for"
             )
         stored.fill(leaves[key])
-
-
-def _set_groups(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
-    for group, values in groups:
-        for key, value in values.items():
-            if isinstance(group[key], Tensor):
-                group[key].copy_(value if isinstance(value, Tensor) else group[key].new_tensor(value))
-            else:
-                group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-
-
-def _set_plain(unit: Unit, optimizer: Optimizer, saved: Mapping[str, SavedParameter]) -> None:
     for name, parameter in unit.named_parameters().items():
         plain = saved[name].plain if name in saved else {}
         state = optimizer.state.get(parameter, {})
-        for key in [
-            key for key, value in state.items() if not isinstance(value, Tensor) and key not in plain
-        ]:
+        for key in [key for key in state if not isinstance(state[key], Tensor) and key not in plain]:
             del state[key]
         if plain:
             optimizer.state[parameter].update(unit.hooks.move(dict(plain), parameter.device, False))
-
-
-def _regroup(state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    if "base_lrs" in state:
-        state["base_lrs"] = [group["initial_lr"] for group in groups]
-    if "_last_lr" in state:
-        state["_last_lr"] = [group["lr"] for group in groups]
-    for nested in state.get("_schedulers", ()):
-        _regroup(nested, groups)
 
 
 def _equal(one: Any, other: Any) -> bool:

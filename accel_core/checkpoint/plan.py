@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from accel_core.checkpoint.codec import name_of
 from accel_core.checkpoint.leaf import Leaf
 from accel_core.errors import CheckpointError
 
-__all__ = ["Box", "Declared", "Key", "declare", "intersect", "plan", "tiling_problem"]
+__all__ = ["Box", "Declared", "Key", "declare", "intersect", "plan", "refuse", "tiling_problem"]
 
 Key = tuple[str, str]
 """(unit, `model/NAME` | `optimizer/NAME/KEY` | ...). The run's own leaves have the unit ""."""
@@ -24,8 +24,19 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offset, self.shape, strict=False)))
+
+    @property
     def volume(self) -> int:
         return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return (
+            "["
+            + ", ".join(f"{start}:{end}" for start, end in zip(self.offset, self.ends, strict=False))
+            + "]"
+        )
 
 
 class Declared(NamedTuple):
@@ -33,29 +44,23 @@ class Declared(NamedTuple):
 
     kind: str
     shape: tuple[int, ...]
-    dtype: str | None
-    """None where the rank holds no part of it."""
-    replicated: bool
     layout: str | None
+    replicated: bool
     spread: bool
     """Replicas are equal, so any rank may write; else the lowest rank that holds one does."""
+    dtypes: tuple[str, ...]
     boxes: tuple[Box, ...]
 
 
-def declare(leaf: Leaf, spread: bool) -> Declared:
+def declare(leaf: Leaf, *, spread: bool) -> Declared:
     """The declaration of a leaf."""
     boxes = tuple(Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards)
-    dtypes = {name_of(tensor.dtype) for _, tensor in leaf.shards}
-    dtype = "+".join(sorted(dtypes)) or None
-    return Declared(leaf.kind, tuple(leaf.global_shape), dtype, leaf.replicated, leaf.layout, spread, boxes)
+    dtypes = tuple(name_of(tensor.dtype) for _, tensor in leaf.shards)
+    return Declared(leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, spread, dtypes, boxes)
 
 
-def plan(
-    declarations: Sequence[Mapping[Key, Declared]], missing: Iterable[Key] = ()
-) -> list[dict[Key, list[Box]]]:
+def plan(declarations: Sequence[Mapping[Key, Declared]]) -> list[dict[Key, list[Box]]]:
     """For each rank, the boxes it writes. Every rank computes the same from all declarations.
-
-    missing: what should have been declared and was not.
 
     Replicas that are equal are spread, the largest first, over the ranks with the least to write.
 
@@ -67,69 +72,53 @@ def plan(
     for rank, declared in enumerate(declarations):
         for key, leaf in declared.items():
             by_key[key].append((rank, leaf))
-    problems = [f"{unit}: {key}: no rank offers it" for unit, key in sorted(missing)]
-    shared: list[tuple[int, Key, Box, list[int]]] = []
-    writes: list[dict[Key, list[Box]]] = [defaultdict(list) for _ in declarations]
-    load = [0] * len(declarations)
-
-    def give(rank: int, key: Key, box: Box) -> None:
-        writes[rank][key].append(box)
-        load[rank] += box.volume
-
+    problems: list[str] = []
+    items: list[tuple[int, Key, Box, list[int]]] = []
     for key, held in by_key.items():
-        holders = _holders(held)
-        problem = _disagreement(held, holders) or tiling_problem(held[0][1].shape, holders)
-        if problem:
+        holders: dict[Box, list[int]] = defaultdict(list)
+        for rank, leaf in held:
+            for box in leaf.boxes:
+                if box.volume or not math.prod(leaf.shape):
+                    holders[box].append(rank)
+        if problem := _problem(held, holders):
             problems.append(f"{key[0]}: {key[1]}: {problem}")
-            continue
-        for box, ranks in holders.items():
-            if len(ranks) > 1 and held[0][1].spread:
-                shared.append((box.volume, key, box, ranks))
-            else:
-                give(ranks[0], key, box)
-    for _, key, box, ranks in sorted(shared, key=lambda item: -item[0]):
-        give(min(ranks, key=lambda rank: load[rank]), key, box)
-    refuse(
-        problems,
-        "the state of this run cannot be saved",
-        "this must be fixed in the plugin that describes it",
-    )
-    return [dict(write) for write in writes]
+        spread = held[0][1].spread
+        items += [(box.volume, key, box, ranks if spread else ranks[:1]) for box, ranks in holders.items()]
+    remedy = "this must be fixed in the plugin that describes it"
+    refuse(problems, "the state of this run cannot be saved", remedy)
+    writes: list[dict[Key, list[Box]]] = [{} for _ in declarations]
+    load = [0] * len(declarations)
+    for volume, key, box, ranks in sorted(items, key=lambda item: (len(item[3]) > 1, -item[0])):
+        rank = min(ranks, key=load.__getitem__)
+        writes[rank].setdefault(key, []).append(box)
+        load[rank] += volume
+    return writes
 
 
-def tiling_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None:
     """What keeps `boxes` from covering a tensor of `shape` exactly once."""
-    ordered = sorted(boxes)
-    if len(ordered) == 1 and ordered[0] == ((0,) * len(shape), shape):
-        return None  # nearly always
-    for box in ordered:
+    for box in boxes:
         if not len(box.offset) == len(box.shape) == len(shape) or any(
-            start < 0 or start + size > whole
-            for start, size, whole in zip(box.offset, box.shape, shape, strict=True)
+            start < 0 or end > whole for start, end, whole in zip(box.offset, box.ends, shape, strict=True)
         ):
-            return f"{_text(box)} is not inside of {list(shape)}"
+            return f"{box} is not inside of {list(shape)}"
     # Along the dimension that is cut most, a box can only overlap those still open there.
-    along = max(range(len(shape)), key=lambda dim: len({box.offset[dim] for box in ordered}), default=None)
-    if along is not None:
-        ordered.sort(key=lambda box: box.offset[along])
+    along = max(range(len(shape)), key=lambda dim: len({box.offset[dim] for box in boxes}), default=0)
     opened: list[Box] = []
-    for box in ordered:
-        if along is not None:
-            first = box.offset[along]
-            opened = [other for other in opened if other.offset[along] + other.shape[along] > first]
+    for box in sorted(boxes, key=lambda box: box.offset[along:]) if len(boxes) > 1 else ():
+        opened = [other for other in opened if other.ends[along:][:1] > box.offset[along:][:1]]
         for other in opened:
-            if intersect(box, other) is not None:
-                return f"{_text(other)} and {_text(box)} overlap"
+            if intersect(box, other):
+                return f"{other} and {box} overlap"
         opened.append(box)
-    covered, wanted = sum(box.volume for box in ordered), math.prod(shape)
-    return None if covered == wanted else f"{wanted - covered} of its {wanted} elements are held by no rank"
+    lacking = math.prod(shape) - sum(box.volume for box in boxes)
+    return f"{lacking} of its {math.prod(shape)} elements are held by no rank" if lacking else None
 
 
 def intersect(one: Box, other: Box) -> Box | None:
     """The part that both boxes have, if it has any element."""
     offset = tuple(map(max, one.offset, other.offset))
-    ends = (map(sum, zip(box.offset, box.shape, strict=True)) for box in (one, other))
-    shape = tuple(end - start for start, end in zip(offset, map(min, *ends), strict=True))
+    shape = tuple(end - start for start, end in zip(offset, map(min, one.ends, other.ends), strict=True))
     return Box(offset, shape) if min(shape, default=1) > 0 else None
 
 
@@ -137,36 +126,19 @@ def refuse(problems: Sequence[str], what: str, remedy: str, *, path: str | None 
     """Raise a CheckpointError that names the problems, if there is any."""
     if problems:
         more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise CheckpointError(
-            "\n".join([f"{what}:", *(f"  {each}" for each in [*problems[:10], *more]), remedy]), path=path
-        )
+        lines = [f"{what}:", *(f"  {each}" for each in [*problems[:10], *more]), remedy]
+        raise CheckpointError("\n".join(lines), path=path)
 
 
-def _holders(held: Sequence[tuple[int, Declared]]) -> dict[Box, list[int]]:
-    holders: dict[Box, list[int]] = defaultdict(list)
-    for rank, leaf in held:
-        for box in leaf.boxes:
-            if box.volume or not math.prod(leaf.shape):
-                holders[box].append(rank)
-    return holders
-
-
-def _disagreement(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Sequence[int]]) -> str | None:
+def _problem(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Sequence[int]]) -> str | None:
     first_rank, first = held[0]
-    dtype_rank, dtype = next(((rank, leaf.dtype) for rank, leaf in held if leaf.dtype), (first_rank, None))
-    for rank, leaf in held[1:]:
-        if leaf[:2] != first[:2] or leaf[3:6] != first[3:6]:
-            return f"rank {first_rank} says {first[:6]}, rank {rank} {leaf[:6]}"
-        if leaf.dtype not in (dtype, None):
-            return f"rank {dtype_rank} says {dtype}, rank {rank} {leaf.dtype}"
-    if dtype and "+" in dtype:
-        return f"its boxes have several dtypes, {dtype}"
+    for rank, leaf in held:
+        if leaf[:5] != first[:5]:
+            return f"rank {first_rank} says {first[:5]}, rank {rank} {leaf[:5]}"
+    dtypes = {dtype for _, leaf in held for dtype in leaf.dtypes}
+    if len(dtypes) > 1:
+        return f"its parts have several dtypes, {', '.join(sorted(dtypes))}"
     for box, ranks in holders.items():
         if len(ranks) > 1 and not first.replicated:
-            return f"ranks {ranks[0]} and {ranks[1]} both hold {_text(box)}, which is not declared replicated"
-    return None
-
-
-def _text(box: Box) -> str:
-    ranges = (f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=False))
-    return f"[{', '.join(ranges)}]"
+            return f"ranks {ranks[0]} and {ranks[1]} both hold {box}, which is not declared replicated"
+    return tiling_problem(first.shape, holders)

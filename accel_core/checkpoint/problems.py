@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import field, frozen
 
 from accel_core.checkpoint.codec import DTYPES, name_of
-from accel_core.checkpoint.collect import class_of
 from accel_core.checkpoint.plan import refuse
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ __all__ = ["Problems"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 @frozen
 class Problems:
@@ -35,47 +32,29 @@ class Problems:
     found: list[str] = field(factory=list)
     fatal: list[str] = field(factory=list)
 
-    def missing(self, what: str) -> None:
-        """The run has it, the checkpoint does not."""
-        self.found.append(f"missing in the checkpoint: {what}")
-
-    def unexpected(self, what: str) -> None:
-        """The checkpoint has it, the run does not."""
-        self.found.append(f"unexpected, the run has no such state: {what}")
-
-    def compare(self, what: str, saved: Iterable[str], here: Iterable[str]) -> None:
+    def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
         """Name what only one side has."""
         saved, here = dict.fromkeys(saved), dict.fromkeys(here)
-        for name in (name for name in here if name not in saved):
-            self.missing(f"{what}{name}")
-        for name in (name for name in saved if name not in here):
-            self.unexpected(f"{what}{name}")
-
-    def paired(self, what: str, saved: Sequence[Mapping[str, Any]], here: Sequence[T]) -> list[tuple[T, Any]]:
-        """Objects and the states saved for them, by position; those that are not of one class are named."""
-        self.compare(what, map(str, range(len(saved))), map(str, range(len(here))))
-        pairs = []
-        for number, (each, item) in enumerate(zip(saved, here, strict=False)):
-            if each["class"] == class_of(item):
-                pairs.append((item, each["state"]))
-            else:
-                found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
-                self.fatal.append(f"{what}{number} {found}")
-        return pairs
+        self.found.extend(f"missing in the checkpoint: {what}{name}" for name in here if name not in saved)
+        self.found.extend(
+            f"unexpected, the run has no such state: {what}{name}" for name in saved if name not in here
+        )
 
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
         """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
-        before = len(self.fatal)
-        there, here = list(stored.shape), list(leaf.global_shape)
-        if there != here:
-            self.fatal.append(f"{what} has shape {there} in the checkpoint, {here} here")
-        if leaf.layout != stored.layout:
-            self.fatal.append(f"{what} has layout {stored.layout} in the checkpoint, {leaf.layout} here")
+        there, here = (list(stored.shape), stored.layout), (list(leaf.global_shape), leaf.layout)
+        for word, one, other in zip(("shape", "layout"), there, here, strict=True):
+            if one != other:
+                self.fatal.append(f"{what} has {word} {one} in the checkpoint, {other} here")
         for dtype in {tensor.dtype for _, tensor in leaf.shards}:
             if torch.promote_types(DTYPES[stored.dtype], dtype) != dtype:
                 loss = f"{name_of(dtype)} here would lose digits"
                 self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
-        return len(self.fatal) == before
+        return there == here
+
+    def warn(self, what: str) -> None:
+        """Log what is left out, though nothing is wrong."""
+        logger.warning("%s: %s", self.folder, what)
 
     def settle(self) -> None:
         """Raises CheckpointError if there are problems that count; the others are logged."""
@@ -87,4 +66,4 @@ class Problems:
             path=str(self.folder),
         )
         for each in self.found:
-            logger.warning("%s: %s", self.folder, each)
+            self.warn(each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ from accel_core.checkpoint.collect import Collected, collect
 from accel_core.checkpoint.commit import begin, discard, new_save_id, partial_folder, publish
 from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json
 from accel_core.checkpoint.manifest import Manifest, write_manifest
-from accel_core.checkpoint.plan import Box, Declared, Key, plan
+from accel_core.checkpoint.plan import Box, Key, plan
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.leaf import Leaf
     from accel_core.run import Run
-    from accel_core.world import Collectives
 
 __all__ = ["save"]
 
@@ -49,7 +49,7 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
     if run.mark_step is not None:
         run.mark_step("state")
     state = agree(control, lambda: collect(run))
-    writes = _plan(control, state)[control.rank]
+    writes = plan(control.all_gather_object(state.declared))[control.rank]
     first = control.rank == 0
     save_id: str = control.broadcast_object(new_save_id(run.run_id) if first else None)
     agree(control, lambda: begin(target, save_id) if first else None)
@@ -67,64 +67,38 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
     return target
 
 
-def _plan(control: Collectives, state: Collected) -> list[dict[Key, list[Box]]]:
-    """For each rank, the boxes it writes; ranks tell each other what they have."""
-    mine = (state.declared, state.absent, state.optimizers_digest)
-    everyone: Sequence[tuple[dict[Key, Declared], list[Key], str]] = control.all_gather_object(mine)
-    if state.optimizers_digest != everyone[0][2]:  # pipelines: other layers are optimized here
-        state.own["optimizers"] = state.optimizers
-    offered = {key for declared, _, _ in everyone for key in declared}
-    missing = {key for _, absent, _ in everyone for key in absent} - offered
-    return plan([declared for declared, _, _ in everyone], missing)
-
-
 def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key, list[Box]]) -> Records:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}, made by rank 0, is not visible here\n"
             "give all ranks the same directory, on a disk that all nodes share"
         )
-    name = f"rank-{rank:05d}"
-    boxes = [(key, box, _tensor(state, key, box)) for key, wanted in writes.items() for box in wanted]
-    named = _header_names(state, boxes)
-    data, blocks, starts = write_data(folder / f"{name}.safetensors", named)
-    index: dict[str, dict[str, Any]] = {}
-    for (key, box, tensor), start in zip(boxes, starts, strict=True):
-        leaf = state.leaves[key]
-        described = index.setdefault(key[0], {}).setdefault(
-            key[1],
-            {"kind": leaf.kind, "shape": leaf.global_shape, "dtype": name_of(tensor.dtype), "boxes": []},
-        )
-        if leaf.layout is not None:
-            described["layout"] = leaf.layout
-        described["boxes"].append([box.offset, box.shape, start])
-    content = {"rank": rank, "state": state.own, "blocks": blocks, "tensors": index}
-    records = {f"{name}.safetensors": data, f"{name}.json": write_json(folder / f"{name}.json", content)}
+    data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+    boxes = [(key, box, _tensor(state.leaves[key], box)) for key, each in writes.items() for box in each]
+    record, blocks, starts = write_data(folder / data, [_named(state, *each) for each in boxes])
+    tensors: dict[str, dict[str, dict[str, Any]]] = {}
+    for ((unit, key), box, tensor), start in zip(boxes, starts, strict=True):
+        leaf = state.leaves[unit, key]
+        described = {"kind": leaf.kind, "shape": leaf.global_shape, "dtype": name_of(tensor.dtype)}
+        layout = {} if leaf.layout is None else {"layout": leaf.layout}
+        known = tensors.setdefault(unit, {}).setdefault(key, {**described, **layout, "boxes": []})
+        known["boxes"].append([*box, start])
+    content = {"rank": rank, "state": state.own, "blocks": blocks, "tensors": tensors}
+    records = {data: record, index: write_json(folder / index, content)}
     if rank == 0:
-        for unit, optimizers in state.optimizers.items():
-            state.shared["units"][unit]["optimizers"] = optimizers
         records["state.json"] = write_json(folder / "state.json", state.shared)
     sync_folder(folder)
     return records
 
 
-def _tensor(state: Collected, key: Key, box: Box) -> Tensor:
-    return next(
-        tensor for offset, tensor in state.leaves[key].shards if (tuple(offset), tuple(tensor.shape)) == box
-    )
+def _tensor(leaf: Leaf, box: Box) -> Tensor:
+    return next(tensor for offset, tensor in leaf.shards if (tuple(offset), tuple(tensor.shape)) == box)
 
 
-def _header_names(state: Collected, boxes: list[tuple[Key, Box, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Names for the safetensors header, which only other tools read: the key, and where a part starts."""
-    named: dict[str, Tensor] = {}
-    for (unit, key), box, tensor in boxes:
-        name = f"{unit}/{key}" if unit else key
-        if box.shape != state.leaves[unit, key].global_shape:
-            name += f"@{','.join(map(str, box.offset))}"
-        while name in named or name == "__metadata__":
-            name += "'"
-        named[name] = tensor
-    return [*named.items()]
+def _named(state: Collected, key: Key, box: Box, tensor: Tensor) -> tuple[str, Tensor]:
+    """A name for the safetensors header, which only other tools read: the key, and where a part starts."""
+    part = "" if box.shape == state.leaves[key].global_shape else f"@{','.join(map(str, box.offset))}"
+    return "/".join(filter(None, key)) + part, tensor
 
 
 def _manifest(run: Run, save_id: str, step: int | None, files: Records) -> Manifest:

@@ -74,24 +74,6 @@ class Job:
         hooks.model_state = lambda unit: {name: cut(leaf) for name, leaf in model_state(unit).items()}
         hooks.optimizer_state = of_optimizer
 
-    def keep_layers(self) -> None:
-        """Offer some layers only, as pipelines do: optimizers are described otherwise on each rank."""
-        hooks, rank = self.unit.hooks, self.run.world.rank
-        model_state, optimizer_state = hooks.model_state, hooks.optimizer_state
-
-        def mine(name: str) -> bool:
-            return (name[0] == "0") == (rank == 0)
-
-        def of_optimizer(unit, optimizer):
-            state = optimizer_state(unit, optimizer)
-            groups = [{**group, "params": [*filter(mine, group["params"])]} for group in state.groups]
-            return OptimizerState(leaves={k: v for k, v in state.leaves.items() if mine(k)}, groups=groups)
-
-        hooks.model_state = lambda unit: {
-            name: leaf for name, leaf in model_state(unit).items() if mine(name)
-        }
-        hooks.optimizer_state = of_optimizer
-
     def plugin(self, taken: dict) -> None:
         """A plugin with an entry of each scope."""
         rank, reader = self.run.world.rank, self.run.topology.reader
@@ -125,8 +107,6 @@ def prepared(how: str, seed: int = 0) -> Job:
     job = Job(seed)
     if how == "rows":
         job.shard_rows()
-    if how == "layers":
-        job.keep_layers()
     return job
 
 

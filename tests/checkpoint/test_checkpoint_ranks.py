@@ -40,7 +40,7 @@ def test_buffers_are_those_of_the_first_rank(tmp_path):
     assert found == other == first
 
 
-WAYS = [("whole", 1), ("whole", 2), ("rows", 1), ("rows", 2), ("rows", 3), ("layers", 2)]
+WAYS = [("whole", 1), ("whole", 2), ("rows", 1), ("rows", 2), ("rows", 3)]
 
 
 @pytest.mark.parametrize("saved", WAYS, ids=str)
