@@ -14,6 +14,9 @@ from accel_core.checkpoint.restore import derived_seed
 from accel_core.testing.processes import run_processes
 
 
+pytestmark = pytest.mark.together
+
+
 def run(function, folder, *args, world=2):
     return run_processes(function, str(folder), *args, world=world, timeout=60)
 

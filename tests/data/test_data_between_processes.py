@@ -10,6 +10,9 @@ from accel_core import Accelerator
 from accel_core.testing.processes import run_processes
 
 
+pytestmark = pytest.mark.together
+
+
 def shuffled():
     return DataLoader(list(range(21)), batch_size=3, shuffle=True)
 
