@@ -13,7 +13,6 @@ from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.restore import derived_seed
 from accel_core.testing.processes import run_processes
 
-
 pytestmark = pytest.mark.together
 
 

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator
 from accel_core.testing.processes import run_processes
 
-
 pytestmark = pytest.mark.together
 
 

@@ -89,6 +89,7 @@ def gather_each_dtype(accelerator):
     return True
 
 
+@pytest.mark.together
 def test_gather_keeps_every_dtype():
     assert ranks(gather_each_dtype) == [True, True]
 
@@ -114,6 +115,7 @@ def gather_odd_tensors(accelerator):
     )
 
 
+@pytest.mark.together
 def test_gather_of_scalars_empty_strided_and_differentiable_tensors():
     expected = ([0, 1], (0, 3), [[0, 3], [1, 4], [2, 5], [10, 13], [11, 14], [12, 15]], False, "Point")
     assert ranks(gather_odd_tensors) == [expected, expected]
@@ -133,6 +135,7 @@ def count_of_gathers(accelerator):
     return first, second, calls[len(first) + len(second) :]
 
 
+@pytest.mark.together
 def test_small_operations_cost_one_collective_and_large_ones_one_more_a_dtype_at_most():
     assert ranks(count_of_gathers)[0] == (
         ["all_gather"],
@@ -148,6 +151,7 @@ def gather_large(accelerator):
     return torch.equal(gathered[0], expected) and torch.equal(gathered[1], expected.to(torch.bfloat16))
 
 
+@pytest.mark.together
 def test_gather_of_what_does_not_travel_with_the_check():
     assert ranks(gather_large, world=3) == [True] * 3
 
@@ -160,6 +164,7 @@ def bring_different_things(accelerator, brought):
         return str(error), error.operation, error.found
 
 
+@pytest.mark.together
 @pytest.mark.parametrize(
     ("brought", "found"),
     [
@@ -188,6 +193,7 @@ def call_different_operations(accelerator):
         return error.found
 
 
+@pytest.mark.together
 def test_different_operations_raise_on_all_ranks():
     found = ("reduce (sum) of (2,) float32", "gather of (2,) float32")
     assert ranks(call_different_operations) == [found, found]
@@ -217,6 +223,7 @@ def gather_objects(accelerator):
     )
 
 
+@pytest.mark.together
 def test_gather_object_joins_lists_by_rank():
     expected = ([0, "", 1, "x"], {"a": [0, 1], "b": [None, None]}, [0, 1], 72000)
     assert ranks(gather_objects) == [expected, expected]
@@ -246,6 +253,7 @@ def epoch_of_metrics(accelerator, iterable, split):
     return tensors, structures, objects
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_gather_for_metrics_drops_exactly_the_padding(iterable, split):
@@ -270,6 +278,7 @@ def evaluate_inside_training(accelerator):
     return seen, sorted(trained), len(accelerator.run.active_loaders)
 
 
+@pytest.mark.together
 def test_an_evaluation_loop_inside_a_training_loop_has_its_own_padding():
     expected = ([[0, 1, 2, 3], list(range(7))], [100, 101, 102, 103, 104], 0)
     assert ranks(evaluate_inside_training) == [expected, expected]
@@ -298,6 +307,7 @@ def reduce_all(accelerator):
     }
 
 
+@pytest.mark.together
 def test_reduce():
     first, second = ranks(reduce_all)
     assert first == second | {"none": [1.0, 2.0]}
@@ -341,6 +351,7 @@ def broadcast_all(accelerator):
     return returned["weight"] is weight, weight.unique().tolist(), large.all().item(), objects
 
 
+@pytest.mark.together
 def test_broadcast_overwrites_in_place():
     expected = (True, [1.0], True, [1, {"rank": 1}])
     assert ranks(broadcast_all) == [expected, expected]
@@ -355,6 +366,7 @@ def pad_all(accelerator):
     return padded["end"].tolist(), padded["scalar"].item(), first.tolist(), tuple(last_dim.shape)
 
 
+@pytest.mark.together
 def test_pad_across_processes_makes_shapes_equal():
     assert ranks(pad_all) == [
         ([[7, 7], [-1, -1]], 1, [[5, 5], [7, 7]], (2, 2)),
@@ -404,6 +416,7 @@ def synchronize(accelerator):
     return torch.rand(2).tolist(), torch.rand(2, generator=generator).tolist()
 
 
+@pytest.mark.together
 def test_synchronized_streams_draw_the_same():
     first, second = ranks(synchronize)
     assert first == second
@@ -440,5 +453,6 @@ def time_a_gather(accelerator):
     return min(times)
 
 
+@pytest.mark.together
 def test_gathering_64_small_tensors_takes_a_millisecond():
     assert min(ranks(time_a_gather)) < 1e-3
