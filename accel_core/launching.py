@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,9 +109,9 @@ class Launch:
         launch = self.config.launch
         world = World(size=launch.nodes * processes, local_size=processes, nodes=launch.nodes)
         # Launchers of one job know each other by nothing but the place where they meet.
-        meeting = f"{launch.rendezvous}/{launch.nodes}" if launch.nodes > 1 else uuid.uuid4().hex
-        run_id = hashlib.blake2b(meeting.encode(), digest_size=16).hexdigest()
-        wanted = {"ACCEL_RUN_ID": os.environ.get("ACCEL_RUN_ID") or run_id}
+        meeting = f"{launch.rendezvous}/{launch.nodes}".encode() if launch.nodes > 1 else os.urandom(16)
+        run_id = hashlib.blake2b(meeting, digest_size=16).hexdigest()
+        wanted = {"ACCEL_RUN_ID": run_id}
         for record in self._named():
             light = _light(record)
             if hasattr(light, "launch_environment"):
@@ -144,13 +143,10 @@ class Launch:
         assert record is not None
         if record.card is None or record.status != "available":
             raise PluginError(f"launcher {record.name} cannot be used: {record.reason}", plugin=record.name)
-        plugin = load_plugin(record, record.card.implementation or "")(
-            self.resolved.plugin_config(record), None
-        )
-        binder = Binder()
-        return binder.hooks(
-            [binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)]
-        )
+        binder, cls = Binder(), load_plugin(record, record.card.implementation or "")
+        plugin = cls(self.resolved.plugin_config(record), None)
+        layer = binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)
+        return binder.hooks([layer])
 
     # -- which devices are here ------------------------------------------------------------------
 
@@ -187,9 +183,8 @@ def _light(record: Record) -> Any:
 def _count_by_torch(device: str) -> int | None:
     import torch
 
-    if device == "auto":
-        return torch.accelerator.device_count() if torch.accelerator.is_available() else None
     try:
-        return int(torch.get_device_module(device.partition(":")[0]).device_count())
+        module = torch.accelerator if device == "auto" else torch.get_device_module(device.partition(":")[0])
+        return int(module.device_count())
     except (RuntimeError, AttributeError):
         return None  # torch does not know it; the worker will say so with the reasons

@@ -18,8 +18,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import dropwhile
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TypeVar
 
 __all__ = ["guard", "main"]
@@ -27,6 +28,7 @@ __all__ = ["guard", "main"]
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
 PACKAGE = str(Path(__file__).parent) + os.sep
+OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
 
 
@@ -36,7 +38,10 @@ def main() -> None:
     faulthandler.enable()
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]
-    guard(lambda: _run_module(sys.argv[0]) if module else _run_script(sys.argv[0]))
+    if module:
+        guard(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
+    else:
+        guard(lambda: _run_script(sys.argv[0]))
 
 
 def guard(call: Callable[[], R]) -> R:
@@ -50,7 +55,6 @@ def guard(call: Callable[[], R]) -> R:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noted, not swallowed: the process ends here
-        error.__traceback__ = _without_ours(error.__traceback__)
         text = _render(error)
         if not _note(f"{type(error).__name__}: {error}", text):
             sys.stderr.write(text)
@@ -90,25 +94,15 @@ def _run_script(path: str) -> None:
     exec(code, main_module.__dict__)  # noqa: S102  # what `python script.py` does
 
 
-def _run_module(name: str) -> None:
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    # The first frames are this package's and runpy's; the user's story starts after them.
-    ours = (PACKAGE, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    return trace
-
-
 def _render(error: BaseException) -> str:
     story = traceback.TracebackException.from_exception(error)
+    # The first frames are this package's and runpy's; the user's story starts after them.
+    frames = list(dropwhile(lambda frame: frame.filename.startswith(OURS), story.stack))
     if type(error).__module__ == "accel_core.errors":
         # The message says it all: neither our frames nor what we caught would help the reader.
-        theirs = [frame for frame in story.stack if not frame.filename.startswith(PACKAGE)]
-        story.stack = traceback.StackSummary.from_list(theirs)
+        frames = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
         story.__cause__, story.__suppress_context__ = None, True
+    story.stack = traceback.StackSummary.from_list(frames)
     return "".join(story.format())
 
 

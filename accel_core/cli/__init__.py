@@ -36,11 +36,17 @@ class _Lazy(click.Group):
         return [*BUILT_IN, *_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command: click.Command
         if cmd_name in BUILT_IN:
-            command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+            command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
             return command
         record = _commands().get(cmd_name)
-        return None if record is None else _load(record)
+        if record is None or record.card is None:
+            return None
+        from accel_core.plugins import load
+
+        command = load(record, record.card.implementation or "")
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = list(BUILT_IN.items())
@@ -53,14 +59,6 @@ def _commands() -> dict[str, Record]:
     from accel_core.plugins import discover
 
     return {record.name: record for record in discover().of("command") if record.status == "available"}
-
-
-def _load(record: Record) -> click.Command:
-    from accel_core.plugins import load
-
-    assert record.card is not None
-    command: click.Command = load(record, record.card.implementation or "")
-    return command
 
 
 @click.command("accel", cls=_Lazy, context_settings=CONTEXT)

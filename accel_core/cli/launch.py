@@ -45,8 +45,7 @@ class _LaunchCommand(click.Command):
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             raise ConfigError(self._advise(error.option_name, ctx)) from None
-        given = {flag[2:]: ctx.params.pop(name) for flag, name in ctx.meta["dotted"]}
-        ctx.params["dotted"] = {path: text for path, text in given.items() if text is not None}
+        ctx.params.update({flag[2:]: ctx.params.pop(name) for flag, name in ctx.meta["dotted"]})
         return rest
 
     def _advise(self, flag: str, ctx: click.Context) -> str:
@@ -96,18 +95,13 @@ def _own_flags() -> list[click.Parameter]:
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, to be found as python -m finds it.")
 @click.argument("target", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    config: str | None,
-    dry_run: bool,
-    module: bool,
-    target: tuple[str, ...],
-    dotted: dict[str, str],
-    **own: str | None,
+    config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
     from accel_core.launching import plan
 
-    flags = {name.replace("__", "."): value for name, value in own.items() if value is not None}
-    planned = plan(flags={**dotted, **flags}, file=config)
+    flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
+    planned = plan(flags=flags, file=config)
     _refuse_missing(target, module)
     for note in planned.resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
@@ -132,11 +126,8 @@ def _describe(planned: Launch, command: tuple[str, ...]) -> None:
 
 def _refuse_missing(target: tuple[str, ...], module: bool) -> None:
     if not target:
-        raise LaunchError(
-            "nothing to launch\nname a script: accel launch [FLAGS] script.py [ARGS]", exit_code=2
-        )
+        remedy = "name a script: accel launch [FLAGS] script.py [ARGS]"
+        raise LaunchError(f"nothing to launch\n{remedy}", exit_code=2)
     if not module and not Path(target[0]).is_file():
-        found = "is a folder" if Path(target[0]).is_dir() else f"does not exist in {Path.cwd()}"
-        raise LaunchError(
-            f"the script {target[0]} {found}\nname a Python file, or a module with -m", exit_code=2
-        )
+        about = f"there is no script {target[0]} in {Path.cwd()}"
+        raise LaunchError(f"{about}\nname a Python file, or a module with -m", exit_code=2)

@@ -136,7 +136,7 @@ def refused(tmp_path, *words, code: int = 1) -> str:
 def test_a_script_that_is_not_there(tmp_path):
     told = refused(tmp_path, "-n", "2", "trian.py", code=2)
 
-    assert told.startswith(f"accel: the script trian.py does not exist in {tmp_path}\n")
+    assert told.startswith(f"accel: there is no script trian.py in {tmp_path}\n")
 
 
 def test_nothing_to_launch(tmp_path):
