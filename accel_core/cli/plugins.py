@@ -43,10 +43,8 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     discovery = discover()
     if as_json:
         print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
-    elif why:
-        print("\n".join(_explain(discovery)))
     else:
-        print("\n".join(table(discovery)))
+        print("\n".join(_explain(discovery) if why else table(discovery)))
 
 
 def _ordered(discovery: Discovery) -> list[Record]:

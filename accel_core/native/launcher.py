@@ -78,6 +78,7 @@ def _run_agent(
 ) -> dict[int, Any]:
     """What each rank returned. Raises LaunchError for a failure; ends as the signal says that stops it."""
     host, port = meeting_point(job)  # first of all: it needs no torch to refuse
+    from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -103,12 +104,12 @@ def _run_agent(
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             sys.exit(128 + stop.sigval)
-        except (RuntimeError, TimeoutError) as error:  # torch's DistError, RendezvousError are of these
-            if job.nodes == 1:
-                raise
+        except DistError as error:
+            found = str(error).partition("\n")[0]
             raise LaunchError(
-                f"the {job.nodes} nodes did not come together at {job.rendezvous}: {error}\n"
-                "start the same command on each node with its own --node-rank, and check --rendezvous"
+                f"node {job.node_rank} of {job.nodes} could not meet the others at {host}:{port}: {found}\n"
+                "check --rendezvous (an address of node 0, a port that is free there), and that each node "
+                "was started, with its own --node-rank"
             ) from error
         if result.is_failed() and agent.failure:
             raise agent.failure

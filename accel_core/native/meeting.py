@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from contextlib import suppress
@@ -22,7 +21,7 @@ def meeting_point(job: Job) -> tuple[str, int]:
     """Host and port where the job's agents meet.
 
     Raises:
-        LaunchError: no such place, or a port in use.
+        LaunchError: the job names no such place.
     """
     if job.rendezvous is None and job.nodes > 1:
         raise LaunchError(
@@ -34,21 +33,7 @@ def meeting_point(job: Job) -> tuple[str, int]:
         raise LaunchError(
             f"--rendezvous {job.rendezvous!r} is not HOST:PORT\nfor example --rendezvous 10.0.0.1:29500"
         )
-    if job.node_rank == 0:
-        _refuse_taken_port(host, int(port))
     return host if job.nodes > 1 else LOCAL, int(port)
-
-
-def _refuse_taken_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise LaunchError(
-                f"port {port} of this machine cannot be used: {os.strerror(error.errno or 0).lower()}\n"
-                f"take another, such as --rendezvous {host}:{port + 1}, on every node"
-            ) from error
 
 
 def interface_towards(host: str, port: int) -> str | None:

@@ -158,3 +158,21 @@ def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes,
         "accel: another node failed: rank 3 (local 1) failed: ValueError: no data here",
         "its own `accel launch` has the traceback",
     ]
+
+
+STOPS = """
+import os, signal, time
+if os.environ["RANK"] == "{}":
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_node_that_is_stopped_ends_the_other_whatever_restarts_are_left(nodes, tmp_path, stopped):
+    ended = launch_on(nodes, tmp_path, STOPS.format(2 * stopped), "--max-restarts", "2")
+
+    assert ended[stopped][0] == 143
+    assert ended[1 - stopped][0] == 1
+    assert "another node failed: it was stopped by signal 15" in ended[1 - stopped][2]
+    assert "restart" not in ended[0][2] + ended[1][2]
