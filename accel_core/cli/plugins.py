@@ -161,17 +161,9 @@ def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
             _find(name)
     if find_spec("pytest") is None:
         raise AccelError("the conformance tests need pytest\npip install 'accel-core[testing]'")
+    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "--accel-stack", stack]
+    if world:
+        command += ["--accel-world", world]
     # Neither the settings nor the cache of a project that happens to lie around.
-    clean = ["-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider"]
-    chosen = ["--accel-stack", stack, *(("--accel-world", world) if world else ())]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *clean,
-        "--pyargs",
-        "accel_core.testing",
-        *chosen,
-        *pytest_args,
-    ]
+    command += ["-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider", *pytest_args]
     sys.exit(subprocess.run(command, check=False).returncode)  # noqa: S603
