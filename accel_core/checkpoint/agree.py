@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from accel_core.errors import CheckpointError
@@ -27,18 +27,10 @@ def agree(control: Collectives, action: Callable[[], T]) -> T:
         result = action()
     except Exception as raised:  # whatever it is, the other ranks are waiting for our word
         error = raised
-    failures: dict[str, list[str]] = {}
-    if control.size > 1:
-        for rank, vote in enumerate(control.all_gather_object(error and f"{type(error).__name__}: {error}")):
-            if vote is not None:
-                failures.setdefault(vote, []).append(str(rank))
-    if error is not None and (control.size == 1 or _is_everyones(failures, control.size)):
+    votes = control.all_gather_object(error and f"{type(error).__name__}: {error}")
+    if error is not None and len(set(votes)) == 1:
         raise error
-    if failures:
-        said = [f"rank {', '.join(ranks)}: {failure}" for failure, ranks in failures.items()]
+    said = [f"rank {rank}: {vote}" for rank, vote in enumerate(votes) if vote is not None]
+    if said:
         raise CheckpointError("\n".join(said), path=getattr(error, "path", None)) from error
     return result
-
-
-def _is_everyones(failures: Mapping[str, Sequence[str]], size: int) -> bool:
-    return len(next(iter(failures.values()))) == size

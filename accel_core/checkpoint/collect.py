@@ -106,8 +106,6 @@ def modules_with_extra_state(unit: Unit) -> dict[str, nn.Module]:
 
 def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
     path, window = f"units.{unit.name}", unit.window
-    if not unit.name:
-        raise CheckpointError("a unit without a name cannot be stored\nname it: prepare(..., name='student')")
     if not window.boundary:
         raise CheckpointError(
             f"unit {unit.name!r} has accumulated {window.index + 1} of {window.size} micro-batches, and"

@@ -8,6 +8,7 @@ name, and the next save of the same run removes it. One rank calls these, the ot
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import secrets
 import shutil
@@ -28,7 +29,7 @@ _RENAME_EXCHANGE: Final = 2
 
 def new_save_id(run_id: str) -> str:
     """An id for one save. It starts with a digest of the run's id, by which leftovers are recognised."""
-    return f"{_run_digest(run_id)}-{secrets.token_hex(6)}"
+    return f"{xxh3_64_hexdigest(run_id.encode('utf-8', 'surrogateescape'))}-{secrets.token_hex(6)}"
 
 
 def partial_folder(target: Path, save_id: str) -> Path:
@@ -57,17 +58,13 @@ def begin(target: Path, save_id: str) -> None:
 
 def publish(target: Path, save_id: str) -> None:
     """Give the complete, synced folder the name of the target. What had it before is removed."""
-    partial = partial_folder(target, save_id)
+    partial = old = partial_folder(target, save_id)
     sync_folder(partial)
     if not is_ours(target):
         if target.exists():  # an empty folder; not every system renames over one
             target.rmdir()
         partial.rename(target)
-        sync_folder(target.parent)
-        return
-    if _exchange(partial, target):
-        old = partial
-    else:  # two renames; `locate` finds the old one if we die between them
+    elif not _exchange(partial, target):  # two renames; `locate` finds the old one if we die between them
         old = partial.with_suffix(".replaced")
         target.rename(old)
         partial.rename(target)
@@ -83,21 +80,16 @@ def discard(target: Path, save_id: str) -> None:
 
 def locate(target: Path) -> Path:
     """The folder that holds the checkpoint `target`: itself, but for a kill between two renames."""
-    if not target.exists() and target.parent.is_dir():
-        for other in sorted(target.parent.glob(f".{_literal(target.name)}.*.replaced")):
-            if is_ours(other):
-                return other
-    return target
+    replaced = sorted(target.parent.glob(f".{glob.escape(target.name)}.*.replaced"))
+    return next(filter(is_ours, replaced), target) if not target.exists() else target
 
 
 def _clean(parent: Path, run_digest: str) -> None:
     for left in parent.glob(f".*.{run_digest}-*.*"):
-        if left.suffix == ".replaced":
-            target = parent / left.name[1:].rpartition(f".{run_digest}-")[0]
-            if not target.exists():
-                left.rename(target)
-                continue
-        if left.suffix in (".partial", ".replaced"):
+        target = parent / left.name[1:].rpartition(f".{run_digest}-")[0]
+        if left.suffix == ".replaced" and not target.exists():
+            left.rename(target)
+        elif left.suffix in (".partial", ".replaced"):
             shutil.rmtree(left)
 
 
@@ -108,11 +100,3 @@ def _exchange(one: Path, other: Path) -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def _run_digest(run_id: str) -> str:
-    return xxh3_64_hexdigest(run_id.encode("utf-8", "surrogateescape"))
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,26 +78,22 @@ def write_json(path: Path, value: Any) -> FileRecord:
 
 
 def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileRecord, list[str], list[int]]:
-    """Write and sync a data file of named tensors.
+    """Write and sync a data file of named tensors, in this order.
 
     Returns the file's record, its blocks' digests, and where in the file each tensor starts.
     """
-    # Larger items first, so that every tensor is aligned to its own item size.
-    order = sorted(range(len(tensors)), key=lambda number: -tensors[number][1].dtype.itemsize)
     header: dict[str, Any] = {}
-    starts = [0] * len(tensors)
-    end = 0
-    for number in order:
-        name, tensor = tensors[number]
-        starts[number], end = end, end + tensor.nbytes
+    starts = [0]
+    for name, tensor in tensors:
+        starts.append(starts[-1] + tensor.nbytes)
         known = _SAFETENSORS.get(name_of(tensor.dtype))
         shape = list(tensor.shape) if known else [tensor.nbytes]
-        header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [starts[number], end]}
+        header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": starts[-2:]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    record, blocks = write_file(path, [head, *(bytes_of(tensors[number][1]) for number in order)])
-    return record, blocks, [len(head) + start for start in starts]
+    record, blocks = write_file(path, chain([head], (bytes_of(tensor) for _, tensor in tensors)))
+    return record, blocks, [len(head) + start for start in starts[:-1]]
 
 
 class DataFile:

@@ -57,12 +57,13 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is damaged, or of a version that is not known here.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    try:
+        content = path.read_bytes()
+    except OSError as error:
         raise CheckpointError(
             f"{folder} is no checkpoint: it has no {MANIFEST}\ngive the folder that save_state() returned",
             path=str(folder),
-        )
-    content = path.read_bytes()
+        ) from error
     try:
         members = json.loads(content)
         if (members["format"], members["version"]) != (FORMAT, VERSION):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,11 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.leaf import OptimizerState
-    from accel_core.checkpoint.problems import Problems
     from accel_core.checkpoint.read import Checkpoint, Stored
+    from accel_core.checkpoint.restore import Problems
     from accel_core.unit import Unit
 
-__all__ = ["load_scheduler", "restore_optimizers"]
-
-Action = Callable[[], object]
+__all__ = ["restore_optimizers"]
 
 
 @frozen(eq=False)
@@ -41,13 +38,14 @@ def restore_optimizers(
     described: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, Stored],
     problems: Problems,
-) -> Iterator[Action]:
-    """What to do to bring the unit's optimizers into the saved state. Changes nothing yet.
+    schedulers: Iterable[tuple[Any, Any]],
+) -> Iterator[Callable[[], object]]:
+    """What to do to bring the unit's optimizers and schedulers into the saved state. Changes nothing yet.
 
-    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor.
+    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. schedulers: each with its state.
     """
     saved = _saved_parameters(unit, checkpoint, described)
-    left = dict(saved)
+    left, groups = dict(saved), []
     for optimizer in unit.optimizers:
         state = unit.hooks.optimizer_state(unit, optimizer)
         names = [name for group in state.groups for name in group["params"]]
@@ -55,14 +53,21 @@ def restore_optimizers(
         problems.compare(f"{unit.name}: {class_of(optimizer)} of ", mine, names)
         for number, (group, has) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
             what = f"{unit.name}: group {number} of {class_of(optimizer)}"
+            groups.append(has["params"])
             yield partial(_set_group, group, _group_values(what, has, mine, problems))
         stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
-        _refuse_foreign(unit, state, stored, problems)
+        for key, tensor in stored.items():
+            if tensor.layout != getattr(state.leaves.get(key), "layout", None):
+                foreign = f"has layout {tensor.layout}, which is not known here"
+                problems.fatal.append(f"{unit.name}: optimizer/{key} {foreign}")
         yield partial(_fill_state, unit, optimizer, stored, mine)
     problems.compare(f"{unit.name}: optimizer state of ", left, ())
+    regrouped = groups != [group["params"] for each in described for group in each["groups"]]
+    for scheduler, positions in schedulers:
+        yield partial(_load_scheduler, scheduler, positions, regrouped=regrouped)
 
 
-def load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) -> None:
+def _load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) -> None:
     """Load a scheduler's state; the optimizers' groups have theirs already.
 
     regrouped: the groups are not those that were saved, so lists of one value a group are made anew.
@@ -109,16 +114,6 @@ def _group_values(
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
     return {key: value for key, (_, value) in agreed.items()}
-
-
-def _refuse_foreign(
-    unit: Unit, state: OptimizerState, tensors: Mapping[str, Stored], problems: Problems
-) -> None:
-    """No template describes an opaque tensor: it must be there, in this very layout."""
-    for key, stored in tensors.items():
-        if stored.kind == "opaque" and (key not in state.leaves or state.leaves[key].layout != stored.layout):
-            what = f"{unit.name}: optimizer/{key}"
-            problems.fatal.append(f"{what} has layout {stored.layout}, which is not known here")
 
 
 def _set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -2,28 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from attrs import field, frozen
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from accel_core.checkpoint.codec import bytes_of
+from accel_core.checkpoint.codec import DTYPES, bytes_of, name_of
 from accel_core.checkpoint.collect import class_of, entry_key, modules_with_extra_state
 from accel_core.checkpoint.leaf import Entry, Leaf
-from accel_core.checkpoint.optimizers import load_scheduler, restore_optimizers
-from accel_core.checkpoint.problems import Problems
+from accel_core.checkpoint.optimizers import restore_optimizers
+from accel_core.checkpoint.plan import refuse
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["Restoration", "derived_seed"]
+__all__ = ["Problems", "Restoration", "derived_seed"]
+
+logger = logging.getLogger(__name__)
 
 Scope = Literal["replicated", "per_reader", "per_rank"]
+
+
+@frozen
+class Problems:
+    """Differences between a checkpoint and a run. Where loading is not strict, only `fatal` ones count."""
+
+    folder: Path
+    strict: bool
+    found: list[str] = field(factory=list)
+    fatal: list[str] = field(factory=list)
+
+    def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
+        """Name what only one side has."""
+        saved, here = dict.fromkeys(saved), dict.fromkeys(here)
+        self.found.extend(f"missing in the checkpoint: {what}{name}" for name in here if name not in saved)
+        self.found.extend(
+            f"unexpected, the run has no such state: {what}{name}" for name in saved if name not in here
+        )
+
+    def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
+        """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
+        there, here = (list(stored.shape), stored.layout), (list(leaf.global_shape), leaf.layout)
+        for word, one, other in zip(("shape", "layout"), there, here, strict=True):
+            if one != other:
+                self.fatal.append(f"{what} has {word} {one} in the checkpoint, {other} here")
+        for dtype in {tensor.dtype for _, tensor in leaf.shards}:
+            if torch.promote_types(DTYPES[stored.dtype], dtype) != dtype:
+                loss = f"{name_of(dtype)} here would lose digits"
+                self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
+        return there == here
+
+    def warn(self, what: str) -> None:
+        """Log what is left out, though nothing is wrong."""
+        logger.warning("%s: %s", self.folder, what)
+
+    def settle(self) -> None:
+        """Raises CheckpointError if there are problems that count; the others are logged."""
+        remedy = "prepare what was prepared when it was saved"
+        refuse(
+            [*self.fatal, *(self.found if self.strict else ())],
+            f"the checkpoint {self.folder} does not fit this run; nothing was loaded",
+            remedy if self.fatal else f"{remedy}, or load what fits with strict=False",
+            path=str(self.folder),
+        )
+        for each in self.found:
+            self.warn(each)
 
 
 class Restoration:
@@ -82,10 +134,13 @@ class Restoration:
         self._fill(f"{unit.name}: model/", unit.hooks.model_state(unit), tensors["model"])
         modules = modules_with_extra_state(unit)
         self._problems.compare(f"{unit.name}: extra state of ", saved["extra"], modules)
-        for name in saved["extra"].keys() & modules.keys():
-            value = self.checkpoint.decode(saved["extra"][name], f"units.{unit.name}.{name}")
-            self._actions.append(partial(modules[name].set_extra_state, value))
-        self._optimizers(unit, saved, tensors["optimizer"])
+        for name, state in saved["extra"].items():
+            value = self.checkpoint.decode(state, f"units.{unit.name}.{name}")
+            if name in modules:
+                self._actions.append(partial(modules[name].set_extra_state, value))
+        schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
+        optimizers = unit, self.checkpoint, saved["optimizers"], tensors["optimizer"], self._problems
+        self._actions += [*restore_optimizers(*optimizers, schedulers)]
         self._actions.append(partial(unit.hooks.state_loaded, unit))
         self._plugins(unit, tensors["plugins"])
 
@@ -101,21 +156,9 @@ class Restoration:
 
     def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> None:
         self._problems.compare(what, saved, leaves)
-        for name in leaves.keys() & saved.keys():
-            if self._problems.tensor_fits(f"{what}{name}", leaves[name], saved[name]):
-                self._actions.append(partial(saved[name].fill, leaves[name]))
-
-    def _optimizers(self, unit: Unit, saved: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-        described = saved["optimizers"]
-        self._actions += restore_optimizers(unit, self.checkpoint, described, tensors, self._problems)
-        here = [unit.hooks.optimizer_state(unit, optimizer).groups for optimizer in unit.optimizers]
-        regrouped = [[group["params"] for group in groups] for groups in here] != [
-            [group["params"] for group in each["groups"]] for each in described
-        ]
-        for scheduler, state in self._paired(
-            f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers
-        ):
-            self._actions.append(partial(load_scheduler, scheduler, state, regrouped=regrouped))
+        for name, stored in saved.items():
+            if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
+                self._actions.append(partial(stored.fill, leaves[name]))
 
     def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """Objects and the states saved for them, by position; those that are not of one class are named."""

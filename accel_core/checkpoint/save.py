@@ -24,7 +24,6 @@ from accel_core.checkpoint.plan import Box, Key, plan
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.leaf import Leaf
     from accel_core.run import Run
 
 __all__ = ["save"]
@@ -74,10 +73,16 @@ def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key,
             "give all ranks the same directory, on a disk that all nodes share"
         )
     data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-    boxes = [(key, box, _tensor(state.leaves[key], box)) for key, each in writes.items() for box in each]
-    record, blocks, starts = write_data(folder / data, [_named(state, *each) for each in boxes])
+    parts = [
+        (key, box, tensor)
+        for key, wanted in writes.items()
+        for offset, tensor in state.leaves[key].shards
+        if (box := Box(tuple(offset), tuple(tensor.shape))) in wanted
+    ]
+    parts.sort(key=lambda part: -part[2].dtype.itemsize)  # so each is aligned to its own item size
+    record, blocks, starts = write_data(folder / data, [_named(state, *part) for part in parts])
     tensors: dict[str, dict[str, dict[str, Any]]] = {}
-    for ((unit, key), box, tensor), start in zip(boxes, starts, strict=True):
+    for ((unit, key), box, tensor), start in zip(parts, starts, strict=True):
         leaf = state.leaves[unit, key]
         described = {"kind": leaf.kind, "shape": leaf.global_shape, "dtype": name_of(tensor.dtype)}
         layout = {} if leaf.layout is None else {"layout": leaf.layout}
@@ -89,10 +94,6 @@ def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key,
         records["state.json"] = write_json(folder / "state.json", state.shared)
     sync_folder(folder)
     return records
-
-
-def _tensor(leaf: Leaf, box: Box) -> Tensor:
-    return next(tensor for offset, tensor in leaf.shards if (tuple(offset), tuple(tensor.shape)) == box)
 
 
 def _named(state: Collected, key: Key, box: Box, tensor: Tensor) -> tuple[str, Tensor]:

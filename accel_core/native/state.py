@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +37,13 @@ _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 def model_tensors(unit: Unit) -> dict[str, Tensor]:
     """Canonical name -> parameter or persistent buffer; tied weights once."""
-    buffers = dict(_buffers(unit))
-    return {**unit.named_parameters(), **buffers}
+    found: dict[str, Tensor] = {**unit.named_parameters()}
+    for number, model in enumerate(unit.models):
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if name not in module._non_persistent_buffers_set:
+                    found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
+    return found
 
 
 def model_state(unit: Unit) -> dict[str, Leaf]:
@@ -87,21 +93,21 @@ def materialize_optimizer_state(
             if not wanted and parameter not in optimizer.state:
                 continue  # `state` makes an entry on access; an optimizer without state has none
             state = optimizer.state[parameter]
-            for key in [
-                key for key, value in state.items() if isinstance(value, Tensor) and key not in wanted
-            ]:
+            for key in [key for key in state if isinstance(state[key], Tensor) and key not in wanted]:
                 del state[key]
             for key, tensor in wanted.items():
-                if not _fits(state.get(key), tensor):
+                is_like = getattr(state.get(key), "shape", None), getattr(state.get(key), "dtype", None)
+                if is_like != (tensor.global_shape, DTYPES[tensor.dtype]):
                     state[key] = _allocate(parameter, group, key, tensor)
 
 
 def rng_state(run: Run) -> dict[str, Tensor]:
     """The states of python's, numpy's, torch's and the run's device's generators."""
-    streams = {"python": _pack(random.getstate()), "torch": torch.get_rng_state()}
-    numpy = _numpy()
-    if numpy is not None:
-        streams["numpy"] = _pack(numpy.random.get_state(legacy=False))
+    streams = {
+        "python": _pack(random.getstate()),
+        "numpy": _pack(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global stream
+        "torch": torch.get_rng_state(),
+    }
     device = _device_generators(run)
     if device is not None:
         streams[run.device.type] = device.get_rng_state(run.device)
@@ -114,34 +120,17 @@ def set_rng_state(run: Run, streams: Mapping[str, Tensor]) -> None:
         random.setstate(_unpack(streams["python"], "python"))
     if "torch" in streams:
         torch.set_rng_state(streams["torch"])
-    numpy = _numpy()
-    if numpy is not None and "numpy" in streams:
-        numpy.random.set_state(_unpack(streams["numpy"], "numpy"))
+    if "numpy" in streams:
+        np.random.set_state(_unpack(streams["numpy"], "numpy"))  # noqa: NPY002 - the global stream
     device = _device_generators(run)
     if device is not None and run.device.type in streams:
         device.set_rng_state(streams[run.device.type], run.device)
-
-
-def _buffers(unit: Unit) -> Iterator[tuple[str, Tensor]]:
-    for number, model in enumerate(unit.models):
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if name not in module._non_persistent_buffers_set:
-                    yield unit.qualify(number, f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _kind(parameter: nn.Parameter, value: Tensor) -> Kind:
     if value.ndim == 0:
         return "scalar"
     return "like_param" if value.shape == parameter.shape else "factored"
-
-
-def _fits(value: Any, template: TensorTemplate) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and tuple(value.shape) == template.global_shape
-        and value.dtype == DTYPES[template.dtype]
-    )
 
 
 def _allocate(
@@ -161,14 +150,6 @@ def _pack(state: Any) -> Tensor:
 
 def _unpack(stream: Tensor, name: str) -> Any:
     return decode(json.loads(bytes(stream.tolist())), name)
-
-
-def _numpy() -> Any:
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    return np
 
 
 def _device_generators(run: Run) -> Any:

@@ -102,12 +102,11 @@ def test_tensors_of_any_dtype_and_shape_are_written_and_read(tmp_path, dtype):
     shapes = [(), (0, 3), (5,), (2, 3)]
     tensors = [(str(shape), torch.randint(0, 2, shape).to(dtype)) for shape in shapes]
     tensors.append(("strided", torch.randint(0, 2, (4, 4)).to(dtype).t()[1:, ::2]))
-    record, blocks, starts = files.write_data(
-        tmp_path / "data", [("odd", torch.ones(3, dtype=torch.uint8)), *tensors]
-    )
+    odd = ("odd", torch.ones(3, dtype=torch.uint8))
+    record, blocks, starts = files.write_data(tmp_path / "data", [*tensors, odd])
     file = files.DataFile(tmp_path / "data", record)
     file.check(blocks)
-    for (_, tensor), start in zip(tensors, starts[1:], strict=True):
+    for (_, tensor), start in zip(tensors, starts[:-1], strict=True):
         found = file.tensor(str(dtype).removeprefix("torch."), tensor.shape, start)
         assert found.dtype == dtype
         assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
