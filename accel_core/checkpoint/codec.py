@@ -75,10 +75,25 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
     Raises:
         CheckpointError: something in it is not plain data; the message names its path.
     """
-    try:
-        return _encode(value, path, store)
-    except RecursionError:
-        raise CheckpointError(f"{path} contains itself, or is nested too deeply to be stored") from None
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{path}.{key}", store) for key, item in value.items()}
+    if kind in (dict, OrderedDict, Counter):
+        items = [(key, encode(item, f"{path}[{key!r}]", store)) for key, item in value.items()]
+        return {_TAG_OF[kind]: [[encode(key, f"{path} key", store), item] for key, item in items]}
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise _refusal(path, f"a tensor of layout {value.layout} on {value.device} is not plain data")
+        if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
+            return {"$stored": store(path, value.detach())}
+    tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
+    if tag is None or (tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS):
+        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data")
+    return {tag: encode(_TAGS[tag][1](value), path, store)}
 
 
 def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
@@ -100,28 +115,6 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
     except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
         # Whatever a damaged or crafted body makes of the constructors.
         raise CheckpointError(f"{path}: {tag} is unknown or malformed ({error})") from error
-
-
-def _encode(value: Any, path: str, store: Store | None) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if kind is list:
-        return [_encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{path}.{key}", store) for key, item in value.items()}
-    if kind in (dict, OrderedDict, Counter):
-        items = [(key, _encode(item, f"{path}[{key!r}]", store)) for key, item in value.items()]
-        return {_TAG_OF[kind]: [[_encode(key, f"{path} key", store), item] for key, item in items]}
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise _refusal(path, f"a tensor of layout {value.layout} on {value.device} is not plain data")
-        if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
-            return {"$stored": store(path, value.detach())}
-    tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
-    if tag is None or (tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS):
-        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data")
-    return {tag: _encode(_TAGS[tag][1](value), path, store)}
 
 
 def _refusal(path: str, problem: str) -> CheckpointError:

@@ -12,7 +12,7 @@ from accel_core.checkpoint.codec import encode
 from accel_core.checkpoint.leaf import Entry, Leaf, whole
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.errors import CheckpointError
-from accel_core.native.state import model_tensors
+from accel_core.native.state import model_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -55,12 +55,10 @@ class Collected:
 
     def encode_objects(self, items: Sequence[Any], path: str) -> list[Any]:
         """Objects with a `state_dict`, each with the name of its class, by which it is recognised."""
+        objects = [(class_of(item), item.state_dict()) for item in items]
         return [
-            {
-                "class": class_of(item),
-                "state": self.encode(item.state_dict(), f"{path}[{number}] ({class_of(item)})"),
-            }
-            for number, item in enumerate(items)
+            {"class": kind, "state": self.encode(state, f"{path}[{number}] ({kind})")}
+            for number, (kind, state) in enumerate(objects)
         ]
 
 
@@ -113,7 +111,7 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
             "save after the window's last one: if accelerator.sync_gradients: accelerator.save_state(...)"
         )
     offered, parameters = unit.hooks.model_state(unit), unit.named_parameters()
-    if odd := sorted(offered.keys() ^ model_tensors(unit).keys()):
+    if odd := sorted(offered.keys() ^ model_state(unit).keys()):
         raise CheckpointError(
             f"unit {unit.name!r}: only one of the model and the state that strategy {unit.strategy!r} offers"
             f" has {', '.join(odd[:10])}\n"

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from accel_core.checkpoint.agree import agree
+from accel_core.checkpoint.codec import DTYPES, bytes_of, name_of
+from accel_core.checkpoint.collect import class_of, entry_key, modules_with_extra_state
 from accel_core.checkpoint.commit import locate
+from accel_core.checkpoint.leaf import Entry, Leaf
+from accel_core.checkpoint.optimizers import restore_optimizers
+from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.read import Stored
     from accel_core.run import Run
+    from accel_core.unit import Unit
 
-__all__ = ["load"]
+__all__ = ["Problems", "Restoration", "derived_seed", "load"]
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["replicated", "per_reader", "per_rank"]
 
 
 def load(run: Run, directory: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -44,3 +62,193 @@ def load(run: Run, directory: str | os.PathLike[str], *, strict: bool = True) ->
     agree(control, lambda: checkpoint.verify(control.rank, control.size))
     restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
     agree(control, restoration.apply)
+
+
+@frozen
+class Problems:
+    """Differences between a checkpoint and a run. Where loading is not strict, only `fatal` ones count."""
+
+    folder: Path
+    strict: bool
+    found: list[str] = field(factory=list)
+    fatal: list[str] = field(factory=list)
+
+    def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
+        """Name what only one side has."""
+        saved, here = dict.fromkeys(saved), dict.fromkeys(here)
+        self.found.extend(f"missing in the checkpoint: {what}{name}" for name in here if name not in saved)
+        self.found.extend(
+            f"unexpected, the run has no such state: {what}{name}" for name in saved if name not in here
+        )
+
+    def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
+        """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
+        there, here = (list(stored.shape), stored.layout), (list(leaf.global_shape), leaf.layout)
+        for word, one, other in zip(("shape", "layout"), there, here, strict=True):
+            if one != other:
+                self.fatal.append(f"{what} has {word} {one} in the checkpoint, {other} here")
+        for dtype in {tensor.dtype for _, tensor in leaf.shards}:
+            if torch.promote_types(DTYPES[stored.dtype], dtype) != dtype:
+                loss = f"{name_of(dtype)} here would lose digits"
+                self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
+        return there == here
+
+    def warn(self, what: str) -> None:
+        """Log what is left out, though nothing is wrong."""
+        logger.warning("%s: %s", self.folder, what)
+
+    def settle(self) -> None:
+        """Raises CheckpointError if there are problems that count; the others are logged."""
+        remedy = "prepare what was prepared when it was saved"
+        refuse(
+            [*self.fatal, *(self.found if self.strict else ())],
+            f"the checkpoint {self.folder} does not fit this run; nothing was loaded",
+            remedy if self.fatal else f"{remedy}, or load what fits with strict=False",
+            path=str(self.folder),
+        )
+        for each in self.found:
+            self.warn(each)
+
+
+class Restoration:
+    """The actions that bring a run into a checkpoint's state. Making one changes nothing.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the run.
+    """
+
+    def __init__(self, run: Run, checkpoint: Checkpoint, *, strict: bool) -> None:
+        self.run, self.checkpoint = run, checkpoint
+        self._problems = Problems(checkpoint.folder, strict)
+        self._actions: list[Callable[[], object]] = []
+        world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
+        same_readers = world["readers"] == run.topology.readers
+        self._same_world = same_readers and world["size"] == run.world.size
+        self._own = ranks[run.world.rank if self._same_world else 0]
+        # Scope of a plugin's entries -> the rank whose they are; None: they mean nothing in this world.
+        self._scopes: dict[Scope, Any] = {
+            "replicated": ranks[0],
+            "per_reader": next(own for own in ranks if own["reader"] == reader) if same_readers else None,
+            "per_rank": self._own if self._same_world else None,
+        }
+        self._loaders()
+        saved = checkpoint.state["units"]
+        self._problems.compare("unit ", saved, [unit.name for unit in run.units])
+        for unit in run.units:
+            if unit.name in saved:
+                self._unit(unit, saved[unit.name])
+        for item, state in self._paired("registered object ", checkpoint.state["registered"], run.registered):
+            self._actions.append(partial(item.load_state_dict, state))
+        self._random()
+        self._problems.settle()
+
+    def apply(self) -> None:
+        """Do it."""
+        with torch.no_grad():
+            for action in self._actions:
+                action()
+        if self.run.world.run_id is None:
+            self.run.run_id = self.checkpoint.manifest.run_id  # no launcher named this run: it goes on
+
+    def _loaders(self) -> None:
+        # First: a loader may refuse its position, and then nothing else has been touched.
+        saved = self.checkpoint.decode(self._own["loaders"], "loaders")
+        self._problems.compare("dataloader ", range(len(saved)), range(len(self.run.loaders)))
+        for loader, position in zip(self.run.loaders, saved, strict=False):
+            self._actions.append(partial(loader.load_state_dict, position))
+
+    def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
+        for alias, owner in saved["aliases"].items():
+            if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
+                found = f"{alias} was tied to {owner}, and is not tied to it here"
+                self._problems.fatal.append(f"{unit.name}: {found}")
+        tensors = self._tensors(unit)
+        self._fill(f"{unit.name}: model/", unit.hooks.model_state(unit), tensors["model"])
+        modules = modules_with_extra_state(unit)
+        self._problems.compare(f"{unit.name}: extra state of ", saved["extra"], modules)
+        for name, state in saved["extra"].items():
+            value = self.checkpoint.decode(state, f"units.{unit.name}.{name}")
+            if name in modules:
+                self._actions.append(partial(modules[name].set_extra_state, value))
+        schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
+        optimizers = unit, self.checkpoint, saved["optimizers"], tensors["optimizer"], self._problems
+        self._actions += [*restore_optimizers(*optimizers, schedulers)]
+        self._actions.append(partial(unit.hooks.state_loaded, unit))
+        self._plugins(unit, tensors["plugins"])
+
+    def _tensors(self, unit: Unit) -> dict[str, dict[str, Stored]]:
+        """The unit's stored tensors by sort, named as this run names tied weights."""
+        found: dict[str, dict[str, Stored]] = {"model": {}, "optimizer": {}, "plugins": {}}
+        for (name, key), stored in self.checkpoint.tensors.items():
+            if name == unit.name:
+                sort, _, rest = key.partition("/")
+                owner, slash, part = rest.rpartition("/") if sort == "optimizer" else (rest, "", "")
+                found[sort][f"{unit.aliases.get(owner, owner)}{slash}{part}"] = stored
+        return found
+
+    def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> None:
+        self._problems.compare(what, saved, leaves)
+        for name, stored in saved.items():
+            if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
+                self._actions.append(partial(stored.fill, leaves[name]))
+
+    def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Objects and the states saved for them, by position; those that are not of one class are named."""
+        self._problems.compare(what, range(len(saved)), range(len(here)))
+        for number, (each, item) in enumerate(zip(saved, here, strict=False)):
+            if each["class"] == class_of(item):
+                yield item, self.checkpoint.decode(each["state"], f"{what}{class_of(item)}")
+            else:
+                found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
+                self._problems.fatal.append(f"{what}{number} {found}")
+
+    def _plugins(self, unit: Unit, tensors: Mapping[str, Stored]) -> None:
+        """Plugins' own entries. One that is not in this stack cannot take them back: logged, no error."""
+        given: dict[str, dict[str, Entry]] = {}
+        leaves: dict[str, Leaf] = {}
+        for each in unit.hooks.implementations("save_state"):
+            entries: Mapping[str, Entry] = each.call(unit) or {}
+            for name, entry in entries.items():
+                if isinstance(entry.value, Leaf) and self._applies(unit, each.plugin, entry.scope):
+                    key = entry_key(self.run, each.plugin, name, entry)
+                    leaves[key] = entry.value
+                    if key in tensors:
+                        given.setdefault(each.plugin, {})[name] = entry
+        self._fill(f"{unit.name}: plugins/", leaves, {key: tensors[key] for key in leaves if key in tensors})
+        for scope, own in self._scopes.items():
+            for plugin, encoded in (own or self._own)["plugins"][unit.name].get(scope, {}).items():
+                if self._applies(unit, plugin, scope):
+                    values = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
+                    fresh = {name: Entry(value=value, scope=scope) for name, value in values.items()}
+                    given.setdefault(plugin, {}).update(fresh)
+        loading = {each.plugin: each.call for each in unit.hooks.implementations("load_state")}
+        for plugin, found in given.items():
+            if plugin in loading:
+                self._actions.append(partial(loading[plugin], unit, found))
+            else:
+                what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
+                self._problems.warn(what)
+
+    def _applies(self, unit: Unit, plugin: str, scope: Scope) -> bool:
+        """Whether entries of this scope can be taken over at this number of ranks and readers."""
+        if self._scopes[scope] is None:
+            what = f"{unit.name}: {scope} state of plugin {plugin} is left out, the world has changed"
+            self._problems.warn(what)
+        return self._scopes[scope] is not None
+
+    def _random(self) -> None:
+        streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")
+        if self._same_world and streams.keys() == self.run.hooks.rng_state().keys():
+            self._actions.append(partial(self.run.hooks.set_rng_state, streams))
+            return
+        first = self.checkpoint.decode(self.checkpoint.ranks[0]["random"], "random")
+        seed = derived_seed(first, self.run.topology.reader)
+        what = f"the world or device has changed: random streams start anew, from seed {seed}"
+        self._problems.warn(what)
+        self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))
+
+
+def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:
+    """The seed of a reader in another world than the checkpoint's, from rank 0's random streams there."""
+    content = b"".join(bytes(bytes_of(streams[name])) for name in sorted(streams))
+    return xxh3_64_intdigest(content + reader.to_bytes(8, "big")) % (1 << 32)

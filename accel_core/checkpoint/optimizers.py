@@ -16,8 +16,8 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from accel_core.checkpoint.load import Problems
     from accel_core.checkpoint.read import Checkpoint, Stored
-    from accel_core.checkpoint.restore import Problems
     from accel_core.unit import Unit
 
 __all__ = ["restore_optimizers"]

@@ -23,32 +23,18 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = [
-    "materialize_optimizer_state",
-    "model_state",
-    "model_tensors",
-    "optimizer_state",
-    "rng_state",
-    "set_rng_state",
-]
-
-_NOT_HYPERPARAMETERS = ("params", "param_names")
+__all__ = ["materialize_optimizer_state", "model_state", "optimizer_state", "rng_state", "set_rng_state"]
 
 
-def model_tensors(unit: Unit) -> dict[str, Tensor]:
-    """Canonical name -> parameter or persistent buffer; tied weights once."""
+def model_state(unit: Unit) -> dict[str, Leaf]:
+    """The unit's parameters and persistent buffers, each whole on this rank; tied weights once."""
     found: dict[str, Tensor] = {**unit.named_parameters()}
     for number, model in enumerate(unit.models):
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in module._non_persistent_buffers_set:
                     found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
-    return found
-
-
-def model_state(unit: Unit) -> dict[str, Leaf]:
-    """The unit's parameters and persistent buffers, each whole on this rank."""
-    return {name: whole(tensor) for name, tensor in model_tensors(unit).items()}
+    return {name: whole(tensor) for name, tensor in found.items()}
 
 
 def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
@@ -77,7 +63,7 @@ def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
                     leaves[f"{name}/{key}"] = whole(value, kind=_kind(parameter, value))
                 else:
                     plain.setdefault(name, {})[key] = value
-        hyperparameters = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
         groups.append({**hyperparameters, "params": listed})
     return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 

@@ -10,7 +10,7 @@ import ranks_job
 import torch
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.restore import derived_seed
+from accel_core.checkpoint.load import derived_seed
 from accel_core.testing.processes import run_processes
 
 pytestmark = pytest.mark.together
