@@ -88,6 +88,39 @@ def test_a_dry_run_starts_nothing_and_says_where_each_value_comes_from(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
+SPELLINGS = [
+    ["-n", "2", "--data.split-batches", "true", "train.py"],
+    ["-n2", "--data.split-batches=true", "train.py"],
+    ["--processes-per-node=2", "--data.split_batches", "true", "--", "train.py"],
+    [
+        "--launch.processes-per-node",
+        "2",
+        "--data.split-batches",
+        "true",
+        "train.py",
+        "-n",
+        "7",
+        "--data.x",
+        "1",
+    ],
+]
+
+
+@pytest.mark.parametrize("words", SPELLINGS, ids=" ".join)
+def test_a_flag_may_be_spelt_in_several_ways_and_behind_the_script_it_is_the_scripts(tmp_path, words):
+    (tmp_path / "train.py").write_text("")
+
+    told = accel("launch", "--dry-run", *words, cwd=tmp_path).stdout.splitlines()
+
+    arguments = " ".join(["", *words[words.index("train.py") + 1 :]]).rstrip()
+    assert told[0].startswith("accel 0.1: 2 processes,")
+    assert told[1].endswith(f"accel_core.worker train.py{arguments}")
+    assert [line.split(":")[0].strip() for line in told[2:]] == [
+        "data.split_batches",
+        "launch.processes_per_node",
+    ]
+
+
 NO_TORCH = """
 import sys
 from accel_core.cli import main

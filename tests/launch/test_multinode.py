@@ -98,14 +98,17 @@ def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path):
 
 ONCE = """
 import os
+import time
 from accel_core.config.schema import InitProcessGroupKwargs
 from accel_core.native.process_group import create
 from accel_core.world import World
 import torch
 import torch.distributed as dist
 create(World.from_environment(os.environ), {"cpu": "gloo"}, InitProcessGroupKwargs())
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "3":
-    raise ValueError("once")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "3":
+        raise ValueError("once")
+    time.sleep(600)  # where nothing notices that a peer is gone
 total = torch.tensor(float(dist.get_rank()))
 dist.all_reduce(total)
 if os.environ["LOCAL_RANK"] == "0":
