@@ -21,7 +21,7 @@ from accel_core.checkpoint.files import sync_folder
 from accel_core.checkpoint.manifest import is_ours
 from accel_core.errors import CheckpointError
 
-__all__ = ["begin", "discard", "locate", "new_save_id", "partial_folder", "publish"]
+__all__ = ["begin", "locate", "new_save_id", "partial_folder", "publish"]
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -71,11 +71,6 @@ def publish(target: Path, save_id: str) -> None:
     sync_folder(target.parent)
     # The new checkpoint is there, whatever happens to the old one; the next save tries again.
     shutil.rmtree(old, ignore_errors=True)
-
-
-def discard(target: Path, save_id: str) -> None:
-    """Remove what a failed save wrote. Never raises: the save's own error matters more."""
-    shutil.rmtree(partial_folder(target, save_id), ignore_errors=True)
 
 
 def locate(target: Path) -> Path:

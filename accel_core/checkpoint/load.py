@@ -52,10 +52,10 @@ def load(run: Run, directory: str | os.PathLike[str], *, strict: bool = True) ->
     control = run.collectives("control")
     folder = locate(Path(os.path.realpath(directory)))
     checkpoint = agree(control, lambda: Checkpoint.open(folder))
-    ids = control.all_gather_object(checkpoint.manifest.save_id)
-    if len(set(ids)) > 1:
+    ids = set(control.all_gather_object(checkpoint.manifest.save_id))
+    if len(ids) > 1:
         raise CheckpointError(
-            f"ranks see different checkpoints in {folder}: saves {', '.join(sorted(set(ids)))}\n"
+            f"ranks see different checkpoints in {folder}: saves {', '.join(sorted(ids))}\n"
             "give all ranks the same directory, on a disk that all nodes share",
             path=str(folder),
         )
@@ -125,13 +125,20 @@ class Restoration:
         same_readers = world["readers"] == run.topology.readers
         self._same_world = same_readers and world["size"] == run.world.size
         self._own = ranks[run.world.rank if self._same_world else 0]
-        # Scope of a plugin's entries -> the rank whose they are; None: they mean nothing in this world.
-        self._scopes: dict[Scope, Any] = {
-            "replicated": ranks[0],
-            "per_reader": next(own for own in ranks if own["reader"] == reader) if same_readers else None,
-            "per_rank": self._own if self._same_world else None,
-        }
-        self._loaders()
+        # Scope of plugins' entries -> the rank to take them from, where they mean something in this world.
+        self._scopes: dict[Scope, Any] = {"replicated": ranks[0]}
+        if same_readers:
+            self._scopes["per_reader"] = next(own for own in ranks if own["reader"] == reader)
+        if self._same_world:
+            self._scopes["per_rank"] = self._own
+        else:
+            scopes = " and ".join(self._scopes)
+            self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
+        # First: a loader may refuse its position, and then nothing else has been touched.
+        positions = checkpoint.decode(self._own["loaders"], "loaders")
+        self._problems.compare("dataloader ", range(len(positions)), range(len(run.loaders)))
+        for loader, position in zip(run.loaders, positions, strict=False):
+            self._actions.append(partial(loader.load_state_dict, position))
         saved = checkpoint.state["units"]
         self._problems.compare("unit ", saved, [unit.name for unit in run.units])
         for unit in run.units:
@@ -149,13 +156,6 @@ class Restoration:
                 action()
         if self.run.world.run_id is None:
             self.run.run_id = self.checkpoint.manifest.run_id  # no launcher named this run: it goes on
-
-    def _loaders(self) -> None:
-        # First: a loader may refuse its position, and then nothing else has been touched.
-        saved = self.checkpoint.decode(self._own["loaders"], "loaders")
-        self._problems.compare("dataloader ", range(len(saved)), range(len(self.run.loaders)))
-        for loader, position in zip(self.run.loaders, saved, strict=False):
-            self._actions.append(partial(loader.load_state_dict, position))
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
         for alias, owner in saved["aliases"].items():
@@ -209,18 +209,17 @@ class Restoration:
         for each in unit.hooks.implementations("save_state"):
             entries: Mapping[str, Entry] = each.call(unit) or {}
             for name, entry in entries.items():
-                if isinstance(entry.value, Leaf) and self._applies(unit, each.plugin, entry.scope):
+                if isinstance(entry.value, Leaf) and entry.scope in self._scopes:
                     key = entry_key(self.run, each.plugin, name, entry)
                     leaves[key] = entry.value
                     if key in tensors:
                         given.setdefault(each.plugin, {})[name] = entry
         self._fill(f"{unit.name}: plugins/", leaves, {key: tensors[key] for key in leaves if key in tensors})
         for scope, own in self._scopes.items():
-            for plugin, encoded in (own or self._own)["plugins"][unit.name].get(scope, {}).items():
-                if self._applies(unit, plugin, scope):
-                    values = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
-                    fresh = {name: Entry(value=value, scope=scope) for name, value in values.items()}
-                    given.setdefault(plugin, {}).update(fresh)
+            for plugin, encoded in own["plugins"][unit.name].get(scope, {}).items():
+                values = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
+                entries = {name: Entry(value=value, scope=scope) for name, value in values.items()}
+                given.setdefault(plugin, {}).update(entries)
         loading = {each.plugin: each.call for each in unit.hooks.implementations("load_state")}
         for plugin, found in given.items():
             if plugin in loading:
@@ -229,13 +228,6 @@ class Restoration:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
                 self._problems.warn(what)
 
-    def _applies(self, unit: Unit, plugin: str, scope: Scope) -> bool:
-        """Whether entries of this scope can be taken over at this number of ranks and readers."""
-        if self._scopes[scope] is None:
-            what = f"{unit.name}: {scope} state of plugin {plugin} is left out, the world has changed"
-            self._problems.warn(what)
-        return self._scopes[scope] is not None
-
     def _random(self) -> None:
         streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")
         if self._same_world and streams.keys() == self.run.hooks.rng_state().keys():
@@ -243,8 +235,7 @@ class Restoration:
             return
         first = self.checkpoint.decode(self.checkpoint.ranks[0]["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)
-        what = f"the world or device has changed: random streams start anew, from seed {seed}"
-        self._problems.warn(what)
+        self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
         self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import asdict, field, frozen
+from attrs import frozen
 from cattrs import Converter
 from xxhash import xxh3_64_hexdigest
 
@@ -22,31 +22,20 @@ VERSION: Final = 1
 _CONVERTER: Final = Converter(detailed_validation=False)
 
 
-@frozen(kw_only=True)
+@frozen
 class Manifest:
-    """What one save wrote. Readers ignore members they do not know."""
+    """What a reader acts on; the rest is for people (docs/checkpoint-format.md)."""
 
-    format: str = FORMAT
-    version: int = VERSION
     save_id: str
     run_id: str
-    step: int | None
-    time: str
-    """UTC, ISO 8601. For people: nothing is decided by it."""
     world: Mapping[str, int]
-    """size, nodes, readers."""
-    mesh: Mapping[str, int] = field(factory=dict)
-    stack: Mapping[str, Any]
-    versions: Mapping[str, str]
-    config: Any = None
-    random: Mapping[str, Any]
-    """What resuming elsewhere does to random numbers: docs/checkpoint-format.md."""
     files: Mapping[str, FileRecord]
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, members: Mapping[str, Any]) -> None:
     """Write and sync the manifest; its last line is a checksum of all bytes before it."""
-    text = json.dumps(asdict(manifest), indent=2, allow_nan=False)
+    named = {"format": FORMAT, "version": VERSION, **members}
+    text = json.dumps(named, indent=2, allow_nan=False, default=repr)
     write_file(folder / MANIFEST, [_sealed(text.removesuffix("\n}").encode())])
 
 

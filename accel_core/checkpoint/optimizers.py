@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+import torch
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
@@ -23,13 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["restore_optimizers"]
 
 
-@frozen(eq=False)
-class SavedParameter:
-    """What a checkpoint says of one parameter: its optimizer's class, group values, other plain state."""
-
-    optimizer: str
-    values: Mapping[str, Any]
-    plain: Mapping[str, Any]
+Saved = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""Parameter name, as it is here -> the values of its group, and its own state that is no tensor."""
 
 
 def restore_optimizers(
@@ -44,8 +40,7 @@ def restore_optimizers(
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. schedulers: each with its state.
     """
-    saved = _saved_parameters(unit, checkpoint, described)
-    left, groups = dict(saved), []
+    left, groups = dict(_saved_parameters(unit, checkpoint, described)), []
     for optimizer in unit.optimizers:
         state = unit.hooks.optimizer_state(unit, optimizer)
         names = [name for group in state.groups for name in group["params"]]
@@ -81,56 +76,44 @@ def _load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) -
     scheduler.load_state_dict(state)
 
 
-def _saved_parameters(
-    unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]
-) -> dict[str, SavedParameter]:
-    """Parameter name, as it is here -> what the checkpoint says of it."""
-    found: dict[str, SavedParameter] = {}
+def _saved_parameters(unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]) -> Saved:
+    found = {}
     for each in described:
         path = f"units.{unit.name} {each['class']}"
         plain = checkpoint.decode(each["plain"], f"{path}.state")
         for group in checkpoint.decode(each["groups"], f"{path}.groups"):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
-            for name in group["params"]:
-                saved = SavedParameter(each["class"], values, plain.get(name, {}))
-                found[unit.aliases.get(name, name)] = saved
+            found.update({unit.aliases.get(n, n): (values, plain.get(n, {})) for n in group["params"]})
     return found
 
 
-def _group_values(
-    what: str, has: Mapping[str, Any], saved: Mapping[str, SavedParameter], problems: Problems
-) -> dict[str, Any]:
+def _group_values(what: str, has: Mapping[str, Any], saved: Saved, problems: Problems) -> dict[str, Any]:
     """The hyperparameters on which all saved parameters of the group agree."""
     agreed: dict[str, tuple[str, Any]] = {}
-    one_of_each = {id(saved[name].values): name for name in reversed(has["params"]) if name in saved}
+    one_of_each = {id(saved[name][0]): name for name in reversed(has["params"]) if name in saved}
     for name in reversed(one_of_each.values()):
-        for key, value in saved[name].values.items():
+        for key, value in saved[name][0].items():
             first, agreed_value = agreed.setdefault(key, (name, value))
-            if key not in has:
-                what_for = f"{key!r}, which {saved[name].optimizer} had for {name}"
-                problems.found.append(f"unexpected, the run has no such state: {what} knows no {what_for}")
-                del agreed[key]
-            elif not _equal(value, agreed_value):
+            if not torch.as_tensor(value == agreed_value).all():
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
-    return {key: value for key, (_, value) in agreed.items()}
+    problems.compare(f"{what}: ", agreed, agreed.keys() & has.keys())
+    return {key: value for key, (_, value) in agreed.items() if key in has}
 
 
 def _set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(group[key], Tensor):
-            group[key].copy_(value if isinstance(value, Tensor) else group[key].new_tensor(value))
+            group[key].copy_(torch.as_tensor(value))
         else:
             group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _fill_state(
-    unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored], saved: Mapping[str, SavedParameter]
-) -> None:
-    template: dict[str, dict[str, TensorTemplate]] = {}
+def _fill_state(unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored], saved: Saved) -> None:
+    template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
     for key, stored in tensors.items():
         name, _, part = key.rpartition("/")
-        template.setdefault(name, {})[part] = TensorTemplate(stored.kind, stored.shape, stored.dtype)
+        template[name][part] = TensorTemplate(stored.kind, stored.shape, stored.dtype)
     unit.hooks.materialize_optimizer_state(unit, optimizer, template)
     leaves = unit.hooks.optimizer_state(unit, optimizer).leaves
     for key, stored in tensors.items():
@@ -141,14 +124,9 @@ def _fill_state(
             )
         stored.fill(leaves[key])
     for name, parameter in unit.named_parameters().items():
-        plain = saved[name].plain if name in saved else {}
+        _, plain = saved.get(name, ({}, {}))
         state = optimizer.state.get(parameter, {})
         for key in [key for key in state if not isinstance(state[key], Tensor) and key not in plain]:
             del state[key]
         if plain:
             optimizer.state[parameter].update(unit.hooks.move(dict(plain), parameter.device, False))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    same = one == other
-    return bool(same.all()) if isinstance(same, Tensor) else bool(same)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import asdict
 from torch import Tensor
 
 from accel_core import __version__
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.codec import name_of
 from accel_core.checkpoint.collect import Collected, collect
-from accel_core.checkpoint.commit import begin, discard, new_save_id, partial_folder, publish
+from accel_core.checkpoint.commit import begin, new_save_id, partial_folder, publish
 from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json
-from accel_core.checkpoint.manifest import Manifest, write_manifest
+from accel_core.checkpoint.manifest import write_manifest
 from accel_core.checkpoint.plan import Box, Key, plan
 from accel_core.errors import CheckpointError
 
@@ -51,16 +52,16 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
     writes = plan(control.all_gather_object(state.declared))[control.rank]
     first = control.rank == 0
     save_id: str = control.broadcast_object(new_save_id(run.run_id) if first else None)
+    folder = partial_folder(target, save_id)
     agree(control, lambda: begin(target, save_id) if first else None)
     try:
-        folder = partial_folder(target, save_id)
         mine = agree(control, lambda: _write_share(folder, control.rank, state, writes))
         records = {name: record for each in control.all_gather_object(mine) for name, record in each.items()}
         manifest = _manifest(run, save_id, step, records)
         agree(control, lambda: write_manifest(folder, manifest) if first else None)
     except BaseException:  # a full disk, another rank's failure, Ctrl-C: nothing half-written stays
         if first:
-            discard(target, save_id)
+            shutil.rmtree(folder, ignore_errors=True)  # never raises: the save's own error matters more
         raise
     agree(control, lambda: publish(target, save_id) if first else None)
     return target
@@ -102,23 +103,25 @@ def _named(state: Collected, key: Key, box: Box, tensor: Tensor) -> tuple[str, T
     return "/".join(filter(None, key)) + part, tensor
 
 
-def _manifest(run: Run, save_id: str, step: int | None, files: Records) -> Manifest:
+def _manifest(run: Run, save_id: str, step: int | None, files: Records) -> dict[str, Any]:
     exact_at = {"size": run.world.size, "readers": run.topology.readers}
     members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
-    return Manifest(
-        save_id=save_id,
-        run_id=run.run_id,
-        step=step,
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        world={**exact_at, "nodes": run.world.nodes},
-        stack={
+    versions = {"accel-core": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "save_id": save_id,
+        "run_id": run.run_id,
+        "step": step,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "world": {**exact_at, "nodes": run.world.nodes},
+        "mesh": {},
+        "stack": {
             "summary": str(run.stack),
             "device": run.device.type,
             "units": {unit.name: unit.strategy for unit in run.units},
             "plugins": {name: {"distribution": record.origin, "why": why} for name, record, why in members},
         },
-        versions={"accel-core": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        config=json.loads(json.dumps(run.resolved.tree, default=repr)),
-        random={"exact_at": exact_at, "elsewhere": "derived"},
-        files=dict(sorted(files.items())),
-    )
+        "versions": versions,
+        "config": run.resolved.tree,
+        "random": {"exact_at": exact_at, "elsewhere": "derived"},
+        "files": {name: asdict(record) for name, record in sorted(files.items())},
+    }
