@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.files import sync_folder
-from accel_core.checkpoint.manifest import is_ours
+from accel_core.checkpoint.files import is_ours, sync_folder
 from accel_core.errors import CheckpointError
 
 __all__ = ["begin", "locate", "new_save_id", "partial_folder", "publish"]

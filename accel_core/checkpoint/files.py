@@ -1,5 +1,7 @@
 """Files of a checkpoint: written once, hashed a block on the way, synced; read back verified.
 
+manifest.json says what the checkpoint is, and is the proof that all of it is there.
+
 Data files have the safetensors layout. The writer is our own because the library's can neither hash
 while it writes nor sync what it wrote.
 """
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
+from cattrs import Converter
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from accel_core.checkpoint.codec import bytes_of, name_of, tensor_from
@@ -23,8 +26,12 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK_BYTES", "DataFile", "FileRecord", "damaged", "sync_folder", "write_data", "write_file"]
+__all__ = ["DataFile", "FileRecord", "Manifest", "damaged", "is_ours", "read_manifest", "write_manifest"]
 
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = "accel-checkpoint"
+VERSION: Final = 1
+_CONVERTER: Final = Converter(detailed_validation=False)
 BLOCK_BYTES: Final = 4 << 20
 _ALIGNMENT: Final = 64
 
@@ -147,3 +154,64 @@ def damaged(path: Path, problem: str) -> CheckpointError:
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
         path=str(path),
     )
+
+
+# -- the manifest --------------------------------------------------------------------------------
+
+
+@frozen
+class Manifest:
+    """What a reader acts on; the rest is for people (docs/checkpoint-format.md)."""
+
+    save_id: str
+    run_id: str
+    world: Mapping[str, int]
+    files: Mapping[str, FileRecord]
+
+
+def write_manifest(folder: Path, members: Mapping[str, Any]) -> None:
+    """Write and sync the manifest; its last line is a checksum of all bytes before it."""
+    named = {"format": FORMAT, "version": VERSION, **members}
+    text = json.dumps(named, indent=2, allow_nan=False, default=repr)
+    write_file(folder / MANIFEST, [_sealed(text.removesuffix("\n}").encode())])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a version that is not known here.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no checkpoint: it has no {MANIFEST}\ngive the folder that save_state() returned",
+            path=str(folder),
+        ) from error
+    try:
+        members = json.loads(content)
+        if (members["format"], members["version"]) != (FORMAT, VERSION):
+            raise CheckpointError(
+                f"{path} is of format {members['format']} version {members['version']}\n"
+                f"this accel-core reads {FORMAT} version {VERSION}; load it with the one that wrote it",
+                path=str(path),
+            )
+        if content != _sealed(content[: -len(_sealed(b""))]):
+            raise ValueError("its checksum does not fit its content")
+        return _CONVERTER.structure(members, Manifest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path, f"it cannot be understood ({error!r})") from error
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether some version of this format wrote the folder, damaged or not."""
+    try:
+        return bool(json.loads((folder / MANIFEST).read_bytes())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _sealed(content: bytes) -> bytes:
+    return content + f',\n  "checksum": "{xxh3_64_hexdigest(content)}"\n}}\n'.encode()

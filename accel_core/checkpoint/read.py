@@ -11,9 +11,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.codec import DTYPES, decode
-from accel_core.checkpoint.files import DataFile, damaged
+from accel_core.checkpoint.files import MANIFEST, DataFile, Manifest, damaged, read_manifest
 from accel_core.checkpoint.leaf import Kind, Leaf, whole
-from accel_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
 
 __all__ = ["Checkpoint", "Stored"]

@@ -19,8 +19,7 @@ from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.codec import name_of
 from accel_core.checkpoint.collect import Collected, collect
 from accel_core.checkpoint.commit import begin, new_save_id, partial_folder, publish
-from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json
-from accel_core.checkpoint.manifest import write_manifest
+from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json, write_manifest
 from accel_core.checkpoint.plan import Box, Key, plan
 from accel_core.errors import CheckpointError
 

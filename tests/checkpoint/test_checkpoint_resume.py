@@ -537,6 +537,17 @@ def test_inside_a_window_saving_says_when(prepared, tmp_path):
     assert "if accelerator.sync_gradients:" in str(refused.value).splitlines()[-1]
 
 
+def test_a_strategy_that_forgets_a_weight_or_invents_a_name_is_refused(prepared, tmp_path):
+    accelerator = prepared(network).accelerator
+    hooks = accelerator.run.units[0].hooks
+    offered = dict(hooks.model_state(accelerator.run.units[0]))
+    offered["module.3.bias"] = offered.pop("3.bias")
+    hooks.model_state = lambda unit: offered
+    with pytest.raises(CheckpointError, match=r"strategy 'single' offers has 3\.bias, module\.3\.bias\n"):
+        accelerator.save_state(tmp_path / "here")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_parameter_outside_of_every_model_is_refused(tmp_path):
     accelerator, model, stray = Accelerator(device="cpu"), nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
