@@ -25,11 +25,8 @@ __all__ = ["DTYPES", "bytes_of", "decode", "encode", "name_of", "tensor_from"]
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
 
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    name: value
-    for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype) and f"torch.{name}" == str(value)
-}
+DTYPES: Final = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+"""torch's names without the prefix: float32, bfloat16, ..."""
 
 Store = Callable[[str, Tensor], str]
 """(path in the state, tensor) -> the key under which the tensor is stored elsewhere."""

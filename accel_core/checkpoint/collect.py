@@ -87,9 +87,8 @@ def class_of(value: object) -> str:
 
 def entry_key(run: Run, plugin: str, name: str, entry: Entry) -> str:
     """The key of a plugin's entry; one that belongs to a rank or reader says so."""
-    reader, rank = f"@reader{run.topology.reader}", f"@rank{run.world.rank}"
-    owner = {"replicated": "", "per_reader": reader, "per_rank": rank}[entry.scope]
-    return f"{plugin}/{name}{owner}"
+    owner = {"per_reader": f"@reader{run.topology.reader}", "per_rank": f"@rank{run.world.rank}"}
+    return f"{plugin}/{name}{owner.get(entry.scope, '')}"
 
 
 def modules_with_extra_state(unit: Unit) -> dict[str, nn.Module]:

@@ -76,10 +76,9 @@ class Problems:
     def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
         """Name what only one side has."""
         saved, here = dict.fromkeys(saved), dict.fromkeys(here)
-        self.found.extend(f"missing in the checkpoint: {what}{name}" for name in here if name not in saved)
-        self.found.extend(
-            f"unexpected, the run has no such state: {what}{name}" for name in saved if name not in here
-        )
+        lacks, extra = "missing in the checkpoint", "unexpected, the run has no such state"
+        self.found.extend(f"{lacks}: {what}{name}" for name in here if name not in saved)
+        self.found.extend(f"{extra}: {what}{name}" for name in saved if name not in here)
 
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
         """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
