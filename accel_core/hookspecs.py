@@ -159,7 +159,7 @@ def launch(job: Job) -> int:
     """Start the job's workers on this node, wait, and return the exit code.
 
     Launcher slot only. Reports the first failing rank once; leaves no orphan behind on SIGINT or
-    SIGTERM.
+    SIGTERM. Raises LaunchError where the workers cannot be started.
     """
 
 

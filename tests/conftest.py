@@ -43,3 +43,23 @@ def toy_plugin(toy_distribution: Callable[..., Path]) -> Callable[..., Record]:
         return record
 
     return install
+
+
+@pytest.fixture
+def toys(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """`toys(name, slot, modules={...}, **card)` installs a plugin; gives the environment that has it."""
+    site = tmp_path / "site"
+
+    def install(
+        name: str, slot: str, *, source: str | None = None, modules: Any = None, **card: str
+    ) -> dict[str, str]:
+        module = f"toy_{name.replace('-', '_')}"
+        write_distribution(
+            site,
+            f"accel-{name}",
+            entry_points={f"accel_core.{slot}": {name: f"{module}:CARD"}},
+            modules={module: source or card_source(name, slot, **card), **(modules or {})},
+        )
+        return {"PYTHONPATH": str(site)}
+
+    return install
