@@ -90,6 +90,18 @@ def test_the_page_names_every_tag_that_the_codec_writes():
     assert [tag for tag in tags if f"`{tag}`" not in page] == []
 
 
+def test_every_tensor_is_aligned_to_its_own_item_size(tmp_path):
+    accelerator, model = Accelerator(device="cpu"), nn.Linear(3, 3)
+    model.register_buffer("odd", torch.ones(3, dtype=torch.uint8))
+    model.register_buffer("wide", torch.ones(2, dtype=torch.float64))
+    accelerator.prepare(model)
+    reader = page_reader.Reader(accelerator.save_state(tmp_path / "here"))
+    accelerator.end_training()
+    size = {"float32": 4, "uint8": 1, "float64": 8}
+    tensors = reader.ranks[0]["tensors"]["unit0"].values()
+    assert [each["boxes"][0][2] % size[each["dtype"]] for each in tensors] == [0] * 4
+
+
 def test_other_tools_read_the_data_file(saved):
     with safetensors.safe_open(saved.folder / "rank-00000.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("unit0/model/0.weight"), saved.model[0].weight)

@@ -386,10 +386,18 @@ def one_group(model):
     return [{"params": [*model[0].parameters(), *model[3].parameters()]}]
 
 
-def test_groups_are_restored_by_name_not_by_position(prepared, tmp_path):
-    def scheduler(optimizer):
-        return lr_scheduler.StepLR(optimizer, 2)
-
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: lr_scheduler.StepLR(o, 2),
+        lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.1 if step > 1 else 1.0),
+        lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.LambdaLR(o, lambda step: 0.1 if step > 1 else 1.0)]
+        ),
+    ],
+    ids=["StepLR", "LambdaLR", "ChainedScheduler"],
+)
+def test_groups_are_restored_by_name_not_by_position(prepared, tmp_path, scheduler):
     first = prepared(network, with_momentum, scheduler, steps=3, groups=two_groups)
     first.accelerator.save_state(tmp_path / "here")
     second = prepared(network, with_momentum, scheduler, groups=reversed_groups)
@@ -419,8 +427,12 @@ def test_how_a_step_is_computed_is_not_restored(prepared, tmp_path):
     second.step(1)
 
 
-def test_loading_a_checkpoint_from_before_the_first_step_clears_optimizer_state(prepared, tmp_path):
-    first = prepared(network)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.LBFGS])
+@pytest.mark.filterwarnings("ignore:Detected call of")  # LBFGS steps without the proxy
+def test_loading_a_checkpoint_from_before_the_first_step_clears_optimizer_state(
+    prepared, tmp_path, optimizer
+):
+    first = prepared(network, optimizer)
     first.accelerator.save_state(tmp_path / "here")
     losses = [first.step(number) for number in range(3)]
     first.accelerator.load_state(tmp_path / "here")
