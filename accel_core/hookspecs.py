@@ -389,9 +389,10 @@ def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextMan
 
 @owner
 def model_state(unit: Unit) -> Mapping[str, Leaf]:
-    """Canonical parameter or buffer name -> leaf, its tensors views of the live storage.
+    """Canonical parameter or persistent buffer name -> leaf, its tensors views of the live storage.
 
-    The weight is the most precise copy there is. Tied weights appear once (`unit.aliases`).
+    Every name on every rank: a leaf without shards where the tensor lives elsewhere. The weight is the
+    most precise copy there is. Tied weights appear once (`unit.aliases`).
     """
 
 
