@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def no_op(method: F) -> F:
-    """Mark a default that does nothing: per-step calls to it are left out altogether."""
+    """Mark a default that is what core does without asking: per-step calls to it are left out."""
     method.accel_no_op = True  # type: ignore[attr-defined]
     return method
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from accel_core.unit import Unit
 
 __all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "step", "unscale", "zero_grad"]
+
+
+_NOT_ENTERED: Final = object()
 
 
 class Accumulation:
@@ -33,34 +38,33 @@ class Accumulation:
         self.trained = tuple(unit for unit in units if unit.optimizers) or self.units
         options = run.config.accumulation
         self._ends_with_loader = options.sync_with_dataloader
+        self._windows = tuple(unit.window for unit in units)
+        self._innermost = self._windows[-1] if units else run.window
         self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
-        self._outer: list[Accumulation | None] = []
-        self._silenced: list[ExitStack] = []
+        self._outer: Any = _NOT_ENTERED
+        self._silenced = ExitStack()
 
     def __enter__(self) -> None:
+        if self._outer is not _NOT_ENTERED:
+            raise AccelError("accumulate of the same models is entered already\nenter it once a micro-batch")
         run = self.run
         active = run.active_loaders
-        last = self._ends_with_loader and bool(active) and active[-1].last
-        for unit in self.units:
-            unit.window.advance(last)
-        self._outer.append(run.accumulation)
-        run.accumulation = self
-        if self.units:
-            run.window = self.units[-1].window
-            if self._quiet and not run.window.boundary:
-                self._silence()
-
-    def __exit__(self, *exception: object) -> None:
-        self.run.accumulation = self._outer.pop()
-        if self._silenced:
-            self._silenced.pop().__exit__(*exception)  # type: ignore[arg-type]
-
-    def _silence(self) -> None:
-        silenced = ExitStack()
+        last = bool(active) and self._ends_with_loader and active[-1].last
+        for window in self._windows:
+            window.index = index = 0 if window.boundary else window.index + 1
+            window.boundary = last or index + 1 >= window.size
+            window.fresh = True
         for unit, models in self._quiet:
             if not unit.window.boundary:
-                silenced.enter_context(unit.steps.no_sync(unit, models))
-        self._silenced.append(silenced)
+                self._silenced.enter_context(unit.steps.no_sync(unit, models))
+        self._outer, run.accumulation, run.window = run.accumulation, self, self._innermost
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.run.accumulation, self._outer = self._outer, _NOT_ENTERED
+        if self._quiet:
+            self._silenced.pop_all().__exit__(kind, error, trace)
 
 
 def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
@@ -77,33 +81,37 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     Raises:
         AccelError: nothing requires a gradient, or several strategies want to do it.
     """
-    if not loss.requires_grad:
-        raise AccelError(
-            "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
-            " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
-        )
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
-    if not units:
-        loss.backward(**options)
-        return
     doing = units[0] if len(units) == 1 else _one_of(units)
-    window = doing.window
-    if accumulation is not None and window.size != 1:
-        loss = loss / window.size
+    if doing is not None and accumulation is not None and doing.window.size != 1:
+        loss = loss / doing.window.size
     for each in units:
         each.window.fresh = False
         if each.finishes:
             each.reduced = False
             each.unscaled.clear()  # of a window that ended without a step
-    doing.steps.backward(doing, loss, window.boundary, options)
+    try:
+        if doing is None or doing.steps.backward is None:
+            loss.backward(**options)
+        else:
+            doing.steps.backward(doing, loss, doing.window.boundary, options)
+    except RuntimeError as error:
+        if loss.requires_grad:
+            raise
+        raise AccelError(
+            "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
+            " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
+        ) from error
     if run.mark_step is not None:
         run.mark_step("backward")
 
 
-def _one_of(units: Sequence[Unit]) -> Unit:
-    """The unit whose strategy does the backward of a loss that several units share."""
+def _one_of(units: Sequence[Unit]) -> Unit | None:
+    """The unit whose strategy does the backward of a loss that several units share; None of none."""
+    if not units:
+        return None
     owners = [unit for unit in units if unit.backward_is_strategys]
     if len(owners) > 1:
         names = ", ".join(f"{unit.name} ({unit.strategy})" for unit in owners)
@@ -153,12 +161,13 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; whether it was applied."""
+    if not unit.finishes:
+        optimizer.step() if closure is None else optimizer.step(closure)
+        return True
     steps = unit.steps
-    if unit.finishes:
-        _reduce(unit)
-    applied: bool = steps.optimizer_step(unit, optimizer, closure)
-    if unit.finishes:
-        unit.unscaled.discard(optimizer)
+    _reduce(unit)
+    applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
+    unit.unscaled.discard(optimizer)
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:
@@ -173,4 +182,7 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
     """
     window = unit.window
     if window.index <= 0 if window.fresh else window.boundary:
-        unit.steps.zero_grad(unit, optimizer, set_to_none)
+        if unit.steps.zero_grad is None:
+            optimizer.zero_grad(set_to_none)
+        else:
+            unit.steps.zero_grad(unit, optimizer, set_to_none)

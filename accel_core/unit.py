@@ -36,12 +36,6 @@ class Window:
         self.boundary = True
         self.fresh = True
 
-    def advance(self, last: bool) -> None:
-        """Go on to the next micro-batch; `last`: the loader has no further one."""
-        self.index = index = 0 if self.boundary else self.index + 1
-        self.boundary = last or index + 1 >= self.size
-        self.fresh = True
-
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
 
@@ -74,14 +68,22 @@ class Unit:
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
     finishes: bool = field(init=False)
-    """Whether gradients are reduced or unscaled after the last backward of a window."""
+    """Whether a step is more than torch's: somebody reduces, unscales, steps, follows or marks it."""
     reduced: bool = False
     """Whether `reduce_gradients` ran in this window."""
     unscaled: set[Optimizer] = field(factory=set)
     """The optimizers that were unscaled in this window."""
 
     def __attrs_post_init__(self) -> None:
-        self.finishes = self.steps.reduce_gradients is not None or self.steps.unscale is not None
+        steps = self.steps
+        more = (
+            steps.reduce_gradients,
+            steps.unscale,
+            steps.optimizer_step,
+            steps.after_step,
+            self.run.mark_step,
+        )
+        self.finishes = any(hook is not None for hook in more)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, tied weights once. Names are those in the user's own models.

@@ -123,6 +123,7 @@ class Base:
 
     # -- each step -------------------------------------------------------------------------------
 
+    @no_op
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         loss.backward(**options)
@@ -150,7 +151,7 @@ class Base:
             with steps.no_sync(unit, unit.wrapped) if quiet else nullcontext():
                 loss, output = forward_loss(model, next(batches))
                 if not forward_only:
-                    steps.backward(unit, loss / microbatches, window.boundary, {})
+                    unit.hooks.backward(unit, loss / microbatches, window.boundary, {})
             losses.append(loss.detach())
             outputs.append(output)
         return StepOutput(loss=torch.stack(losses).mean(), outputs=tuple(outputs))
@@ -175,11 +176,13 @@ class Base:
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
         nn.utils.clip_grad_value_(parameters, value)
 
+    @no_op
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         optimizer.step(closure) if closure is not None else optimizer.step()
         return True
 
+    @no_op
     @implements(hooks.zero_grad)
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_core import hooks, implements
-from accel_cuda.config import CudaConfig
 
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
@@ -88,6 +87,6 @@ class CudaLaunch:
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
         options = config.plugins.get("cuda")
-        if isinstance(options, CudaConfig) and options.deterministic:
+        if getattr(options, "deterministic", False):
             return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it when it is first used
         return {}
