@@ -601,9 +601,10 @@ class Accelerator:
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
         mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         units = self.run.homes.units_of(mine)
-        unit = next(iter(units), None)
-        if unit is not None and len(units) == 1:
-            return unit, mine
+        if len(units) == 1:
+            (unit,) = units
+            if unit is not None:
+                return unit, mine
         names = sorted("no unit" if each is None else each.name for each in units)
         raise AccelError(
             f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'};"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from torch.nn.utils import clip_grad_norm_
+
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -147,8 +149,12 @@ def clip_norm(
     """Clip at a window's boundary; None inside it, where gradients are partial."""
     if not unit.window.boundary:
         return None
-    unscale(unit)
-    norm: Tensor = unit.steps.clip_grad_norm(unit, parameters, max_norm, norm_type)
+    if unit.finishes:
+        unscale(unit)
+    clip = unit.steps.clip_grad_norm
+    if clip is None:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+    norm: Tensor = clip(unit, parameters, max_norm, norm_type)
     return norm
 
 
@@ -156,7 +162,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     """Clamp at a window's boundary; nothing inside it."""
     if unit.window.boundary:
         unscale(unit)
-        unit.steps.clip_grad_value(unit, parameters, value)
+        unit.hooks.clip_grad_value(unit, parameters, value)
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

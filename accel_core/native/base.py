@@ -166,12 +166,14 @@ class Base:
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         return None
 
+    @no_op
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(
         self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
     ) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    @no_op
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
         nn.utils.clip_grad_value_(parameters, value)
