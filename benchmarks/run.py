@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import gather
 import loader
@@ -34,10 +35,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, help="of each benchmark; default: as many as it needs")
     args = parser.parse_args()
+    # Contenders start in other folders; not `resolve`: the interpreter of an environment is a link.
+    peers = str(Path(args.peers).absolute()) if args.peers else None
     rows = []
     for name in args.names or BENCHMARKS:
         options = {} if args.rounds is None else {"count": args.rounds}
-        rows += BENCHMARKS[name](args.peers, **options)
+        rows += BENCHMARKS[name](peers, **options)
     print(table(rows))
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "accel-core")]
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
