@@ -59,7 +59,7 @@ class Run:
     """
 
     def __init__(self, *, python: Mapping[str, object] | None = None, objects: Sequence[object] = ()) -> None:
-        self.ended = True  # until set-up is through, there is nothing to end
+        self.ended = False
         self.units: list[Unit] = []
         self.trained: list[Unit] = []
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
@@ -88,7 +88,6 @@ class Run:
         self.topology = self.hooks.data_topology(self.world)
         self.window = Window()
         """The innermost current window, or the one used last."""
-        self.ended = False
         _live.add(self)
         if self.world.rank == 0:
             sys.stderr.writelines(f"accel: {note}\n" for note in self.resolved.notes)
@@ -99,6 +98,7 @@ class Run:
     def collectives(self, dim: str = "world") -> Collectives:
         """Collectives over a dimension, made once. The first call for a dim is collective."""
         if dim not in self._dims:
+            self.require_alive()
             self._dims[dim] = self.hooks.collectives(dim)
         return self._dims[dim]
 
@@ -154,6 +154,7 @@ class Run:
         if self.ended:
             return
         self.ended = True
+        self.trained = []
         _live.discard(self)
         self.hooks.run_ended()
         self.release_units()
@@ -401,7 +402,8 @@ def current() -> Run:
 
 def _world_at_start() -> World:
     if dist.is_available() and dist.is_initialized() and "WORLD_SIZE" not in os.environ:
-        return World(rank=dist.get_rank(), size=dist.get_world_size(), local_size=dist.get_world_size())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return World(rank=rank, size=size, local_rank=rank, local_size=size)
     refuse_lonely_tasks(os.environ)
     return World.from_environment()
 

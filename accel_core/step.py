@@ -86,7 +86,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
-    doing = units[0] if len(units) == 1 else _one_of(units)
+    doing = units[0] if len(units) == 1 else _one_of(run, units)
     if doing is not None and accumulation is not None and doing.window.size != 1:
         loss = loss / doing.window.size
     for each in units:
@@ -110,9 +110,10 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         run.mark_step("backward")
 
 
-def _one_of(units: Sequence[Unit]) -> Unit | None:
+def _one_of(run: Run, units: Sequence[Unit]) -> Unit | None:
     """The unit whose strategy does the backward of a loss that several units share; None of none."""
     if not units:
+        run.require_alive()
         return None
     owners = [unit for unit in units if unit.backward_is_strategys]
     if len(owners) > 1:

@@ -124,6 +124,15 @@ def test_a_run_that_has_ended_refuses_more(accelerator):
         accelerator.prepare(net())
 
 
+def test_backward_of_a_run_that_has_ended_is_refused(accelerator):
+    model = net()
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    loss = model(batches(1)[0][0]).sum()
+    accelerator.end_training()
+    with pytest.raises(AccelError, match="this run has ended"):
+        accelerator.backward(loss)
+
+
 def test_free_memory_forgets_everything(accelerator):
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
