@@ -55,6 +55,7 @@ def guard(call: Callable[[], R]) -> R:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noted, not swallowed: the process ends here
+        sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
         text = _render(error)
         if not _note(f"{type(error).__name__}: {error}", text):
             sys.stderr.write(text)
