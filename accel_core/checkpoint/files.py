@@ -3,7 +3,7 @@
 manifest.json says what the checkpoint is, and is the proof that all of it is there.
 
 Data files have the safetensors layout. The writer is our own because the library's can neither hash
-while it writes nor sync what it wrote.
+while it writes nor sync what it wrote. Imports torch only to look into tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from attrs import frozen
 from cattrs import Converter
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from accel_core.checkpoint.codec import bytes_of, name_of, tensor_from
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -89,6 +88,8 @@ def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileR
 
     Returns the file's record, its blocks' digests, and where in the file each tensor starts.
     """
+    from accel_core.checkpoint.codec import bytes_of, name_of
+
     header: dict[str, Any] = {}
     starts = [0]
     for name, tensor in tensors:
@@ -135,6 +136,8 @@ class DataFile:
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
         """A tensor over the mapped bytes; read it, do not write it."""
+        from accel_core.checkpoint.codec import tensor_from
+
         return tensor_from(self._memory, dtype, shape, start)
 
 
@@ -167,6 +170,8 @@ class Manifest:
     run_id: str
     world: Mapping[str, int]
     files: Mapping[str, FileRecord]
+    members: Mapping[str, Any]
+    """All of it, as it stands there."""
 
 
 def write_manifest(folder: Path, members: Mapping[str, Any]) -> None:
@@ -200,7 +205,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if content != _sealed(content[: -len(_sealed(b""))]):
             raise ValueError("its checksum does not fit its content")
-        return _CONVERTER.structure(members, Manifest)
+        return _CONVERTER.structure({**members, "members": members}, Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"it cannot be understood ({error!r})") from error
 

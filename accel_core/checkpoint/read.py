@@ -11,8 +11,9 @@ from attrs import field, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.codec import DTYPES, decode
-from accel_core.checkpoint.files import MANIFEST, DataFile, Manifest, damaged, read_manifest
+from accel_core.checkpoint.files import MANIFEST, DataFile, damaged
 from accel_core.checkpoint.leaf import Kind, Leaf, whole
+from accel_core.checkpoint.opened import Opened
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
 
 __all__ = ["Checkpoint", "Stored"]
@@ -41,42 +42,20 @@ class Stored:
 
 
 @frozen
-class Checkpoint:
-    """An opened checkpoint. Only what its manifest vouches for is ever looked at.
+class Checkpoint(Opened):
+    """An opened checkpoint with its tensors. ranks: what each rank had of its own, still encoded, by rank."""
 
-    state: what all ranks shared, still encoded; ranks: what each rank had of its own, by rank.
-    """
-
-    folder: Path
-    manifest: Manifest
-    state: Mapping[str, Any]
     ranks: Sequence[Mapping[str, Any]]
     tensors: Mapping[Key, Stored]
-    _blocks: Sequence[tuple[DataFile, int, str]]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Open the checkpoint in `folder`, its small files verified.
-
-        Raises:
-            CheckpointError: it is none, or a file is missing or damaged; the message names it.
-        """
-        manifest = read_manifest(folder)
+        files, path = Opened.open(folder), folder / MANIFEST
         ranks: list[Any] = []
         tensors: dict[Key, Stored] = {}
-        blocks: list[tuple[DataFile, int, str]] = []
-        path = folder / MANIFEST
-
-        def opened(name: str) -> DataFile:
-            return DataFile(folder / name, manifest.files[name])
-
         try:
-            state = opened("state.json").json()
-            for rank in range(manifest.world["size"]):
-                data, file = opened(f"rank-{rank:05d}.safetensors"), opened(f"rank-{rank:05d}.json")
-                path, index = file.path, file.json()
-                data.check(index["blocks"])
-                blocks += [(data, number, digest) for number, digest in enumerate(index["blocks"])]
+            for data, index in files.shares:
+                path = data.path.with_suffix(".json")
                 _add_tensors(tensors, index["tensors"], data)
                 ranks.append(index["state"])
             for (unit, key), stored in tensors.items():
@@ -84,17 +63,7 @@ class Checkpoint:
                     raise ValueError(f"{unit}: {key}: {problem}")
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
-        return cls(folder, manifest, state, ranks, tensors, blocks)
-
-    def verify(self, share: int, shares: int) -> None:
-        """Compare every block of this share of the data with its digest.
-
-        Raises:
-            CheckpointError: a block is not what was written.
-        """
-        for file, number, digest in self._blocks[share::shares]:
-            if file.block(number) != digest:
-                raise damaged(file.path, f"block {number} is not what was written")
+        return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
 
     def decode(self, value: Any, path: str) -> Any:
         """The value that was encoded, its large tensors read from the data files."""
