@@ -390,6 +390,7 @@ class Accelerator:
         if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
             unit.window.fresh = unit.reduced = False
             unit.unscaled.clear()
+            unit.waiting.update(unit.optimizers)
         return output
 
     @contextmanager

@@ -89,6 +89,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     doing = units[0] if len(units) == 1 else _one_of(run, units)
     if doing is not None and accumulation is not None and doing.window.size != 1:
         loss = loss / doing.window.size
+    if len(units) == 1:
+        units[0].waiting.update(units[0].optimizers)
     for each in units:
         each.window.fresh = False
         if each.finishes:
@@ -168,13 +170,14 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; whether it was applied."""
+    unit.waiting.discard(optimizer)
     if not unit.finishes:
         optimizer.step() if closure is None else optimizer.step(closure)
         return True
     steps = unit.steps
     _reduce(unit)
     applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
-    unit.unscaled.discard(optimizer)
+    unit.unscaled.add(optimizer)  # a scaler unscales what it steps
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:
@@ -189,6 +192,7 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
     """
     window = unit.window
     if window.index <= 0 if window.fresh else window.boundary:
+        unit.waiting.discard(optimizer)
         if unit.steps.zero_grad is None:
             optimizer.zero_grad(set_to_none)
         else:

@@ -73,6 +73,8 @@ class Unit:
     """Whether `reduce_gradients` ran in this window."""
     unscaled: set[Optimizer] = field(factory=set)
     """The optimizers that were unscaled in this window."""
+    waiting: set[Optimizer] = field(factory=set)
+    """The optimizers with gradients of this unit's own losses that they have yet to apply or drop."""
 
     def __attrs_post_init__(self) -> None:
         steps = self.steps
@@ -84,6 +86,17 @@ class Unit:
             self.run.mark_step,
         )
         self.finishes = any(hook is not None for hook in more)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients that no optimizer step has applied, nor `zero_grad` dropped.
+
+        A loss that several units share counts for each of them inside a window only: at its boundary
+        nobody but the user knows whose it is.
+        """
+        window = self.window
+        inside = not window.boundary and (window.index > 0 or not window.fresh)
+        return inside or bool(self.waiting)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, tied weights once. Names are those in the user's own models.

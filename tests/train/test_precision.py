@@ -60,6 +60,28 @@ def test_gradients_unscaled_and_dropped_do_not_disturb_the_next_step(accelerator
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-2, atol=1e-3)
 
 
+def test_each_optimizer_may_be_clipped_just_before_it_steps(accelerator_of):
+    accelerator = fp16(accelerator_of, init_scale=1024.0)
+    model = net()
+    model, *optimizers = accelerator.prepare(model, *(SGD(model[at].parameters(), lr=0.1) for at in (0, 2)))
+    reference = net()
+    plain = [SGD(reference[at].parameters(), lr=0.1) for at in (0, 2)]
+    for _ in range(3):
+        accelerator.backward(model(X).float().square().sum())
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = reference(X)
+        output.float().square().sum().backward()
+        for at, optimizer, other in zip((0, 2), optimizers, plain, strict=True):
+            accelerator.clip_grad_norm_(model[at].parameters(), 0.1)
+            nn.utils.clip_grad_norm_(reference[at].parameters(), 0.1)
+            optimizer.step()
+            other.step()
+        for each in (*optimizers, *plain):
+            each.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 def test_float16_parameters_are_refused_by_name(accelerator_of):
     accelerator = accelerator_of(mixed_precision="fp16")
     with pytest.raises(ConfigError, match=r"0\.weight is float16 \(4 such.*\n.*model.float\(\)"):
