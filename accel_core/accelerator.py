@@ -561,12 +561,77 @@ class Accelerator:
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per machine, replacing `f` only when it is complete on disk."""
-        if self.run.config.project.save_on_each_node:
-            writes = self.is_local_main_process
-        else:
-            writes = self.is_main_process
-        if writes:
+        if self._writes:
             write_object(obj, f, safe_serialization=safe_serialization)
+
+    @property
+    def _writes(self) -> bool:
+        on_each_node = self.run.config.project.save_on_each_node
+        return self.is_local_main_process if on_each_node else self.is_main_process
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model's weights, whole and under its own names, for other libraries. Collective.
+
+        The layout is that of `from_pretrained`: `model.safetensors`, or files of at most `max_shard_size`
+        and `model.safetensors.index.json`; without `safe_serialization` the same by `torch.save`, as
+        `pytorch_model.bin`. A weight larger than that gets a file of its own. In safetensors, tied weights
+        stand once, under their first name.
+
+        Raises:
+            CheckpointError: they could not be written; an earlier save is still there.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        weights.save_model(
+            self.run,
+            model,
+            save_directory,
+            limit=max_shard_size,
+            safe=safe_serialization,
+            here=self._writes,
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's whole state by its own names, on every rank; do not write to it. Collective.
+
+        unwrap: False gives what the wrapped model's own `state_dict` gives.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        return weights.state_dict(self.run, model) if unwrap else model.state_dict()
+
+    def iter_weights(
+        self, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight or buffer), one after the other: for models too large to be whole. Collective.
+
+        All ranks must read it to its end, and must not write to the tensors. Tied weights come once.
+
+        Args:
+            model: prepared, or not.
+            dtype: of floating-point weights; default: their own.
+            to: device; default: where they cost least.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        return ((names[0], tensor) for names, tensor in weights.weights_of(self.run, model, dtype, to))
+
+    def full_parameters(
+        self, model: nn.Module, names: Iterable[str] | None = None, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """A context in which these parameters (default: all) of the model are whole. Collective.
+
+        writeback: keep what is written to them inside.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        return weights.full_parameters(self.run, model, names, writeback=writeback)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The dataloader without its first batches, in its next epoch only."""

@@ -436,6 +436,25 @@ def set_rng_state(streams: Mapping[str, Tensor]) -> None:
     """Restore the streams that this plugin's `rng_state` names; raise for one that cannot be."""
 
 
+@owner
+def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> AbstractContextManager[Any]:
+    """A context in which the parameters of these canonical names are whole, in the user's own modules.
+
+    Collective. `writeback`: what is written to them inside is kept. base: they are whole already.
+    """
+
+
+@owner
+def iter_weights(
+    unit: Unit, dtype: torch.dtype | None, to: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Canonical name -> whole parameter or persistent buffer, one after the other, tied weights once.
+
+    Collective: all ranks read it to its end. Holds a few weights at a time, never the model. `dtype`: of
+    floating-point ones. `to`: a device; None: where it costs least. base: the model's own tensors.
+    """
+
+
 # -- device services -----------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from accel_core.errors import CheckpointError
+
 __all__ = ["save"]
 
 
@@ -23,7 +25,12 @@ def save(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = F
         if safe_serialization:
             from safetensors.torch import save_file
 
-            save_file(obj, beside, metadata={"format": "pt"})
+            try:
+                save_file(obj, beside, metadata={"format": "pt"})
+            except KeyError as error:
+                raise CheckpointError(
+                    f"{path}: safetensors has no word for {error}\nsave with safe_serialization=False"
+                ) from error
         else:
             torch.save(obj, beside)
         with beside.open("rb") as written:

@@ -235,6 +235,20 @@ class Base:
     def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
         state.set_rng_state(self.run, streams)
 
+    @implements(hooks.full_parameters)
+    def full_parameters(
+        self, unit: Unit, names: Sequence[str], writeback: bool
+    ) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @implements(hooks.iter_weights)
+    def iter_weights(
+        self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, leaf in state.model_state(unit).items():
+            ((_, tensor),) = leaf.shards
+            yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
+
     # -- device services -------------------------------------------------------------------------
 
     @implements(hooks.synchronize)

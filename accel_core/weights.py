@@ -1,0 +1,213 @@
+"""A model's whole weights under its own names: as a stream, as a dict, or in files for other tools."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_core.checkpoint.agree import agree
+from accel_core.checkpoint.collect import modules_with_extra_state
+from accel_core.checkpoint.files import sync_folder, write_json
+from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.plugins import near
+from accel_core.saving import save
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["full_parameters", "save_model", "state_dict", "weights_of"]
+
+Names = list[str]
+"""All names that one weight has in a model, the first one first; several, if it is tied."""
+
+
+def weights_of(
+    run: Run, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
+) -> Iterator[tuple[Names, Tensor]]:
+    """Each parameter and persistent buffer of the model, whole, one after the other. Collective.
+
+    A model that was not prepared is read as it is.
+    """
+    unit, number = _home(run, model)
+    names: dict[str, Names] = {}
+    for name, _ in unit.models[number].named_parameters(remove_duplicate=False):
+        canonical = unit.qualify(number, name)
+        names.setdefault(unit.aliases.get(canonical, canonical), []).append(name)
+    prefix = unit.qualify(number, "")
+    for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
+        if canonical in names:
+            yield names[canonical], tensor
+        elif canonical.startswith(prefix):  # a buffer
+            yield [canonical.removeprefix(prefix)], tensor
+
+
+def full_parameters(
+    run: Run, model: nn.Module, names: Iterable[str] | None, *, writeback: bool
+) -> AbstractContextManager[Any]:
+    """A context in which the model's parameters of these names are whole. Collective."""
+    unit, number = _home(run, model)
+    module = unit.models[number]
+    known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    wanted = known if names is None else list(names)
+    if unknown := sorted({*wanted}.difference(known)):
+        raise AccelError(
+            f"full_parameters: the {type(module).__name__} has no parameter {unknown[0]!r}"
+            f"{near(unknown[0], known)}\nuse the names that named_parameters() of your own model gives"
+        )
+    canonical = [unit.qualify(number, name) for name in wanted]
+    once = list(dict.fromkeys(unit.aliases.get(name, name) for name in canonical))
+    context: AbstractContextManager[Any] = unit.hooks.full_parameters(unit, once, writeback)
+    return context
+
+
+def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
+    """What `model.state_dict()` would be if the model were whole and unwrapped. Collective."""
+    found: dict[str, Any] = {name: tensor for names, tensor in weights_of(run, model) for name in names}
+    return {**found, **_extra_state(run, model)}
+
+
+def save_model(
+    run: Run, model: nn.Module, directory: str | os.PathLike[str], *, limit: int | str, safe: bool, here: bool
+) -> None:
+    """Write the model's weights into `directory`. Collective; ranks with `here` write.
+
+    limit: bytes of a file, as a number or as in "10GB". safe: as safetensors, else by `torch.save`.
+
+    Raises:
+        CheckpointError: a rank could not write them; raised on all.
+    """
+    folder, size, weights = Path(directory), _bytes(limit), weights_of(run, model)
+
+    def write() -> None:
+        try:
+            if here:
+                _write(folder, weights, _extra_state(run, model), size, safe=safe)
+        finally:
+            # Whole weights are made by all ranks together: whatever happened here, go on to the end.
+            deque(weights, maxlen=0)
+
+    agree(run.collectives("control"), write)
+
+
+def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
+    """The model's unit and its number there; a unit of its own if it was not prepared."""
+    run.require_alive()
+    unit = run.unit_of_model(model)
+    if unit is None:
+        unit = run.make_unit("unprepared", "single")
+        unit.models, unit.wrapped = [model], [model]
+        unit.record_aliases()
+    pairs = zip(unit.models, unit.wrapped, strict=True)
+    return unit, next(number for number, pair in enumerate(pairs) if model in pair)
+
+
+def _extra_state(run: Run, model: nn.Module) -> dict[str, Any]:
+    """What modules have besides parameters and buffers, under the names that `state_dict` gives it."""
+    unit, number = _home(run, model)
+    prefix = unit.qualify(number, "")
+    return {
+        ".".join(filter(None, (name.removeprefix(prefix), "_extra_state"))): module.get_extra_state()
+        for name, module in modules_with_extra_state(unit).items()
+        if name.startswith(prefix)
+    }
+
+
+def _bytes(size: int | str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(
+            f"max_shard_size={size!r} is no size\ngive bytes, or text such as '10GB' or '500MiB'"
+        )
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def _write(
+    folder: Path, weights: Iterable[tuple[Names, Tensor]], extra: dict[str, Any], limit: int, *, safe: bool
+) -> None:
+    _refuse(folder, extra, safe=safe)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".model.*.partial"):  # of a save that was killed
+        shutil.rmtree(left)
+    with TemporaryDirectory(prefix=".model.", suffix=".partial", dir=folder) as beside:
+        written = _write_parts(Path(beside), weights, extra, limit, safe=safe)
+        _publish(folder, Path(beside), written, safe=safe)
+
+
+def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:
+    odd = [name for name, value in extra.items() if not isinstance(value, Tensor)]
+    if safe and odd:
+        raise CheckpointError(
+            f"{odd[0]} is no tensor, and safetensors holds nothing else\nsave with safe_serialization=False"
+        )
+    preferred = folder / "model.safetensors"
+    if not safe and (preferred.exists() or Path(f"{preferred}.index.json").exists()):
+        raise CheckpointError(
+            f"{folder} has weights as safetensors, which readers take instead of pytorch_model.bin\n"
+            "save to another folder, or remove them",
+            path=str(folder),
+        )
+
+
+def _write_parts(
+    beside: Path, weights: Iterable[tuple[Names, Tensor]], extra: Mapping[str, Any], limit: int, *, safe: bool
+) -> list[tuple[Names, int]]:
+    """Files "0", "1", ...; gives the names and bytes in each. Holds the weights of one file at a time."""
+    written: list[tuple[Names, int]] = []
+    part, size = dict(extra), 0
+    storages: set[int] = set()
+
+    def finish() -> None:
+        save(part, beside / str(len(written)), safe_serialization=safe)
+        written.append((list(part), size))
+        part.clear()
+        storages.clear()
+
+    for names, tensor in weights:
+        if size and size + tensor.nbytes > limit:
+            finish()
+            size = 0
+        size += tensor.nbytes
+        # A file would hold the whole storage of a part of it, and is refused if two share one.
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # noqa: PLW2901
+        storages.add(storage.data_ptr())
+        part.update(dict.fromkeys(names[:1] if safe else names, tensor))
+    finish()
+    return written
+
+
+def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool) -> None:
+    """Give the files their names so that a reader finds all of the old save, all of this one, or an error."""
+    stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    count, index = len(written), f"{stem}{suffix}.index.json"
+    files = [f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}" for number in range(count)]
+    if count == 1:
+        files = [f"{stem}{suffix}"]
+    elif (folder / files[0]).exists():
+        (folder / index).unlink(missing_ok=True)  # it would name files of two saves
+    for number, file in enumerate(files):
+        (beside / str(number)).replace(folder / file)
+    if count > 1:
+        homes = {name: file for file, (names, _) in zip(files, written, strict=True) for name in names}
+        total = sum(size for _, size in written)
+        write_json(beside / index, {"metadata": {"total_size": total}, "weight_map": homes})
+        (beside / index).replace(folder / index)
+        files.append(index)
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
+    for old in list(folder.iterdir()):
+        if ours.fullmatch(old.name) and old.name not in files:
+            old.unlink()
+    sync_folder(folder)
