@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -19,8 +20,6 @@ from accel_core.saving import save as write_object
 from accel_core.step import Accumulation
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -195,6 +194,21 @@ class Accelerator:
     def project_dir(self) -> str | None:
         """The project's folder."""
         return self.run.config.project.project_dir
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where this run writes, as it was resolved."""
+        return self.run.config.project
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of logs: the project's, if no other was given."""
+        return self.run.config.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next saved state."""
+        return self.run.iteration
 
     def explain(self) -> str:
         """Why this stack runs with these settings, in words."""
@@ -527,6 +541,8 @@ class Accelerator:
     ) -> Path:
         """Write everything that training needs to go on into `output_dir`, atomically. Collective.
 
+        Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
+        project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
         `step` is noted for people. A checkpoint that is there is replaced; any other folder is refused.
         Returns the directory.
         """
@@ -534,30 +550,44 @@ class Accelerator:
 
         return save(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, strict: bool = True) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool = True,
+        missing_ok: bool = False,
+    ) -> Path | None:
         """Restore what `save_state` wrote, into the objects prepared so far. Collective.
 
         In a world of another size weights, optimizers and data go on exactly; random streams start
         anew, from a seed derived from the checkpoint's.
 
         Args:
-            input_dir: what was given to `save_state`.
+            input_dir: what was given to `save_state`. Without it, under `automatic_checkpoint_naming`,
+                the newest one that is valid; damaged ones are logged and passed over.
             strict: refuse names that are missing, unexpected or of another shape; else leave them out.
+            missing_ok: where there is no checkpoint yet, do nothing and return None.
+
+        Returns the directory that was loaded.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
         from accel_core.checkpoint.load import load
 
-        load(self.run, self._checkpoint_directory(input_dir, "load_state"), strict=strict)
+        directory = self._checkpoint_directory(input_dir, "load_state")
+        return load(self.run, directory, strict=strict, missing_ok=missing_ok)
 
-    def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> str:
+    def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Path | None:
         self.run.require_alive()
-        if given is None:
+        if given is not None:
+            return Path(given).expanduser()
+        if not self.project_configuration.automatic_checkpoint_naming:
             raise CheckpointError(
-                f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint')"
+                f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint'), or set"
+                " project.automatic_checkpoint_naming"
             )
-        return os.fspath(given)
+        return None
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once per machine, replacing `f` only when it is complete on disk."""

@@ -75,6 +75,12 @@ class Run:
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
+        self.iteration = self.config.project.iteration
+        """How many states were saved, this run's ancestors' included."""
+        self.ancestors: Sequence[str] = ()
+        """Ids of the runs whose state this one took over, the oldest first."""
+        self.kept: dict[int, str] = {}
+        """Numbered checkpoints that `total_limit` counts: number -> save id."""
         self._apply_launch_environment()
         self._verify()
         self._load()

@@ -170,6 +170,10 @@ class Manifest:
     run_id: str
     world: Mapping[str, int]
     files: Mapping[str, FileRecord]
+    name: str | None
+    """What this library named it; None where the user did."""
+    iteration: int
+    lineage: Sequence[str]
     members: Mapping[str, Any]
     """All of it, as it stands there."""
 

@@ -22,12 +22,14 @@ from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.series import candidates, folder_of, history
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
     from accel_core.run import Run
     from accel_core.unit import Unit
+    from accel_core.world import Collectives
 
 __all__ = ["Problems", "Restoration", "derived_seed", "load"]
 
@@ -36,12 +38,16 @@ logger = logging.getLogger(__name__)
 Scope = Literal["replicated", "per_reader", "per_rank"]
 
 
-def load(run: Run, directory: str | os.PathLike[str], *, strict: bool = True) -> None:
+def load(
+    run: Run, directory: str | os.PathLike[str] | None, *, strict: bool = True, missing_ok: bool = False
+) -> Path | None:
     """Bring the run into the state that the checkpoint `directory` holds. Collective: all ranks.
 
     The checkpoint may have been saved by another stack, or at another world size; what that means for
     random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's.
-    `strict=False` loads what fits and logs the rest.
+    `strict=False` loads what fits and logs the rest. Without a directory it is the newest valid one of
+    the numbered; what is damaged is logged and passed over. Returns the folder that was loaded; None,
+    with `missing_ok`, if there is none.
 
     Raises:
         CheckpointError: it is no checkpoint, a file is damaged, or (strict) the run has other state
@@ -50,7 +56,44 @@ def load(run: Run, directory: str | os.PathLike[str], *, strict: bool = True) ->
     """
     run.require_alive()
     control = run.collectives("control")
-    folder = locate(Path(os.path.realpath(directory)))
+    checkpoint = _open(run, directory, missing_ok=missing_ok)
+    if checkpoint is None:
+        return None
+    restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
+    agree(control, restoration.apply)
+    if control.rank == 0 and run.config.project.automatic_checkpoint_naming:
+        run.kept = history(run, checkpoint.manifest)
+    return checkpoint.folder
+
+
+def _open(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool) -> Checkpoint | None:
+    control = run.collectives("control")
+    if directory is not None:
+        folder = locate(Path(os.path.realpath(directory)))
+        if missing_ok and not control.broadcast_object(folder.exists()):
+            return None
+        return _verified(control, folder)
+    found = control.broadcast_object(agree(control, lambda: candidates(run) if control.rank == 0 else None))
+    for folder in found:
+        try:
+            return _verified(control, folder)
+        except CheckpointError as error:
+            if control.rank == 0:
+                logger.warning("passed over: %s", error)
+    if missing_ok and not found:
+        return None
+    numbered = folder_of(run)
+    raise CheckpointError(
+        f"none of the {len(found)} checkpoints in {numbered} can be loaded, the log says why\n"
+        "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
+        if found
+        else f"there is no checkpoint in {numbered}\nto start without one, load_state(missing_ok=True)",
+        path=str(numbered),
+    )
+
+
+def _verified(control: Collectives, folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, once all ranks have seen the same one, and that all of it is whole."""
     checkpoint = agree(control, lambda: Checkpoint.open(folder))
     ids = set(control.all_gather_object(checkpoint.manifest.save_id))
     if len(ids) > 1:
@@ -60,8 +103,7 @@ def load(run: Run, directory: str | os.PathLike[str], *, strict: bool = True) ->
             path=str(folder),
         )
     agree(control, lambda: checkpoint.verify(control.rank, control.size))
-    restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
-    agree(control, restoration.apply)
+    return checkpoint
 
 
 @frozen
@@ -153,8 +195,10 @@ class Restoration:
         with torch.no_grad():
             for action in self._actions:
                 action()
+        manifest = self.checkpoint.manifest
         if self.run.world.run_id is None:
-            self.run.run_id = self.checkpoint.manifest.run_id  # no launcher named this run: it goes on
+            self.run.run_id = manifest.run_id  # no launcher named this run: it goes on
+        self.run.ancestors, self.run.iteration = manifest.lineage, manifest.iteration + 1
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
         for alias, owner in saved["aliases"].items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,8 +17,8 @@ from accel_core import __version__
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.codec import name_of
 from accel_core.checkpoint.collect import Collected, collect
-from accel_core.checkpoint.commit import begin, new_save_id, partial_folder, publish
 from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json, write_manifest
+from accel_core.checkpoint.place import Place
 from accel_core.checkpoint.plan import Box, Key, plan
 from accel_core.errors import CheckpointError
 
@@ -31,11 +30,12 @@ __all__ = ["save"]
 Records = dict[str, FileRecord]
 
 
-def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None) -> Path:
+def save(run: Run, directory: str | os.PathLike[str] | None, *, step: int | None = None) -> Path:
     """Save all state of the run as the checkpoint `directory`. Collective: all ranks, one directory.
 
     Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
-    of the two, whole. `step` is recorded as it is given.
+    of the two, whole. `step` is recorded as it is given. Without a directory it is the next of the
+    numbered ones, and those over `total_limit` are removed once it is complete.
 
     Raises:
         CheckpointError: a unit is inside an accumulation window, something cannot be stored, the
@@ -43,27 +43,23 @@ def save(run: Run, directory: str | os.PathLike[str], *, step: int | None = None
             was there before is unchanged.
     """
     run.require_alive()
-    target = Path(os.path.realpath(directory))
     control = run.collectives("control")
     if run.mark_step is not None:
         run.mark_step("state")
     state = agree(control, lambda: collect(run))
     writes = plan(control.all_gather_object(state.declared))[control.rank]
-    first = control.rank == 0
-    save_id: str = control.broadcast_object(new_save_id(run.run_id) if first else None)
-    folder = partial_folder(target, save_id)
-    agree(control, lambda: begin(target, save_id) if first else None)
+    place = Place.choose(run, directory)
     try:
-        mine = agree(control, lambda: _write_share(folder, control.rank, state, writes))
+        mine = agree(control, lambda: _write_share(place.folder, control.rank, state, writes))
         records = {name: record for each in control.all_gather_object(mine) for name, record in each.items()}
-        manifest = _manifest(run, save_id, step, records)
-        agree(control, lambda: write_manifest(folder, manifest) if first else None)
+        manifest = {**place.members, "step": step, **_manifest(run, records)}
+        agree(control, lambda: write_manifest(place.folder, manifest) if place.first else None)
+        agree(control, lambda: place.publish() if place.first else None)
     except BaseException:  # a full disk, another rank's failure, Ctrl-C: nothing half-written stays
-        if first:
-            shutil.rmtree(folder, ignore_errors=True)  # never raises: the save's own error matters more
+        if place.first:
+            place.discard()
         raise
-    agree(control, lambda: publish(target, save_id) if first else None)
-    return target
+    return place.target
 
 
 def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key, list[Box]]) -> Records:
@@ -102,14 +98,11 @@ def _named(state: Collected, key: Key, box: Box, tensor: Tensor) -> tuple[str, T
     return "/".join(filter(None, key)) + part, tensor
 
 
-def _manifest(run: Run, save_id: str, step: int | None, files: Records) -> dict[str, Any]:
+def _manifest(run: Run, files: Records) -> dict[str, Any]:
     exact_at = {"size": run.world.size, "readers": run.topology.readers}
     members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
     versions = {"accel-core": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
-        "save_id": save_id,
-        "run_id": run.run_id,
-        "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world": {**exact_at, "nodes": run.world.nodes},
         "mesh": {},
