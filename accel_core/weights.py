@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["full_parameters", "save_model", "state_dict", "weights_of"]
+__all__ = ["bytes_in", "full_parameters", "save_model", "state_dict", "weights_of", "write_weights"]
 
 Names = list[str]
 """All names that one weight has in a model, the first one first; several, if it is tied."""
@@ -87,17 +87,44 @@ def save_model(
     Raises:
         CheckpointError: a rank could not write them; raised on all.
     """
-    folder, size, weights = Path(directory), _bytes(limit), weights_of(run, model)
+    folder, size, weights = Path(directory), bytes_in(limit), weights_of(run, model)
 
     def write() -> None:
         try:
             if here:
-                _write(folder, weights, _extra_state(run, model), size, safe=safe)
+                write_weights(folder, weights, _extra_state(run, model), size, safe=safe)
         finally:
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)
 
     agree(run.collectives("control"), write)
+
+
+def bytes_in(size: int | str) -> int:
+    """A size in bytes, given as a number or as in "10GB" or "500MiB"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(
+            f"max_shard_size={size!r} is no size\ngive bytes, or text such as '10GB' or '500MiB'"
+        )
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def write_weights(
+    folder: Path, weights: Iterable[tuple[Names, Tensor]], extra: dict[str, Any], limit: int, *, safe: bool
+) -> None:
+    """Write weights as they come into files of at most `limit` bytes, in the layout of `from_pretrained`.
+
+    Needs memory for one file's. What was there before stays until all of it is written.
+    """
+    _refuse(folder, extra, safe=safe)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".model.*.partial"):  # of a save that was killed
+        shutil.rmtree(left)
+    with TemporaryDirectory(prefix=".model.", suffix=".partial", dir=folder) as beside:
+        written = _write_parts(Path(beside), weights, extra, limit, safe=safe)
+        _publish(folder, Path(beside), written, safe=safe)
 
 
 def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
@@ -121,28 +148,6 @@ def _extra_state(run: Run, model: nn.Module) -> dict[str, Any]:
         for name, module in modules_with_extra_state(unit).items()
         if name.startswith(prefix)
     }
-
-
-def _bytes(size: int | str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
-    if found is None:
-        raise ConfigError(
-            f"max_shard_size={size!r} is no size\ngive bytes, or text such as '10GB' or '500MiB'"
-        )
-    number, unit, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-
-
-def _write(
-    folder: Path, weights: Iterable[tuple[Names, Tensor]], extra: dict[str, Any], limit: int, *, safe: bool
-) -> None:
-    _refuse(folder, extra, safe=safe)
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".model.*.partial"):  # of a save that was killed
-        shutil.rmtree(left)
-    with TemporaryDirectory(prefix=".model.", suffix=".partial", dir=folder) as beside:
-        written = _write_parts(Path(beside), weights, extra, limit, safe=safe)
-        _publish(folder, Path(beside), written, safe=safe)
 
 
 def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:

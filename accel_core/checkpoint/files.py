@@ -119,6 +119,11 @@ class DataFile:
             # Copy on write: torch wants a writable buffer, and nothing ever writes.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
+    @property
+    def blocks(self) -> range:
+        """The numbers of its blocks."""
+        return range(-(-self.record.size // BLOCK_BYTES))
+
     def block(self, number: int) -> str:
         """The digest of a block, as it is on the disk now."""
         with memoryview(self._memory) as view, view[number * BLOCK_BYTES :][:BLOCK_BYTES] as block:
@@ -131,7 +136,7 @@ class DataFile:
 
     def json(self) -> Any:
         """The content of a JSON file, verified."""
-        self.check(map(self.block, range(-(-self.record.size // BLOCK_BYTES))))
+        self.check(map(self.block, self.blocks))
         return json.loads(self._memory[:])
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
@@ -209,6 +214,8 @@ def read_manifest(folder: Path) -> Manifest:
             )
         if content != _sealed(content[: -len(_sealed(b""))]):
             raise ValueError("its checksum does not fit its content")
+        if outside := [name for name in members["files"] if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is no file in this folder")
         return _CONVERTER.structure({**members, "members": members}, Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"it cannot be understood ({error!r})") from error

@@ -29,6 +29,12 @@ class Stored:
     layout: str | None
     boxes: list[tuple[Box, DataFile, int]] = field(factory=list, eq=False)
 
+    def tensor(self) -> Tensor:
+        """The whole tensor, in memory of its own."""
+        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        self.fill(whole(tensor))
+        return tensor
+
     def fill(self, leaf: Leaf) -> None:
         """Overwrite the parts of the leaf that this rank holds."""
         for offset, tensor in leaf.shards:
@@ -70,10 +76,7 @@ class Checkpoint(Opened):
         return decode(value, path, self._fetch)
 
     def _fetch(self, key: str) -> Tensor:
-        stored = self.tensors["", key]
-        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        stored.fill(whole(tensor))
-        return tensor
+        return self.tensors["", key].tensor()
 
 
 def _add_tensors(tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile) -> None:

@@ -18,6 +18,7 @@ __all__ = ["accel", "main"]
 BUILT_IN: Final = {  # each in the module of its name
     "launch": "Start a script on one or many processes.",
     "config": "Check, show and write configuration files.",
+    "checkpoint": "List, verify, export and import checkpoints.",
     "plugins": "List what is installed, and say what is wrong with it.",
     "env": "Describe this machine, for bug reports.",
 }
@@ -58,7 +59,9 @@ class _Lazy(click.Group):
 def _commands() -> dict[str, Record]:
     from accel_core.plugins import discover
 
-    return {record.name: record for record in discover().of("command") if record.status == "available"}
+    found = {record.name: record for record in discover().of("command") if record.status == "available"}
+    # One that is called after a command of ours adds to that; `checkpoint-FORMAT` is a format.
+    return {name: record for name, record in found.items() if name.partition("-")[0] not in BUILT_IN}
 
 
 @click.command("accel", cls=_Lazy, context_settings=CONTEXT)

@@ -19,7 +19,7 @@ from accel_core.plugins import SLOTS, Discovery, Record, discover, load, near
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["examine", "plugins", "table"]
+__all__ = ["aligned", "examine", "plugins", "table"]
 
 CHOSEN: Final = {
     "device": "taken by `device: auto`; explicit names always get their plugin",
@@ -63,6 +63,11 @@ def table(discovery: Discovery) -> Iterator[str]:
     for record in _ordered(discovery):
         about = record.reason or (record.card.summary if record.card else "")
         rows.append((record.name, record.slot, record.status, record.origin, about.splitlines()[0]))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table whose columns stand under each other."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     for row in rows:
         yield "  ".join([*map(str.ljust, row, widths), row[-1]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ HELLO = "import click\n\n@click.command()\ndef hello():\n    print('hello from a
 def test_help_lists_the_built_in_commands():
     shown = accel("--help").stdout
 
-    for command in ("launch", "config", "plugins", "env"):
+    for command in ("launch", "config", "checkpoint", "plugins", "env"):
         assert f"\n  {command}" in shown
 
 
@@ -31,7 +32,7 @@ def test_a_plugins_command_is_listed_by_its_summary_and_not_imported(toys):
 
     ended = accel("--help", environment=environment)
 
-    assert "hello    Says hello." in ended.stdout
+    assert re.search("^  hello +Says hello.$", ended.stdout, re.MULTILINE)
     assert ended.returncode == 0
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
+from accel_core.weights import bytes_in
 
 
 @pytest.fixture
@@ -98,9 +99,7 @@ def test_a_weight_larger_than_a_file_has_one_of_its_own(accelerator, tmp_path):
     ("size", "meant"), [(7, 7), ("7", 7), ("5MB", 5_000_000), ("1.5 KiB", 1536), ("10GB", 10_000_000_000)]
 )
 def test_sizes_are_written_as_people_do(size, meant):
-    from accel_core.weights import _bytes
-
-    assert _bytes(size) == meant
+    assert bytes_in(size) == meant
 
 
 def test_a_size_that_is_none_is_refused(accelerator, tmp_path):

@@ -1,0 +1,63 @@
+"""A checkpoint's weights as whole files for other libraries, whatever strategy saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_core.checkpoint.commit import locate
+from accel_core.checkpoint.read import Checkpoint
+from accel_core.errors import CheckpointError
+from accel_core.plugins import near
+from accel_core.weights import bytes_in, write_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["export", "weights"]
+
+
+def export(folder: Path, target: Path, unit: str | None, limit: int | str, *, safe: bool) -> list[Path]:
+    """Write the weights of a unit into `target`, or of each into a folder there. Returns the folders.
+
+    Everything is verified first. Needs memory for the weights of one file of `limit` bytes.
+
+    Raises:
+        CheckpointError: it is damaged, has no such unit, or weights that only their plugin can read.
+    """
+    checkpoint = Checkpoint.open(locate(folder))
+    checkpoint.verify(0, 1)
+    units = checkpoint.state["units"]
+    if unit is not None and unit not in units:
+        raise CheckpointError(
+            f"{folder} has no unit {unit!r}{near(unit, units)}\nit has {', '.join(units) or 'none'}",
+            path=str(folder),
+        )
+    homes = {name: target / name if len(units) > 1 else target for name in units}
+    if unit is not None:
+        homes = {unit: target}
+    for name, home in homes.items():
+        extra = {
+            f"{module}._extra_state".removeprefix("."): checkpoint.decode(value, f"units.{name}.{module}")
+            for module, value in units[name]["extra"].items()
+        }
+        write_weights(home, weights(checkpoint, name), extra, bytes_in(limit), safe=safe)
+    return list(homes.values())
+
+
+def weights(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Tensor]]:
+    """Each parameter and buffer of a unit: all its names, and the whole tensor, one after the other."""
+    names: dict[str, list[str]] = {}
+    for alias, name in checkpoint.state["units"][unit]["aliases"].items():
+        names.setdefault(name, [name]).append(alias)
+    for (owner, key), stored in checkpoint.tensors.items():
+        sort, _, name = key.partition("/")
+        if (owner, sort) == (unit, "model"):
+            if stored.layout is not None:
+                raise CheckpointError(
+                    f"{unit}: {name} has layout {stored.layout}, which only the plugin that saved it reads\n"
+                    "load the checkpoint in a run with that plugin, and use save_model there",
+                    path=str(checkpoint.folder),
+                )
+            yield names.get(name, [name]), stored.tensor()

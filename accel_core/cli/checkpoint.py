@@ -1,0 +1,213 @@
+"""`accel checkpoint`: what is on the disk, whether all of it is there, and its weights for other tools."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from accel_core.cli.plugins import aligned
+from accel_core.errors import CheckpointError, PluginError
+from accel_core.plugins import discover, load
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.files import DataFile
+    from accel_core.checkpoint.opened import Opened
+
+__all__ = ["checkpoint"]
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+_more = click.argument("more", nargs=-1, type=click.UNPROCESSED)
+_COLUMNS: Final = ("name", "step", "age", "size", "ranks", "stack", "valid")
+_TIMES: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+_SIZES: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+_FORWARDING: Final = {"ignore_unknown_options": True}
+"""What a format of a plugin is given, beyond source and target, is that plugin's."""
+
+
+@click.group()
+def checkpoint() -> None:
+    """List, verify, export and import checkpoints."""
+
+
+@checkpoint.command("list")
+@click.argument("folder", default=".", type=_folder)
+@_json
+def list_(folder: Path, as_json: bool) -> None:
+    """List the checkpoints in FOLDER; or, if FOLDER is one, the parameters in it."""
+    from accel_core.checkpoint.files import MANIFEST
+    from accel_core.checkpoint.opened import Opened
+
+    if (folder / MANIFEST).exists():
+        parameters = list(_parameters(Opened.open(folder)))
+        found: Any = {**_describe(folder), "parameters": parameters}
+        lines = [*_table(_COLUMNS, [found]), "", *_table(("unit", "name", "shape", "dtype"), parameters)]
+    else:
+        found = sorted(map(_describe, _inside(folder)), key=lambda row: row["time"])
+        lines = list(_table(_COLUMNS, found)) if found else [f"no checkpoint in {folder}"]
+    print(json.dumps(found, indent=1) if as_json else "\n".join(lines))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    cells = [[str(row[column]) if row[column] is not None else "-" for column in columns] for row in rows]
+    return aligned([[column.upper() for column in columns], *cells])
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, or in its `checkpoints`; damaged ones too, unfinished ones not."""
+    from accel_core.checkpoint.files import MANIFEST
+
+    found = sorted([*folder.glob(f"*/{MANIFEST}"), *folder.glob(f"checkpoints/*/{MANIFEST}")])
+    return [path.parent for path in found if not path.parent.name.startswith(".")]
+
+
+def _describe(folder: Path) -> dict[str, Any]:
+    from accel_core.checkpoint.files import read_manifest
+    from accel_core.checkpoint.opened import Opened
+
+    row: dict[str, Any] = {**dict.fromkeys((*_COLUMNS, "bytes")), "name": folder.name, "path": str(folder)}
+    row |= {"time": "", "valid": "yes"}
+    try:
+        manifest = read_manifest(folder)
+        about, size = manifest.members, sum(record.size for record in manifest.files.values())
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(about["time"])
+        row |= {"step": about["step"], "time": about["time"], "ranks": about["world"]["size"]}
+        row |= {"age": _short(age.total_seconds(), _TIMES), "bytes": size, "size": _short(size, _SIZES)}
+        row["stack"] = about["stack"]["summary"]
+        Opened.open(folder)
+    except CheckpointError as error:
+        row["valid"] = _first_line(error)
+    return row
+
+
+def _short(value: float, scale: Sequence[tuple[str, float]]) -> str:
+    unit, size = next((each for each in scale if value >= each[1]), scale[-1])
+    return f"{value / size:.0f} {unit}"
+
+
+def _parameters(opened: Opened) -> Iterator[dict[str, Any]]:
+    tensors = {
+        (unit, key): described
+        for _, index in opened.shares
+        for unit, keys in index["tensors"].items()
+        for key, described in keys.items()
+    }
+    for (unit, key), described in sorted(tensors.items()):
+        sort, _, name = key.partition("/")
+        if sort == "model":
+            shape = list(described["shape"])
+            yield {"unit": unit, "name": name, "shape": shape, "dtype": described["dtype"]}
+
+
+@checkpoint.command()
+@click.argument("folders", nargs=-1, required=True, type=_folder)
+@_json
+def verify(folders: tuple[Path, ...], as_json: bool) -> None:
+    """Read all of the checkpoints FOLDERS, or in them, and name each damaged file; exit 1 if there is one."""
+    from accel_core.checkpoint.files import MANIFEST
+
+    chosen = [one for each in folders for one in ([each] if (each / MANIFEST).exists() else _inside(each))]
+    if not chosen:
+        raise CheckpointError(f"no checkpoint in {', '.join(map(str, folders))}\ngive the folder of one")
+    problems = {str(folder): _problems(folder) for folder in chosen}
+    if as_json:
+        print(json.dumps(problems, indent=1))
+    else:
+        for folder, found in problems.items():
+            print("\n".join(found or [f"{folder}: every byte is what was written"]))
+    sys.exit(1 if any(problems.values()) else 0)
+
+
+def _problems(folder: Path) -> list[str]:
+    from rich.console import Console
+    from rich.progress import track
+
+    from accel_core.checkpoint.files import DataFile, read_manifest
+    from accel_core.checkpoint.opened import Opened
+
+    problems: list[str] = []
+    files: list[DataFile] = []
+    with _noting(problems):
+        for name, record in read_manifest(folder).files.items():
+            with _noting(problems):
+                files.append(DataFile(folder / name, record))
+    blocks = [(file, number) for file in files for number in file.blocks]
+    digests: dict[DataFile, list[str]] = defaultdict(list)
+    shown = Console(stderr=True)
+    for file, number in track(blocks, folder.name, console=shown, disable=not shown.is_terminal):
+        digests[file].append(file.block(number))
+    for file in files:
+        with _noting(problems):
+            file.check(digests[file])
+    if not problems:
+        with _noting(problems):
+            Opened.open(folder)
+    return problems
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        problems.append(_first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+@checkpoint.command(context_settings=_FORWARDING)
+@click.argument("folder", type=_folder)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--format", "form", default="safetensors", show_default=True, help="Or torch, or a plugin's.")
+@click.option("--unit", help="Whose weights; default: every unit's, each in a folder if there are several.")
+@click.option("--max-shard-size", "limit", default="10GB", show_default=True, help="Of a file.")
+@_more
+def export(
+    folder: Path, target: Path, form: str, unit: str | None, limit: str, more: tuple[str, ...]
+) -> None:
+    """Write the weights in the checkpoint FOLDER to the folder TARGET, whole, for other libraries.
+
+    A --format that a plugin adds may have more options: --format NAME --help.
+    """
+    if form not in ("safetensors", "torch"):
+        _hand_over(form, "export", folder, target, *more)
+        return
+    if more:
+        raise click.UsageError(f"No such option: {more[0]}")
+    from accel_core.checkpoint import export as exporting
+
+    for home in exporting.export(folder, target, unit, limit, safe=form == "safetensors"):
+        print(home)
+
+
+@checkpoint.command("import", context_settings=_FORWARDING)
+@click.argument("folder", type=_folder)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--format", "form", required=True, help="What FOLDER is; plugins add formats.")
+@_more
+def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> None:
+    """Write the checkpoint TARGET from FOLDER, which something else has saved. Runs no code found in it."""
+    _hand_over(form, "import", folder, target, *more)
+
+
+def _hand_over(form: str, *words: str | Path) -> None:
+    """To the command plugin `checkpoint-FORM`, a group that has `import` and `export`."""
+    from accel_core.known import absence
+
+    discovery, name = discover(), f"checkpoint-{form}"
+    record = discovery.get(name)
+    if record is None or record.card is None or record.status != "available":
+        raise PluginError(record.reason if record else absence(name, "command", discovery), plugin=name)
+    command: click.Command = load(record, record.card.implementation or "")
+    command.main(list(map(str, words)), prog_name="accel checkpoint", standalone_mode=False)

@@ -1,0 +1,307 @@
+"""`accel checkpoint`: what is there, whether it is whole, and its weights for other libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+
+import pytest
+import ranks_job
+import torch
+from command import ACCEL, accel, clean_environment
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_core import Accelerator
+from accel_core.checkpoint import export as exporting
+from accel_core.checkpoint.files import _sealed
+from accel_core.checkpoint.read import Stored
+from accel_core.errors import CheckpointError
+from accel_core.testing.processes import run_processes
+
+COMMAND = """
+import click
+
+@click.group()
+def form():
+    pass
+
+@form.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--loud", is_flag=True)
+def export(source, target, loud):
+    print(source, target, loud)
+"""
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 20)
+        self.norm = nn.BatchNorm1d(20)
+        self.head = nn.Linear(20, 30, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Two checkpoints of a run with two units."""
+    accelerator = Accelerator(cpu=True)
+    model, _ = accelerator.prepare(Tied(), nn.Linear(3, 3))
+    for step in (3, 4):
+        with torch.no_grad():
+            model.embedding.weight.fill_(step)
+        accelerator.save_state(tmp_path / "checkpoints" / f"at_{step}", step=step)
+    accelerator.end_training()
+    return tmp_path
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# -- list ----------------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_a_project_are_listed(project):
+    (project / "checkpoints" / ".at_5.0123-4567.partial").mkdir()
+    (project / "checkpoints" / "notes").mkdir()
+
+    lines = accel("checkpoint", "list", str(project)).stdout.splitlines()
+
+    assert len(lines) == 3
+    assert re.match("NAME +STEP +AGE +SIZE +RANKS +STACK +VALID$", lines[0])
+    for line, step in zip(lines[1:], (3, 4), strict=True):
+        assert re.match(rf"at_{step} +{step} +\d+ (s|min) +\d+ kB +1 +native \+ single \+ fp32 +yes$", line)
+
+
+def test_a_damaged_one_is_listed_with_its_damage(project):
+    damaged = project / "checkpoints" / "at_4" / "state.json"
+    flip(damaged)
+
+    found = json.loads(accel("checkpoint", "list", "--json", str(project)).stdout)
+
+    assert [row["valid"] for row in found] == [
+        "yes",
+        f"{damaged} is damaged: its digest is not the one in the manifest",
+    ]
+    assert [row["step"] for row in found] == [3, 4]
+
+
+def test_of_one_checkpoint_the_parameters_are_listed(project):
+    folder = project / "checkpoints" / "at_3"
+
+    shown = accel("checkpoint", "list", str(folder)).stdout
+    found = json.loads(accel("checkpoint", "list", "--json", str(folder)).stdout)
+
+    assert "unit0  embedding.weight          [30, 20]  float32\n" in shown
+    assert {"unit": "unit1", "name": "bias", "shape": [3], "dtype": "float32"} in found["parameters"]
+    assert len(found["parameters"]) == 8
+
+
+def test_where_there_is_none_it_says_so(tmp_path):
+    assert accel("checkpoint", "list", cwd=tmp_path).stdout == "no checkpoint in .\n"
+
+
+# -- verify --------------------------------------------------------------------------------------
+
+
+def test_all_that_is_whole_is_said_to_be(project):
+    ended = accel("checkpoint", "verify", str(project))
+
+    assert ended.returncode == 0
+    assert ended.stdout.count("every byte is what was written") == 2
+    assert ended.stderr == ""
+
+
+def test_every_damaged_file_is_named(project):
+    folder = project / "checkpoints" / "at_3"
+    flip(folder / "rank-00000.safetensors")
+    flip(folder / "rank-00000.json")
+    (folder / "state.json").unlink()
+
+    ended = accel("checkpoint", "verify", str(folder), str(project / "checkpoints" / "at_4"))
+
+    assert ended.returncode == 1
+    lines = ended.stdout.splitlines()
+    assert [line.split(" is damaged")[0] for line in lines[:3]] == [
+        str(folder / name) for name in ("state.json", "rank-00000.json", "rank-00000.safetensors")
+    ]
+    assert lines[3].endswith("at_4: every byte is what was written")
+
+
+def test_a_damaged_manifest_is_named(project):
+    flip(project / "checkpoints" / "at_3" / "manifest.json")
+
+    ended = accel("checkpoint", "verify", "--json", str(project))
+
+    assert ended.returncode == 1
+    bad, good = json.loads(ended.stdout).values()
+    assert "manifest.json is damaged" in bad[0]
+    assert good == []
+
+
+def test_a_manifest_cannot_point_out_of_its_folder(project):
+    path = project / "checkpoints" / "at_3" / "manifest.json"
+    members = json.loads(path.read_text())
+    members.pop("checksum")
+    members["files"]["../at_4/state.json"] = members["files"]["state.json"]
+    path.write_bytes(_sealed(json.dumps(members, indent=2).removesuffix("\n}").encode()))
+
+    ended = accel("checkpoint", "verify", str(path.parent))
+
+    assert "'../at_4/state.json' is no file in this folder" in ended.stdout
+
+
+@pytest.mark.parametrize("words", [["list"], ["verify"]], ids=" ".join)
+def test_looking_imports_no_torch(project, words):
+    code = "import sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
+    code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "checkpoint", *words, str(project / "checkpoints" / "at_3")]
+
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+
+
+# -- export --------------------------------------------------------------------------------------
+
+
+def test_the_weights_of_each_unit_are_exported_whole(project):
+    ended = accel("checkpoint", "export", str(project / "checkpoints" / "at_3"), str(project / "out"))
+
+    assert ended.stdout.splitlines() == [str(project / "out" / unit) for unit in ("unit0", "unit1")]
+    tied = load_file(project / "out" / "unit0" / "model.safetensors")
+    assert "head.weight" not in tied
+    assert (tied["embedding.weight"] == 3).all()
+    assert sorted(load_file(project / "out" / "unit1" / "model.safetensors")) == ["bias", "weight"]
+
+
+def test_one_unit_can_be_chosen_and_torchs_own_format(project):
+    accel(
+        *("checkpoint", "export", str(project / "checkpoints" / "at_4"), str(project / "out")),
+        *("--unit", "unit0", "--format", "torch", "--max-shard-size", "1kB"),
+    )
+
+    index = json.loads((project / "out" / "pytorch_model.bin.index.json").read_text())
+    assert index["weight_map"]["head.weight"] == index["weight_map"]["embedding.weight"]
+    files = [
+        torch.load(project / "out" / file, weights_only=True) for file in {*index["weight_map"].values()}
+    ]
+    other = Tied()
+    other.load_state_dict({name: tensor for file in files for name, tensor in file.items()})
+
+
+def test_nothing_of_a_damaged_checkpoint_is_exported(project):
+    flip(project / "checkpoints" / "at_3" / "rank-00000.safetensors")
+
+    ended = accel("checkpoint", "export", str(project / "checkpoints" / "at_3"), str(project / "out"))
+
+    assert ended.returncode == 1
+    assert "rank-00000.safetensors is damaged: block 0 is not what was written" in ended.stderr
+    assert not (project / "out").exists()
+
+
+def test_a_unit_that_is_not_there_is_named(project):
+    ended = accel("checkpoint", "export", str(project / "checkpoints" / "at_3"), "out", "--unit", "unit3")
+
+    assert ended.returncode == 1
+    assert "has no unit 'unit3'; did you mean 'unit1'?\nit has unit0, unit1" in ended.stderr
+
+
+@pytest.mark.together
+def test_what_several_ranks_saved_in_parts_is_exported_whole(tmp_path):
+    expected = run_processes(ranks_job.save_it, str(tmp_path), "rows", world=3, timeout=60)[0]
+
+    exporting.export(tmp_path / "here", tmp_path / "out", None, "10GB", safe=True)
+
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert [found[name].flatten().tolist() for name in names] == expected[:6]
+
+
+def test_an_export_holds_no_more_than_one_file_of_weights(tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(9))))
+    accelerator.save_state(tmp_path / "here")
+    accelerator.end_training()
+    alive, most = weakref.WeakSet(), []
+    whole = Stored.tensor
+
+    def tensor(stored):
+        alive.add(made := whole(stored))
+        most.append(len(alive))
+        return made
+
+    monkeypatch.setattr(Stored, "tensor", tensor)
+
+    exporting.export(tmp_path / "here", tmp_path / "out", None, 800, safe=True)
+
+    assert len(most) == 9
+    assert max(most) <= 3, "two in the file that is made, and the one that did not fit"
+
+
+def test_weights_that_only_a_plugin_can_read_are_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    folder = accelerator.save_state(tmp_path / "here")
+    accelerator.end_training()
+    checkpoint = exporting.Checkpoint.open(folder)
+    stored = checkpoint.tensors["unit0", "model/weight"]
+    checkpoint.tensors["unit0", "model/weight"] = Stored("opaque", stored.shape, stored.dtype, "toy8")
+
+    with pytest.raises(CheckpointError, match="unit0: weight has layout toy8, which only the plugin"):
+        list(exporting.weights(checkpoint, "unit0"))
+
+
+# -- formats of plugins --------------------------------------------------------------------------
+
+
+def test_a_plugins_format_is_given_source_target_and_its_own_options(project, toys):
+    environment = toys(
+        "checkpoint-toy", "command", implementation="'toy_form:form'", modules={"toy_form": COMMAND}
+    )
+
+    ended = accel(
+        *("checkpoint", "export", "--format", "toy", str(project), "out", "--loud"), environment=environment
+    )
+
+    assert ended.stdout == f"{project} out True\n", ended.stderr
+    assert "checkpoint-toy" not in accel("--help", environment=environment).stdout
+
+
+def test_a_format_that_is_not_installed_is_named(project):
+    ended = accel("checkpoint", "import", "--format", "toy", str(project), "out")
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("accel: no command 'checkpoint-toy' is installed")
+
+
+def test_an_option_that_nobody_has_is_refused(project):
+    ended = accel("checkpoint", "export", str(project), "out", "--loud")
+
+    assert ended.returncode == 2
+    assert "No such option: --loud" in ended.stderr
+
+
+def test_progress_is_shown_on_a_terminal_only(project):
+    host, terminal = pytest.importorskip("pty").openpty()
+    environment = clean_environment({"COLUMNS": "120", "TERM": "xterm"})
+
+    subprocess.run(
+        [ACCEL, "checkpoint", "verify", str(project)],
+        stderr=terminal,
+        env=environment,
+        check=True,
+        timeout=60,
+    )
+
+    assert b"at_4" in (shown := os.read(host, 100_000))
+    assert b"100%" in shown
