@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.collect import modules_with_extra_state
-from accel_core.checkpoint.files import sync_folder, write_json
+from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.plugins import near
 from accel_core.saving import save
@@ -208,7 +209,8 @@ def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *
     if count > 1:
         homes = {name: file for file, (names, _) in zip(files, written, strict=True) for name in names}
         total = sum(size for _, size in written)
-        write_json(beside / index, {"metadata": {"total_size": total}, "weight_map": homes})
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2)
+        write_file(beside / index, [text.encode()])
         (beside / index).replace(folder / index)
         files.append(index)
     ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
