@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from accel_core import ops
     from accel_core.accelerator import Accelerator
     from accel_core.binding import no_op
-    from accel_core.checkpoint.leaf import Entry, Leaf, OptimizerState, TensorTemplate, whole
+    from accel_core.checkpoint.leaf import (
+        Entry,
+        Leaf,
+        OptimizerState,
+        TensorTemplate,
+        flat_range,
+        leaf_of,
+        whole,
+    )
     from accel_core.config.options import option
     from accel_core.config.schema import (
         AutocastKwargs,
@@ -50,7 +58,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "accelerator": ("Accelerator",),
     "binding": ("no_op",),
-    "checkpoint.leaf": ("Entry", "Leaf", "OptimizerState", "TensorTemplate", "whole"),
+    "checkpoint.leaf": (
+        "Entry",
+        "Leaf",
+        "OptimizerState",
+        "TensorTemplate",
+        "flat_range",
+        "leaf_of",
+        "whole",
+    ),
     "config.options": ("option",),
     "config.schema": (
         "AutocastKwargs",
@@ -119,8 +135,10 @@ __all__ = [
     "Unit",
     "Window",
     "World",
+    "flat_range",
     "hooks",
     "implements",
+    "leaf_of",
     "no_op",
     "notebook_launcher",
     "ops",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.leaf import Entry, Leaf, OptimizerState, TensorTemplate
+    from accel_core.checkpoint.leaf import Entry, Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.config.schema import InitProcessGroupKwargs, RunConfig
     from accel_core.unit import Unit
     from accel_core.world import Collectives, Topology, World
@@ -403,11 +403,15 @@ def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
 
 @owner
 def materialize_optimizer_state(
-    unit: Unit, optimizer: Optimizer, template: Mapping[str, Mapping[str, TensorTemplate]]
+    unit: Unit,
+    optimizer: Optimizer,
+    template: Mapping[str, Mapping[str, TensorTemplate]],
+    plain: Mapping[str, Mapping[str, Json]],
 ) -> None:
-    """Allocate state that does not exist yet: parameter name -> key -> what to allocate.
+    """Allocate state that does not exist yet, and take back what is no tensor: name -> key -> which.
 
-    Afterwards `optimizer_state` must offer those leaves; core copies into them.
+    Afterwards `optimizer_state` must offer the template's leaves, for the parameters of this rank; core
+    copies into them.
     """
 
 

@@ -138,7 +138,7 @@ def _optimizer(found: Collected, unit: Unit, optimizer: Optimizer, path: str) ->
     path = f"{path} {class_of(optimizer)}"
     groups = [{key: group[key] for key in group if key not in NEVER_RESTORED} for group in state.groups]
     return {
-        "class": class_of(optimizer),
+        "class": state.algorithm or class_of(optimizer),
         "groups": found.encode(groups, f"{path}.groups"),
         "plain": found.encode({name: dict(plain) for name, plain in state.plain.items()}, f"{path}.state"),
     }

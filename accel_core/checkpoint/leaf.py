@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ from attrs import field, frozen
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Entry", "Json", "Leaf", "OptimizerState", "TensorTemplate", "whole"]
+__all__ = ["Entry", "Json", "Leaf", "OptimizerState", "TensorTemplate", "flat_range", "leaf_of", "whole"]
 
 Json = Any
 """What the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
@@ -37,11 +38,51 @@ class Leaf:
     layout: str | None = None
 
 
-def whole(tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True) -> Leaf:
+def whole(
+    tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
+) -> Leaf:
     """The leaf of a tensor that this rank holds entirely."""
     data = tensor.detach()
     shape = tuple(data.shape)
-    return Leaf(kind=kind, global_shape=shape, shards=(((0,) * len(shape), data),), replicated=replicated)
+    shards = (((0,) * len(shape), data),)
+    return Leaf(kind=kind, global_shape=shape, shards=shards, replicated=replicated, layout=layout)
+
+
+def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = None) -> Leaf:
+    """The leaf of a tensor as torch holds it: a DTensor by this rank's part of it, any other whole."""
+    if not hasattr(tensor, "device_mesh"):
+        return whole(tensor, kind=kind, layout=layout)
+    dtensor: Any = tensor.detach()
+    local = dtensor.to_local()
+    held = dtensor.__create_chunk_list__() if dtensor.device_mesh.get_coordinate() is not None else ()
+    return Leaf(
+        kind=kind,
+        global_shape=tuple(dtensor.shape),
+        shards=tuple((tuple(chunk.offsets), local) for chunk in held),
+        replicated=any(placement.is_replicate() for placement in dtensor.placements),
+        layout=layout,
+    )
+
+
+def flat_range(
+    data: Tensor, shape: Sequence[int], start: int, *, kind: Kind = "like_param", replicated: bool = False
+) -> Leaf:
+    """The leaf of an engine that holds elements `start`, `start + 1`, ... of a flattened tensor of `shape`.
+
+    `data` is 1-dim, and the live storage. At most 2 * len(shape) - 1 boxes.
+    """
+    sizes, dims = tuple(shape) or (1,), len(shape)
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    shards, at, end = [], start, start + data.numel()
+    while at < end:
+        dim = next(dim for dim, stride in enumerate(strides) if at % stride == 0 and at + stride <= end)
+        offset = tuple(at // stride % size for stride, size in zip(strides, sizes, strict=True))
+        rows = min((end - at) // strides[dim], sizes[dim] - offset[dim])
+        box = (*(1,) * dim, rows, *sizes[dim + 1 :])[:dims]
+        elements = data.detach()[at - start :][: rows * strides[dim]]
+        shards.append((offset[:dims], elements.view(box)))
+        at += rows * strides[dim]
+    return Leaf(kind=kind, global_shape=tuple(shape), shards=tuple(shards), replicated=replicated)
 
 
 @frozen(kw_only=True)
@@ -50,12 +91,16 @@ class OptimizerState:
 
     leaves: `NAME/KEY` -> leaf, for the tensors of its per-parameter state.
     plain: parameter name -> key -> what is no tensor (SparseAdam's int step, ...).
-    groups: the parameter groups: hyperparameters, and under `params` the parameters' names.
+    groups: for each of the optimizer's `param_groups`, in order: the hyperparameters that mean
+        something in any stack, and under `params` the parameters' names. Ranks may have different ones.
+    algorithm: name of the class in torch that does the same; None: the optimizer's own class. Only
+        state of one algorithm is resumed from.
     """
 
     leaves: Mapping[str, Leaf]
     plain: Mapping[str, Mapping[str, Json]] = field(factory=dict)
     groups: Sequence[Mapping[str, Json]]
+    algorithm: str | None = None
 
 
 @frozen
@@ -66,6 +111,7 @@ class TensorTemplate:
     global_shape: tuple[int, ...]
     dtype: str
     """torch's name without the prefix: float32, bfloat16, ..."""
+    layout: str | None = None
 
 
 @frozen(kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
@@ -24,8 +25,23 @@ if TYPE_CHECKING:
 __all__ = ["restore_optimizers"]
 
 
-Saved = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""Parameter name, as it is here -> the values of its group, and its own state that is no tensor."""
+_PER_GROUP: Final = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
+)
+"""What torch's schedulers keep a value a group of."""
+
+
+@frozen
+class Saved:
+    """What was saved of one parameter: its group's values, its state that is no tensor, who stepped it.
+
+    group: (number of its optimizer, number of its group there).
+    """
+
+    values: Mapping[str, Any]
+    plain: Mapping[str, Any]
+    algorithm: str
+    group: tuple[int, int]
 
 
 def restore_optimizers(
@@ -40,64 +56,77 @@ def restore_optimizers(
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. schedulers: each with its state.
     """
-    left, groups = dict(_saved_parameters(unit, checkpoint, described)), []
+    left = dict(_saved_parameters(unit, checkpoint, described))
+    origins: dict[Optimizer, list[set[tuple[int, int]]]] = {}
     for optimizer in unit.optimizers:
         state = unit.hooks.optimizer_state(unit, optimizer)
+        algorithm = state.algorithm or class_of(optimizer)
         names = [name for group in state.groups for name in group["params"]]
         mine = {name: left.pop(name) for name in names if name in left}
-        problems.compare(f"{unit.name}: {class_of(optimizer)} of ", mine, names)
+        problems.compare(f"{unit.name}: {algorithm} of ", mine, names)
+        for name in [name for name in mine if mine[name].algorithm != algorithm]:
+            found = (
+                f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}; it cannot go on from that"
+            )
+            problems.found.append(f"{unit.name}: {name} {found}")
         for number, (group, has) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
-            what = f"{unit.name}: group {number} of {class_of(optimizer)}"
-            groups.append(has["params"])
+            what = f"{unit.name}: group {number} of {algorithm}"
             yield partial(_set_group, group, _group_values(what, has, mine, problems))
+            origin = {mine[name].group for name in has["params"] if name in mine}
+            origins.setdefault(optimizer, []).append(origin)
         stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
-        for key, tensor in stored.items():
-            if tensor.layout != getattr(state.leaves.get(key), "layout", None):
-                foreign = f"has layout {tensor.layout}, which is not known here"
-                problems.fatal.append(f"{unit.name}: optimizer/{key} {foreign}")
         yield partial(_fill_state, unit, optimizer, stored, mine)
     problems.compare(f"{unit.name}: optimizer state of ", left, ())
-    regrouped = groups != [group["params"] for each in described for group in each["groups"]]
-    for scheduler, positions in schedulers:
-        yield partial(_load_scheduler, scheduler, positions, regrouped=regrouped)
+    for scheduler, state in schedulers:
+        what = f"{unit.name}: {class_of(scheduler)}"
+        problems.fatal.extend(_regroup(what, state, origins.get(scheduler.optimizer, ())))
+        yield partial(scheduler.load_state_dict, state)
 
 
-def _load_scheduler(scheduler: Any, state: dict[str, Any], *, regrouped: bool) -> None:
-    """Load a scheduler's state; the optimizers' groups have theirs already.
+def _regroup(what: str, state: dict[str, Any], origins: Sequence[set[tuple[int, int]]]) -> Iterator[str]:
+    """Fit a scheduler's lists of one value a group to the groups that there are now; tell what cannot be.
 
-    regrouped: the groups are not those that were saved, so lists of one value a group are made anew.
+    origins: for each group, the saved groups in which its parameters were.
     """
-    nested = [state] if regrouped else []
-    for each in nested:
-        for key, value in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
-            if key in each:
-                each[key] = [group[value] for group in scheduler.optimizer.param_groups]
-        nested += each.get("_schedulers", ())
-    scheduler.load_state_dict(state)
+    for key in _PER_GROUP & state.keys():
+        values = [[state[key][number] for _, number in sorted(origin)] for origin in origins]
+        if any(value != found[0] for found in values for value in found[1:]):
+            yield f"{what}: {key} was {state[key]}, and parameters of several of these groups are in one now"
+        if values and all(values):
+            state[key] = [found[0] for found in values]
+    for nested in state.get("_schedulers", ()):
+        yield from _regroup(what, nested, origins)
 
 
-def _saved_parameters(unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]) -> Saved:
-    found = {}
-    for each in described:
-        path = f"units.{unit.name} {each['class']}"
+def _saved_parameters(
+    unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Saved]]:
+    """(name as it is here, what was saved of it)."""
+    for number, each in enumerate(described):
+        path, algorithm = f"units.{unit.name} {each['class']}", each["class"]
         plain = checkpoint.decode(each["plain"], f"{path}.state")
-        for group in checkpoint.decode(each["groups"], f"{path}.groups"):
+        for position, group in enumerate(checkpoint.decode(each["groups"], f"{path}.groups")):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
-            found.update({unit.aliases.get(n, n): (values, plain.get(n, {})) for n in group["params"]})
-    return found
+            for name in group["params"]:
+                saved = Saved(values, plain.get(name, {}), algorithm, (number, position))
+                yield unit.aliases.get(name, name), saved
 
 
-def _group_values(what: str, has: Mapping[str, Any], saved: Saved, problems: Problems) -> dict[str, Any]:
+def _group_values(
+    what: str, has: Mapping[str, Any], saved: Mapping[str, Saved], problems: Problems
+) -> dict[str, Any]:
     """The hyperparameters on which all saved parameters of the group agree."""
     agreed: dict[str, tuple[str, Any]] = {}
-    one_of_each = {id(saved[name][0]): name for name in reversed(has["params"]) if name in saved}
+    one_of_each = {saved[name].group: name for name in reversed(has["params"]) if name in saved}
     for name in reversed(one_of_each.values()):
-        for key, value in saved[name][0].items():
+        for key, value in saved[name].values.items():
             first, agreed_value = agreed.setdefault(key, (name, value))
             if not torch.as_tensor(value == agreed_value).all():
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
     problems.compare(f"{what}: ", agreed, agreed.keys() & has.keys())
+    for key in has.keys() - agreed.keys() - {"params", *NEVER_RESTORED} if agreed else ():
+        problems.warn(f"{what}: {key} is not in the checkpoint, it stays {has[key]!r}")
     return {key: value for key, (_, value) in agreed.items() if key in has}
 
 
@@ -109,24 +138,23 @@ def _set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _fill_state(unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored], saved: Saved) -> None:
+def _fill_state(
+    unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored], saved: Mapping[str, Saved]
+) -> None:
     template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
     for key, stored in tensors.items():
         name, _, part = key.rpartition("/")
-        template[name][part] = TensorTemplate(stored.kind, stored.shape, stored.dtype)
-    unit.hooks.materialize_optimizer_state(unit, optimizer, template)
+        template[name][part] = TensorTemplate(stored.kind, stored.shape, stored.dtype, stored.layout)
+    plain = {name: each.plain for name, each in saved.items() if each.plain}
+    unit.hooks.materialize_optimizer_state(unit, optimizer, template, plain)
     leaves = unit.hooks.optimizer_state(unit, optimizer).leaves
     for key, stored in tensors.items():
-        if key not in leaves:
+        leaf = leaves.get(key)
+        if leaf is None or (leaf.global_shape, leaf.layout) != (stored.shape, stored.layout):
+            layout = f" of layout {stored.layout}" if stored.layout else ""
             raise CheckpointError(
-                f"unit {unit.name!r}: strategy {unit.strategy!r} made no place for optimizer/{key}\n"
+                f"unit {unit.name!r}: strategy {unit.strategy!r} made no place for optimizer/{key},"
+                f" {stored.dtype} {list(stored.shape)}{layout}\n"
                 "its materialize_optimizer_state must offer what the template asks for"
             )
-        stored.fill(leaves[key])
-    for name, parameter in unit.named_parameters().items():
-        _, plain = saved.get(name, ({}, {}))
-        state = optimizer.state.get(parameter, {})
-        for key in [key for key in state if not isinstance(state[key], Tensor) and key not in plain]:
-            del state[key]
-        if plain:
-            optimizer.state[parameter].update(unit.hooks.move(dict(plain), parameter.device, False))
+        stored.fill(leaf)

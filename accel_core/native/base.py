@@ -26,7 +26,7 @@ from accel_core.world import Collectives, Topology
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core.checkpoint.leaf import Leaf, OptimizerState, TensorTemplate
+    from accel_core.checkpoint.leaf import Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.config.schema import InitProcessGroupKwargs
     from accel_core.hookspecs import Point
     from accel_core.run import Run
@@ -219,9 +219,13 @@ class Base:
 
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
-        self, unit: Unit, optimizer: Optimizer, template: Mapping[str, Mapping[str, TensorTemplate]]
+        self,
+        unit: Unit,
+        optimizer: Optimizer,
+        template: Mapping[str, Mapping[str, TensorTemplate]],
+        plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
-        state.materialize_optimizer_state(unit, optimizer, template)
+        state.materialize_optimizer_state(unit, optimizer, template, plain)
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:

@@ -5,36 +5,40 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from accel_core.checkpoint.codec import DTYPES, decode, encode
-from accel_core.checkpoint.leaf import Leaf, OptimizerState, whole
+from accel_core.checkpoint.leaf import Leaf, OptimizerState, leaf_of
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.leaf import Kind, TensorTemplate
+    from accel_core.checkpoint.leaf import Json, TensorTemplate
     from accel_core.run import Run
     from accel_core.unit import Unit
 
 __all__ = ["materialize_optimizer_state", "model_state", "optimizer_state", "rng_state", "set_rng_state"]
 
 
+_CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
+"""Dtypes of optimizer state that is some code of the optimizer's own (8-bit optimizers have such)."""
+
+
 def model_state(unit: Unit) -> dict[str, Leaf]:
-    """The unit's parameters and persistent buffers, each whole on this rank; tied weights once."""
+    """The unit's parameters and persistent buffers, as torch holds them; tied weights once."""
     found: dict[str, Tensor] = {**unit.named_parameters()}
     for number, model in enumerate(unit.models):
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in module._non_persistent_buffers_set:
                     found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
-    return {name: whole(tensor) for name, tensor in found.items()}
+    return {name: leaf_of(tensor) for name, tensor in found.items()}
 
 
 def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
@@ -58,33 +62,39 @@ def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
                 )
             name = names[parameter]
             listed.append(name)
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    leaves[f"{name}/{key}"] = whole(value, kind=_kind(parameter, value))
-                else:
-                    plain.setdefault(name, {})[key] = value
+            state = optimizer.state.get(parameter, {})
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            packed = any(value.ndim and value.dtype in _CODES for value in tensors.values())
+            for key, value in tensors.items():
+                leaves[f"{name}/{key}"] = _leaf(optimizer, parameter, value, packed=packed)
+            if len(state) > len(tensors):
+                plain[name] = {key: value for key, value in state.items() if key not in tensors}
         hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
         groups.append({**hyperparameters, "params": listed})
     return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
 
 def materialize_optimizer_state(
-    unit: Unit, optimizer: Optimizer, template: Mapping[str, Mapping[str, TensorTemplate]]
+    unit: Unit,
+    optimizer: Optimizer,
+    template: Mapping[str, Mapping[str, TensorTemplate]],
+    plain: Mapping[str, Mapping[str, Json]],
 ) -> None:
-    """Give the optimizer exactly the tensors of the template, not yet filled."""
+    """Give the optimizer exactly the tensors of the template, not yet filled, and the plain values."""
     names = {parameter: name for name, parameter in unit.named_parameters().items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            wanted = template.get(names[parameter], {})
-            if not wanted and parameter not in optimizer.state:
+            wanted, values = template.get(names[parameter], {}), plain.get(names[parameter], {})
+            if not (wanted or values) and parameter not in optimizer.state:
                 continue  # `state` makes an entry on access; an optimizer without state has none
             state = optimizer.state[parameter]
-            for key in [key for key in state if isinstance(state[key], Tensor) and key not in wanted]:
+            for key in state.keys() - wanted.keys():
                 del state[key]
             for key, tensor in wanted.items():
                 is_like = getattr(state.get(key), "shape", None), getattr(state.get(key), "dtype", None)
                 if is_like != (tensor.global_shape, DTYPES[tensor.dtype]):
                     state[key] = _allocate(parameter, group, key, tensor)
+            state.update(unit.hooks.move(dict(values), parameter.device, False))
 
 
 def rng_state(run: Run) -> dict[str, Tensor]:
@@ -113,10 +123,12 @@ def set_rng_state(run: Run, streams: Mapping[str, Tensor]) -> None:
         device.set_rng_state(streams[run.device.type], run.device)
 
 
-def _kind(parameter: nn.Parameter, value: Tensor) -> Kind:
+def _leaf(optimizer: Optimizer, parameter: nn.Parameter, value: Tensor, *, packed: bool) -> Leaf:
     if value.ndim == 0:
-        return "scalar"
-    return "like_param" if value.shape == parameter.shape else "factored"
+        return leaf_of(value, kind="scalar")
+    if packed:  # in some code of the optimizer's own, which nobody else can read or cut into parts
+        return leaf_of(value, kind="opaque", layout=type(optimizer).__qualname__)
+    return leaf_of(value, kind="like_param" if value.shape == parameter.shape else "factored")
 
 
 def _allocate(
@@ -127,7 +139,9 @@ def _allocate(
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     # torch keeps the step counter on the host, unless its kernels read it on the device.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.empty(template.global_shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    if on_host:
+        return torch.empty(template.global_shape, dtype=dtype, device="cpu")
+    return parameter.detach().new_empty(template.global_shape, dtype=dtype)
 
 
 def _pack(state: Any) -> Tensor:

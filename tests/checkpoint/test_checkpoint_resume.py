@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel
 
 from accel_core import Accelerator
 from accel_core.checkpoint import save as saving
@@ -121,6 +122,56 @@ def test_muon_on_matrices(prepared, tmp_path):
     assert second.step(3) == first.step(3)
 
 
+def test_sparse_gradients(prepared, tmp_path):
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(9, 4, sparse=True)
+
+        def forward(self, x):
+            return self.bag((x[:, :3].abs() * 3).long().clamp(max=8))
+
+    first, second = prepared(Bag, torch.optim.SparseAdam, steps=3), prepared(Bag, torch.optim.SparseAdam)
+    first.accelerator.save_state(tmp_path / "here")
+    second.accelerator.load_state(tmp_path / "here")
+    assert [second.step(number) for number in range(3, 6)] == [first.step(number) for number in range(3, 6)]
+
+
+class Packed(torch.optim.Optimizer):
+    """Momentum in 8 bits, with a scale a block of 4 elements of the flattened parameter."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state, blocks = self.state[parameter], -(-parameter.numel() // 4)
+            if not state:
+                state["codes"] = torch.zeros_like(parameter, dtype=torch.int8)
+                state["scales"] = torch.zeros(blocks, 1)
+            pad = nn.functional.pad
+            padded = pad(state["codes"].flatten().float(), (0, blocks * 4 - parameter.numel())).view(-1, 4)
+            momentum = (padded * state["scales"]).flatten()[: parameter.numel()] * 0.9
+            momentum += parameter.grad.flatten()
+            padded = pad(momentum, (0, blocks * 4 - parameter.numel())).view(-1, 4)
+            state["scales"] = padded.abs().amax(1, keepdim=True) / 127
+            codes = (padded / state["scales"].clamp(min=1e-30)).round().to(torch.int8)
+            state["codes"] = codes.flatten()[: parameter.numel()].view_as(parameter)
+            parameter.sub_(self.param_groups[0]["lr"] * momentum.view_as(parameter))
+
+
+def test_eight_bit_state_is_opaque_and_goes_on_in_its_own_optimizer(prepared, tmp_path):
+    first, second = prepared(network, Packed, steps=3), prepared(network, Packed)
+    first.accelerator.save_state(tmp_path / "here")
+    index = json.loads((tmp_path / "here" / "rank-00000.json").read_bytes())["tensors"]["unit0"]
+    for key in ("codes", "scales"):
+        described = index[f"optimizer/0.weight/{key}"]
+        assert (described["kind"], described["layout"]) == ("opaque", "Packed")
+    second.accelerator.load_state(tmp_path / "here")
+    assert [second.step(number) for number in range(3, 6)] == [first.step(number) for number in range(3, 6)]
+
+
 class Counting(torch.optim.SGD):
     """State that is no tensor."""
 
@@ -150,10 +201,22 @@ def test_two_optimizers_of_one_model_keep_their_own_state(tmp_path):
     second.end_training()
 
 
+class Falling:
+    """A schedule with state of its own."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def __call__(self, _):
+        self.factor *= 0.9
+        return self.factor
+
+
 SCHEDULERS = [
     lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4, 7], gamma=0.5),
     lambda o: lr_scheduler.StepLR(o, 2),
     lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    lambda o: lr_scheduler.LambdaLR(o, Falling()),
     lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
     lr_scheduler.ConstantLR,
     lr_scheduler.LinearLR,
@@ -162,6 +225,8 @@ SCHEDULERS = [
     lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
+    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, scale_fn=Falling()),
+    lambda o: SWALR(o, 0.05, anneal_epochs=4),
     lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
     lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, threshold=10.0),
     lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], [3]),
@@ -239,6 +304,28 @@ def test_registered_objects_come_back(prepared, tmp_path):
     assert np.array_equal(other.state["shadow"]["n"], average.state["shadow"]["n"])
     assert other.state["history"][0][0] == 1
     assert type(other.state["history"][0]) is tuple
+
+
+def test_every_scheduler_of_torch_is_in_the_list():
+    classes = {type(each(with_momentum(network().parameters()))).__name__ for each in SCHEDULERS}
+    assert {name for name in lr_scheduler.__all__ if name != "LRScheduler"} <= classes
+
+
+def test_an_average_of_the_weights_goes_on(prepared, tmp_path):
+    first, second = prepared(network, steps=1), prepared(network)
+    averages = [AveragedModel(each.raw, use_buffers=True) for each in (first, second)]
+    for each, average in zip((first, second), averages, strict=True):
+        each.accelerator.register_for_checkpointing(average)
+    for number in range(3):
+        first.step(number)
+        averages[0].update_parameters(first.raw)
+    first.accelerator.save_state(tmp_path / "here")
+    second.accelerator.load_state(tmp_path / "here")
+    for each, average in zip((first, second), averages, strict=True):
+        each.step(3)
+        average.update_parameters(each.raw)
+    for name, value in averages[0].state_dict().items():
+        assert torch.equal(value, averages[1].state_dict()[name]), name
 
 
 def test_a_large_registered_tensor_is_in_the_data_file(prepared, tmp_path):
@@ -407,6 +494,36 @@ def test_groups_are_restored_by_name_not_by_position(prepared, tmp_path, schedul
     assert [second.step(number) for number in range(3, 6)] == [first.step(number) for number in range(3, 6)]
 
 
+def cyclic(optimizer):
+    peaks = [2 * group["lr"] for group in optimizer.param_groups]
+    return lr_scheduler.CyclicLR(optimizer, 0.01, peaks, 3)
+
+
+def test_a_schedulers_values_a_group_follow_the_parameters(prepared, tmp_path):
+    first = prepared(network, with_momentum, cyclic, steps=2, groups=two_groups)
+    first.accelerator.save_state(tmp_path / "here")
+    second = prepared(network, with_momentum, cyclic, groups=reversed_groups)
+    second.accelerator.load_state(tmp_path / "here")
+    assert second.scheduler[0].scheduler.max_lrs == [0.4, 0.2]
+    assert [second.step(number) for number in range(2, 6)] == [first.step(number) for number in range(2, 6)]
+
+
+def test_a_scheduler_that_differs_between_joined_groups_is_refused(prepared, tmp_path):
+    prepared(network, with_momentum, cyclic, groups=two_groups).accelerator.save_state(tmp_path / "here")
+    second = prepared(network, with_momentum, cyclic, groups=one_group)
+    with pytest.raises(CheckpointError, match=r"CyclicLR: max_lrs was \[0\.2, 0\.4\], and parameters of"):
+        second.accelerator.load_state(tmp_path / "here")
+
+
+def test_a_hyperparameter_that_the_checkpoint_lacks_keeps_its_value_and_is_named(prepared, tmp_path, caplog):
+    first, second = prepared(network, steps=1), prepared(network)
+    del first.inner.param_groups[0]["maximize"]
+    first.accelerator.save_state(tmp_path / "here")
+    with caplog.at_level(logging.WARNING):
+        second.accelerator.load_state(tmp_path / "here")
+    assert "group 0 of AdamW: maximize is not in the checkpoint, it stays False" in caplog.text
+
+
 def test_groups_that_disagree_are_refused_naming_both_values(prepared, tmp_path):
     prepared(network, with_momentum, groups=two_groups).accelerator.save_state(tmp_path / "here")
     second = prepared(network, with_momentum, groups=one_group)
@@ -469,7 +586,7 @@ def refusal(prepared_run, folder):
         (
             {},
             {"optimizer": with_momentum},
-            ["the run has no such state: unit0: group 0 of SGD: betas"],
+            ["unit0: 0.weight was stepped by AdamW, here by SGD; it cannot go on from that"],
         ),
         (
             {},

@@ -1,0 +1,18 @@
+"""Cards of the strategies in sharded_job."""
+
+from __future__ import annotations
+
+from accel_core import Card
+
+
+def strategy(name: str) -> Card:
+    return Card(
+        name=name,
+        slot="strategy",
+        summary="A toy.",
+        api_version="1.0",
+        implementation=f"sharded_job:{name.title()}",
+    )
+
+
+WHOLE, FSDP, TENSOR, FLAT = (strategy(name) for name in ("whole", "fsdp", "tensor", "flat"))
