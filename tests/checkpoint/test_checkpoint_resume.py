@@ -586,7 +586,7 @@ def refusal(prepared_run, folder):
         (
             {},
             {"optimizer": with_momentum},
-            ["unit0: 0.weight was stepped by AdamW, here by SGD; it cannot go on from that"],
+            ["unit0: 0.weight was stepped by AdamW, here by SGD, which takes other state"],
         ),
         (
             {},
