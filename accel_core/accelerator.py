@@ -311,17 +311,24 @@ class Accelerator:
             unit.window.boundary = value
         self.run.window.boundary = value
 
-    def accumulate(self, *models: nn.Module) -> Accumulation:
+    def accumulate(self, *models: nn.Module, items: Tensor | float | None = None) -> Accumulation:
         """The context of one micro-batch of the windows of these models' units (default: of all).
 
         Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping
         and schedulers act at the window's boundary only: its last micro-batch, or the loader's.
+
+        Args:
+            models: prepared.
+            items: of this micro-batch on this rank, such as its tokens that count. The loss is then
+                their *sum*, and the gradients at the boundary are divided by the items of the whole
+                window on all ranks: exact for batches of any lengths, short last windows included.
         """
         found = self._accumulations.get(models)
         if found is None:
             self.run.require_alive()
             units = self._units(models) if models else list(self.run.units)
             found = self._accumulations[models] = Accumulation(self.run, units, models)
+        found.items = items
         return found
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -337,7 +344,8 @@ class Accelerator:
         return nullcontext() if factory is None else factory()
 
     def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """Gradients of `loss` (0-dim). Inside `accumulate` it is divided by the window's size.
+        """Gradients of `loss` (0-dim). Inside `accumulate` it is divided by the window's size,
+        unless it was given the micro-batch's items.
 
         Args:
             loss: from the forward of prepared models.
@@ -396,6 +404,7 @@ class Accelerator:
             forward_only: no backward, for evaluation.
         """
         (unit,) = self._units([model])
+        unit.window.items = None
         count = microbatches or unit.window.size
         self.run.window = unit.window
         output: StepOutput = unit.steps.forward_backward(

@@ -330,7 +330,12 @@ def forward_backward(
 
 @owner_per_step
 def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
-    """Reduce what backward left unreduced. Once a window, at the boundary, before unscale and clip."""
+    """Reduce what backward left unreduced. Once a window, at the boundary, before unscale and clip.
+
+    `num_items`: None where losses are means; where they are sums over items, the items of the whole
+    window on all readers (0-dim, float32). Gradients averaged over readers are then multiplied by
+    readers / num_items, as base does: an implementation that averages passes it on to `below`.
+    """
 
 
 @owner_per_step

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.nn.utils import clip_grad_norm_
 
 from accel_core.errors import AccelError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.unit import Unit, Window
 
 __all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "step", "unscale", "zero_grad"]
 
@@ -32,6 +33,7 @@ class Accumulation:
     """The context of `accumulate(*models)`: one micro-batch of these units' windows.
 
     Made once for a set of models and entered each micro-batch; nests with others.
+    items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
     """
 
     def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
@@ -43,6 +45,7 @@ class Accumulation:
         self._windows = tuple(unit.window for unit in units)
         self._innermost = self._windows[-1] if units else run.window
         self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
+        self.items: Tensor | float | None = None
         self._outer: Any = _NOT_ENTERED
         self._silenced = ExitStack()
 
@@ -52,14 +55,30 @@ class Accumulation:
         run = self.run
         active = run.active_loaders
         last = bool(active) and self._ends_with_loader and active[-1].last
+        items = self.items
         for window in self._windows:
             window.index = index = 0 if window.boundary else window.index + 1
             window.boundary = last or index + 1 >= window.size
             window.fresh = True
+            if items is not None or window.items is not None:
+                self._count(window)
         for unit, models in self._quiet:
             if not unit.window.boundary:
                 self._silenced.enter_context(unit.steps.no_sync(unit, models))
         self._outer, run.accumulation, run.window = run.accumulation, self, self._innermost
+
+    def _count(self, window: Window) -> None:
+        if window.index == 0:
+            window.items = self.items
+        elif self.items is None or window.items is None:
+            raise AccelError(
+                "accumulate was told the items of some micro-batches of a window, and not of others\n"
+                "give items= to each (0 where there are none), or to none"
+            )
+        else:
+            window.items = window.items + self.items
+        for unit in self.units:
+            unit.finishes = True  # from now on: a step at least divides by the items
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -78,7 +97,9 @@ def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Uni
 
 
 def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, Any]) -> None:
-    """Gradients of `loss` for the units it trains, divided by the window's size inside a window.
+    """Gradients of `loss` for the units it trains.
+
+    Inside a window a mean is divided by the window's size; a sum over items waits for the boundary.
 
     Raises:
         AccelError: nothing requires a gradient, or several strategies want to do it.
@@ -87,8 +108,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
     doing = units[0] if len(units) == 1 else _one_of(run, units)
-    if doing is not None and accumulation is not None and doing.window.size != 1:
-        loss = loss / doing.window.size
+    if doing is not None and accumulation is not None and (window := doing.window).size != 1:
+        loss = loss / window.size if window.items is None else loss
     if len(units) == 1:
         units[0].waiting.update(units[0].optimizers)
     for each in units:
@@ -96,6 +117,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         if each.finishes:
             each.reduced = False
             each.unscaled.clear()  # of a window that ended without a step
+            if accumulation is None:
+                each.window.items = None
     try:
         if doing is None or doing.steps.backward is None:
             loss.backward(**options)
@@ -141,9 +164,19 @@ def unscale(unit: Unit) -> None:
 
 
 def _reduce(unit: Unit) -> None:
-    if unit.steps.reduce_gradients is not None and not unit.reduced:
-        unit.reduced = True
+    if unit.reduced:
+        return
+    unit.reduced = True
+    if unit.window.items is not None:
+        unit.hooks.reduce_gradients(unit, _of_all(unit.run, unit.window.items))
+    elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
+
+
+def _of_all(run: Run, items: Tensor | float) -> Tensor:
+    """The items of all readers. Ranks that read the same count once: hence a mean, not a sum."""
+    mine = torch.as_tensor(items, dtype=torch.float32, device=run.device).detach().clone()
+    return run.collectives("world").all_reduce(mine, "mean") * run.topology.readers
 
 
 def clip_norm(

@@ -9,7 +9,7 @@ from attrs import define, field
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
@@ -26,15 +26,17 @@ class Window:
     size: micro-batches a window has, unless the loader ends earlier.
     boundary: whether the current micro-batch is the window's last.
     fresh: whether no backward has run in the current micro-batch yet.
+    items: what this rank's micro-batches hold so far, where losses are sums over items; else None.
     """
 
-    __slots__ = ("boundary", "fresh", "index", "size")
+    __slots__ = ("boundary", "fresh", "index", "items", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
         self.size = size
         self.boundary = True
         self.fresh = True
+        self.items: Tensor | float | None = None
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"

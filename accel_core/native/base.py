@@ -159,7 +159,12 @@ class Base:
     @no_op
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        return None
+        if num_items is None:
+            return
+        # Averaged over readers already. Without any item gradients are zero, and stay so.
+        scale = self.run.topology.readers / torch.where(num_items > 0, num_items, 1.0)
+        gradients = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
+        torch._foreach_mul_(gradients, scale)
 
     @no_op
     @implements(hooks.unscale)

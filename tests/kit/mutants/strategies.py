@@ -32,6 +32,7 @@ class Averages:
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit, num_items):
         self.reduce(unit)
+        self.below.reduce_gradients(unit, num_items)
 
     def reduce(self, unit):
         if self.run.world.size > 1:

@@ -1,0 +1,125 @@
+"""Losses that are sums over items are divided by the items of the whole window: exact for any lengths."""
+
+from __future__ import annotations
+
+import pytest
+import tokens
+import torch
+from problems import batches, net
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from accel_core import AccelError, GradScalerKwargs
+
+
+def assert_near(ours, plain, **tolerance):
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, **(tolerance or {"rtol": 1e-4, "atol": 1e-6}))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_window_of_ragged_batches_equals_the_whole_batch(accelerator_of, accumulate, clip):
+    accelerator = accelerator_of(gradient_accumulation_steps=accumulate)
+    assert_near(tokens.ours(accelerator, clip), tokens.plain(clip))
+
+
+def test_items_may_be_a_plain_number(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    assert_near(tokens.ours(accelerator, as_tensor=False), tokens.plain())
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_loss_scale_changes_nothing(accelerator_of, clip):
+    scale = GradScalerKwargs(init_scale=32.0)
+    accelerator = accelerator_of(
+        gradient_accumulation_steps=4, mixed_precision="fp16", kwargs_handlers=[scale]
+    )
+    assert_near(tokens.ours(accelerator, clip), tokens.plain(clip), rtol=2e-2, atol=2e-2)
+
+
+def test_a_window_without_any_item_keeps_the_gradients_zero(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    lengths = [0] * tokens.GLOBAL + tokens.LENGTHS[: tokens.GLOBAL]
+    assert_near(tokens.ours(accelerator, lengths=lengths), tokens.plain(lengths=lengths))
+
+
+def test_a_short_last_window_is_a_mean_of_what_it_has(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    model = net()
+    data = torch.utils.data.DataLoader(batches(6), batch_size=None)
+    model, optimizer, data = accelerator.prepare(model, SGD(model.parameters(), lr=0.1), data)
+    reference = net()
+    plain = SGD(reference.parameters(), lr=0.1)
+    for x, y in data:
+        with accelerator.accumulate(model, items=1):
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    for window in (batches(6)[:4], batches(6)[4:]):
+        (sum(F.mse_loss(reference(x), y) for x, y in window) / len(window)).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_near(model.parameters(), reference.parameters())
+
+
+def test_several_losses_of_a_micro_batch_share_its_items(accelerator):
+    model = net()
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+    with accelerator.accumulate(model, items=len(x)):
+        for _ in range(2):
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+        accelerator.unscale_gradients()
+    ours = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    (2 * F.mse_loss(model(x), y)).backward()
+    assert_near(ours, [p.grad for p in model.parameters()])
+
+
+def test_items_of_a_unit_do_not_touch_another(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    a, b = net(0), net(1)
+    a, b, opt_a, opt_b = accelerator.prepare(a, b, SGD(a.parameters(), lr=0.1), SGD(b.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+    for _ in range(2):
+        with accelerator.accumulate(a, items=len(x)):
+            accelerator.backward(F.mse_loss(a(x), y, reduction="sum"))
+        with accelerator.accumulate(b):
+            accelerator.backward(F.mse_loss(b(x), y))
+    for optimizer, model in ((opt_a, a), (opt_b, b)):
+        reference = net(0 if model is a else 1)
+        F.mse_loss(reference(x), y).backward()
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        assert_near([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+        optimizer.step()
+
+
+def test_a_backward_outside_accumulate_forgets_the_items_of_the_last_window(accelerator):
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.0))
+    x, y = batches(1)[0]
+    with accelerator.accumulate(model, items=len(x)):
+        accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.backward(F.mse_loss(model(x), y))
+    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    assert_near(ours, [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("items", [(3, None), (None, 3)])
+def test_items_of_some_micro_batches_only_are_refused(accelerator_of, items):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.accumulate(model, items=items[0]):
+        pass
+    with (
+        pytest.raises(AccelError, match=r"some micro-batches of a window.*\n.*0 where there are none"),
+        accelerator.accumulate(model, items=items[1]),
+    ):
+        pass

@@ -1,0 +1,88 @@
+"""Token losses over ragged sequences: 1 x 8 = 2 x 4 = 2 x 2 accumulating 2, and a window's traffic."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import tokens
+import torch
+
+from accel_core import Accelerator, GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs
+from accel_core.testing.processes import run_processes
+
+pytestmark = pytest.mark.together
+
+
+def accelerator(*handlers: Any, **options: Any) -> Accelerator:
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+    return Accelerator(cpu=True, kwargs_handlers=[limit, *handlers], **options)
+
+
+def trained(accumulate, clip=None, lengths=tuple(tokens.LENGTHS), each_batch=False, **options):
+    plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
+    made = accelerator(GradScalerKwargs(init_scale=32.0), gradient_accumulation_plugin=plugin, **options)
+    weights = tokens.ours(made, clip, lengths)
+    made.end_training()
+    return weights
+
+
+def assert_all_near(found, plain, **tolerance):
+    for weights in found:
+        for mine, theirs in zip(weights, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, **(tolerance or {"rtol": 1e-4, "atol": 1e-6}))
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (4, None), (2, 0.05)])
+def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, clip):
+    found = run_processes(trained, accumulate, clip)
+    assert_all_near(found, tokens.plain(clip))
+
+
+def test_reducing_each_micro_batch_changes_nothing():
+    assert_all_near(run_processes(trained, 2, None, tuple(tokens.LENGTHS), True), tokens.plain())
+
+
+def test_a_rank_without_a_token_takes_part():
+    lengths = (0, 0, 0, 0, 5, 2, 9, 1) * 2
+    assert_all_near(run_processes(trained, 2, None, lengths), tokens.plain(lengths=lengths))
+
+
+def half(accumulate, clip):
+    return trained(accumulate, clip, mixed_precision="fp16")
+
+
+def test_a_loss_scale_changes_nothing():
+    assert_all_near(run_processes(half, 2, 0.05), tokens.plain(0.05), rtol=2e-2, atol=2e-2)
+
+
+def traffic(accumulate, each_batch, count_items):
+    """The collectives of each of four micro-batches, from entering `accumulate` to the end of its step."""
+    plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
+    made = accelerator(gradient_accumulation_plugin=plugin)
+    network = tokens.model()
+    network, optimizer = made.prepare(network, tokens.optimizer_of(network))
+    inputs, labels = tokens.padded(tokens.sequences()[:4])
+    counts = []
+    for _ in range(8):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with made.accumulate(network, items=4 if count_items else None):
+                made.backward(tokens.loss_sum(network(inputs), labels))
+                made.clip_grad_norm_(network.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append(sum(event.name.startswith("c10d::") for event in profile.events()))
+    made.end_training()
+    return counts[4:]  # after its first reduction the wrapper agrees on its buckets, once
+
+
+@pytest.mark.parametrize("count_items", [False, True])
+def test_micro_batches_inside_a_window_communicate_nothing(count_items):
+    for counts in run_processes(traffic, 2, False, count_items):
+        assert counts == [0, 1 + count_items] * 2
+
+
+def test_each_micro_batch_communicates_if_asked_to():
+    for counts in run_processes(traffic, 2, True, False):
+        assert counts == [1] * 4
