@@ -176,7 +176,8 @@ def _reduce(unit: Unit) -> None:
 def _of_all(run: Run, items: Tensor | float) -> Tensor:
     """The items of all readers. Ranks that read the same count once: hence a mean, not a sum."""
     mine = torch.as_tensor(items, dtype=torch.float32, device=run.device).detach().clone()
-    return run.collectives("world").all_reduce(mine, "mean") * run.topology.readers
+    total: Tensor = run.collectives("world").all_reduce(mine, "mean") * run.topology.readers
+    return total
 
 
 def clip_norm(

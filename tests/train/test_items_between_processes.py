@@ -66,12 +66,14 @@ def traffic(accumulate, each_batch, count_items):
     inputs, labels = tokens.padded(tokens.sequences()[:4])
     counts = []
     for _ in range(8):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            with made.accumulate(network, items=4 if count_items else None):
-                made.backward(tokens.loss_sum(network(inputs), labels))
-                made.clip_grad_norm_(network.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            made.accumulate(network, items=4 if count_items else None),
+        ):
+            made.backward(tokens.loss_sum(network(inputs), labels))
+            made.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         counts.append(sum(event.name.startswith("c10d::") for event in profile.events()))
     made.end_training()
     return counts[4:]  # after its first reduction the wrapper agrees on its buckets, once
