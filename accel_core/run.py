@@ -335,10 +335,9 @@ class Run:
         self.run_id = self.world.run_id or uuid.uuid4().hex
         if self.world.size == 1:
             return
-        backends = dict(self.hooks.communication_backend(self.device))
         asked = self.config.process_group.backend
-        if asked:
-            backends[self.device.type] = asked
+        # Who names a backend is not refused for lack of the device's own.
+        backends = dict({self.device.type: asked} if asked else self.hooks.communication_backend(self.device))
         backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
         if dist.is_initialized():
             self._check_group(backends)

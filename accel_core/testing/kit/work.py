@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ COLLECTIVE_SECONDS = 20
 
 
 def enter(simulate: tuple[str, str] | None, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call `function(*args)`; with `simulate`, on a machine that has the device of that plugin.
+    """Call `function(*args)`; with `simulate`, on a machine that has one device of that plugin.
 
     `simulate` is (name of the device plugin, name of the communication backend).
     """
@@ -34,6 +35,11 @@ def _pretend(plugin: str, communication: str) -> None:
     assert record is not None
     assert record.card is not None
     simulate(record.card.torch_device or plugin, communication)
+    # Torch lets Python have a single device: each rank is a machine of its own.
+    if "RANK" in os.environ:
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        nodes = {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+        os.environ.update(alone | nodes)
     # It would look for the hardware, which nobody can pretend to have.
     object.__setattr__(record.card, "probe", None)
     object.__setattr__(record.card, "verify", None)

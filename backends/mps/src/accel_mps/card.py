@@ -1,0 +1,25 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+from accel_mps.machine import probe
+
+__all__ = ["MPS"]
+
+MPS = Card(
+    name="mps",
+    slot="device",
+    summary="The GPU of an Apple chip, for one process.",
+    api_version="1.0",
+    priority=100,
+    shadows=("native",),
+    distributed_type="MPS",
+    torch_device="mps",
+    offers={"bf16", "fp16", "memory_stats", "rng"},
+    probe=probe,
+    verify="accel_mps.device:verify",
+    launch="accel_mps.machine:MpsLaunch",
+    config="accel_mps.config:MpsConfig",
+    implementation="accel_mps.device:MpsDevice",
+)

@@ -1,0 +1,90 @@
+"""The Apple GPU. The base layer runs it through `torch.mps`; here is only what it cannot know."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import ConfigError, hooks, implements
+from accel_mps.config import MpsConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core import Run, Unit, World
+
+__all__ = ["MpsDevice", "verify"]
+
+
+def verify() -> str | None:
+    """None if torch can really compute on the GPU here, else why not."""
+    if torch.backends.mps.is_available():
+        return None
+    if not torch.backends.mps.is_built():
+        return f"torch {torch.__version__} is built without Metal; install it from PyPI, for arm64"
+    return "Metal offers no GPU to this process (a virtual machine, or a session without a user)"
+
+
+class MpsDevice:
+    """Device `mps`."""
+
+    below: Any
+
+    def __init__(self, config: MpsConfig | None, run: Run) -> None:
+        self.config = config or MpsConfig()
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        if world.size > 1:
+            raise ConfigError(
+                f"device mps trains in one process, but this run has {world.size}: a Mac has one such GPU\n"
+                "start one process (accel launch -n 1), or choose --device cpu"
+            )
+        device = torch.device("mps", 0)
+        if self.config.memory_fraction is not None:
+            torch.mps.set_per_process_memory_fraction(float(self.config.memory_fraction))
+        return device
+
+    @implements(hooks.place_model)
+    def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        double = [name for name, tensor in tensors if tensor.dtype in (torch.float64, torch.complex128)]
+        if double:
+            raise ConfigError(
+                f"prepare: {', '.join(double[:5])} of the {type(model).__name__} is float64;"
+                " Metal has none\n"
+                "convert the model first: model.float()"
+            )
+        placed: nn.Module = self.below.place_model(unit, model, device)
+        return placed
+
+    @implements(hooks.move)
+    def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
+        try:
+            return self.below.move(tree, device, non_blocking)
+        except TypeError as error:  # torch's own word, which names neither batch nor remedy
+            if "float64" not in str(error):
+                raise
+            raise ConfigError(
+                "a batch holds float64 tensors, which Metal lacks\n"
+                "convert them in the dataset or collate function: tensor.float()"
+            ) from error
+
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device: torch.device) -> Mapping[str, int]:
+        return {
+            "allocated": torch.mps.current_allocated_memory(),
+            "reserved": torch.mps.driver_allocated_memory(),
+            "total": torch.mps.recommended_max_memory(),
+        }
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {"macOS": platform.mac_ver()[0] or "unknown"}
+        if torch.backends.mps.is_available():
+            memory = torch.mps.recommended_max_memory() / 2**30
+            report["Apple GPU"] = f"{torch.backends.mps.get_name()}, {memory:.1f} GiB recommended"
+        return report

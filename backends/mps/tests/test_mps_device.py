@@ -1,0 +1,121 @@
+"""The probe on made-up machines, and what the plugin asks of torch.mps."""
+
+from __future__ import annotations
+
+import platform
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Recorder
+from torch import nn
+
+from accel_core import ConfigError, World
+from accel_mps import MpsConfig
+from accel_mps.device import MpsDevice, verify
+from accel_mps.machine import MpsLaunch, probe
+
+DEVICE = torch.device("mps", 0)
+
+
+def plugin(config: MpsConfig | None = None, **below: Any) -> MpsDevice:
+    run: Any = SimpleNamespace()
+    made = MpsDevice(config, run)
+    made.below = SimpleNamespace(**below)
+    return made
+
+
+# -- the probe -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "release", "reason"),
+    [
+        ("Darwin", "arm64", "15.1", None),
+        ("Linux", "x86_64", "", "this is Linux, not macOS"),
+        ("Darwin", "x86_64", "15.1", "an arm64 one is needed"),
+        ("Darwin", "arm64", "13.6", "macOS 13.6 is too old"),
+    ],
+)
+def test_the_reason_is_in_words(
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, release: str, reason: str | None
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "mac_ver", lambda: (release, ("", "", ""), machine))
+
+    found = probe()
+
+    assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("built", "reason"),
+    [(False, "built without Metal"), (True, "Metal offers no GPU")],
+    ids=["cpu", "no gpu"],
+)
+def test_a_gpu_that_torch_cannot_use_is_told(mps: Recorder, built: bool, reason: str) -> None:
+    mps.answers("is_available", False, torch.backends.mps)
+    mps.answers("is_built", built, torch.backends.mps)
+
+    assert reason in (verify() or "")
+
+
+# -- the launcher --------------------------------------------------------------------------------
+
+
+def test_one_process_is_what_a_mac_gets() -> None:
+    assert MpsLaunch().visible_devices(SimpleNamespace())[1] == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "variables"),
+    [(MpsConfig(cpu_fallback=True), {"PYTORCH_ENABLE_MPS_FALLBACK": "1"}), (MpsConfig(), {}), (None, {})],
+)
+def test_the_fallback_is_told_to_torch_before_it_is_imported(
+    config: MpsConfig | None, variables: dict[str, str]
+) -> None:
+    run: Any = SimpleNamespace(plugins={} if config is None else {"mps": config})
+
+    assert MpsLaunch().launch_environment(run, World()) == variables
+
+
+# -- the device ----------------------------------------------------------------------------------
+
+
+def test_several_processes_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"has 2: .*\nstart one process \(accel launch -n 1\)"):
+        plugin().select_device(World(size=2))
+
+
+def test_the_memory_limit_is_set_when_the_device_is_selected(mps: Recorder) -> None:
+    mps.answers("set_per_process_memory_fraction", None)
+
+    assert plugin(MpsConfig(memory_fraction=0.5)).select_device(World()) == DEVICE
+    assert mps.calls == [("set_per_process_memory_fraction", (0.5,))]
+
+
+def test_a_model_of_float64_is_refused_before_it_reaches_the_device() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+    with pytest.raises(ConfigError, match=r"prepare: 1.weight, 1.bias of the Sequential is float64"):
+        plugin().place_model(None, model, DEVICE)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_float64_is_an_error_that_names_the_remedy() -> None:
+    def move(tree: Any, device: Any, non_blocking: bool) -> Any:
+        raise TypeError(
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support it"
+        )
+
+    with pytest.raises(ConfigError, match="convert them in the dataset or collate function"):
+        plugin(move=move).move(torch.ones(1, dtype=torch.float64), DEVICE, non_blocking=False)
+
+
+def test_memory_is_told_in_cores_words(mps: Recorder) -> None:
+    mps.answers("current_allocated_memory", 1)
+    mps.answers("driver_allocated_memory", 2)
+    mps.answers("recommended_max_memory", 3)
+
+    assert plugin().memory_stats(DEVICE) == {"allocated": 1, "reserved": 2, "total": 3}

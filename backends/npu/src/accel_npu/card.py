@@ -1,0 +1,26 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+from accel_npu.machine import probe
+
+__all__ = ["NPU"]
+
+NPU = Card(
+    name="npu",
+    slot="device",
+    summary="Ascend NPUs, each process on one.",
+    api_version="1.0",
+    priority=100,
+    # torch_npu can pretend that its chips are CUDA devices (torch_npu.contrib.transfer_to_npu).
+    shadows=("native", "cuda"),
+    distributed_type="MULTI_NPU",
+    torch_device="npu",
+    offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
+    probe=probe,
+    verify="accel_npu.device:verify",
+    launch="accel_npu.machine:NpuLaunch",
+    config="accel_npu.config:NpuConfig",
+    implementation="accel_npu.device:NpuDevice",
+)

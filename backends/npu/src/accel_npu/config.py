@@ -1,0 +1,24 @@
+"""The options of section `npu`. What is unset stays as torch_npu, or the user, has it."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from accel_core import option
+
+__all__ = ["NpuConfig"]
+
+
+@frozen(kw_only=True)
+class NpuConfig:
+    """Switches of this process's torch_npu. Section `npu`."""
+
+    jit_compile: bool | None = option(
+        None, help="Compile each operator for its shape (true), or use ready-made binaries (false)."
+    )
+    allow_hf32: bool | None = option(
+        None, help="Let float32 matrix products and convolutions use HF32: faster, fewer mantissa bits."
+    )
+    cpu_affinity: str | None = option(
+        None, help="CPU_AFFINITY_CONF for torch_npu, such as 1 (bind each process near its chip)."
+    )

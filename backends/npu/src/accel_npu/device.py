@@ -1,0 +1,73 @@
+"""Ascend NPUs. The base layer runs them through `torch.npu`; here is only what it cannot know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from accel_core import hooks, implements
+from accel_npu import machine
+from accel_npu.config import NpuConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_core import Run, World
+
+__all__ = ["NpuDevice", "vendor", "verify"]
+
+
+def vendor() -> Any:
+    """torch_npu's device module; importing the library is what gives torch its `npu` type."""
+    import torch_npu
+
+    return torch_npu.npu
+
+
+def verify() -> str | None:
+    """None if torch can really compute on an NPU here, else why not."""
+    if vendor().is_available():
+        return None
+    return "torch_npu loads but finds no usable NPU; npu-smi info says whether the driver works"
+
+
+class NpuDevice:
+    """Device `npu`."""
+
+    below: Any
+
+    def __init__(self, config: NpuConfig | None, run: Run) -> None:
+        self.config = config or NpuConfig()
+        self.run = run
+        self.npu = vendor()
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        device: torch.device = self.below.select_device(world)
+        if self.config.jit_compile is not None:
+            self.npu.set_compile_mode(jit_compile=self.config.jit_compile)
+        if self.config.allow_hf32 is not None:
+            self.npu.matmul.allow_hf32 = self.npu.conv.allow_hf32 = self.config.allow_hf32
+        return device
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        return able if self.npu.is_bf16_supported() else able - {"bf16"}
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        return {device.type: "hccl"}
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {
+            "torch_npu": metadata.version("torch_npu"),
+            "CANN": self.npu.utils.get_cann_version(),
+            machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
+        }
+        for index in range(self.npu.device_count()):
+            report[f"NPU {index}"] = self.npu.get_device_name(index)
+        return report

@@ -1,0 +1,90 @@
+"""What this machine has, from files and the environment alone: no torch, no Ascend library."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_core import hooks, implements
+
+if TYPE_CHECKING:
+    from accel_core import RunConfig, World
+
+__all__ = ["NpuLaunch", "chip_count", "find_runtime", "probe"]
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+RUNTIME = "libascendcl.so"
+ROOT = Path("/")
+"""Where /dev and /usr are; tests have a tree of their own."""
+
+
+def probe() -> str | None:
+    """None if an NPU can be expected here, else why not."""
+    vendor, torch = _version("torch_npu"), _version("torch")
+    if vendor is None:
+        return "torch_npu is not installed (pip install 'accel-npu[runtime]')"
+    if torch is None or torch.split(".")[:2] != vendor.split(".")[:2]:
+        return f"torch_npu {vendor} was built for another torch than {torch}; install the pair it names"
+    if find_runtime() is None:
+        return (
+            f"torch_npu is installed but CANN's {RUNTIME} is not found; install the CANN toolkit,"
+            " then source its set_env.sh"
+        )
+    if not _chips():
+        return "CANN is installed, but this machine or container is given no NPU (no /dev/davinci0)"
+    if chip_count() == 0:
+        return f"{VISIBLE}={os.environ[VISIBLE]!r} hides every NPU"
+    return None
+
+
+def find_runtime() -> Path | None:
+    """CANN's runtime library: where its set_env.sh points, else where its installer puts it."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        if home := os.environ.get(variable):
+            folders.append(f"{home}/lib64")
+    folders.append(str(ROOT / "usr/local/Ascend/ascend-toolkit/latest/lib64"))
+    found = (Path(folder, RUNTIME) for folder in filter(None, folders))
+    return next((file for file in found if file.exists()), None)
+
+
+def chip_count() -> int:
+    """How many NPUs a process of this environment sees."""
+    there, visible = _chips(), os.environ.get(VISIBLE)
+    if visible is None:
+        return there
+    # As torch_npu reads it: ascending numbers up to the first that is no chip; another character ends it.
+    listed = re.match(r"[\d,]*", visible)
+    numbers = [int(entry) for entry in takewhile(bool, listed[0].split(",") if listed else ())]
+    if numbers != sorted(set(numbers)):
+        return 0
+    return sum(number < there for number in numbers)
+
+
+def _chips() -> int:
+    return len([node for node in (ROOT / "dev").glob("davinci*") if node.name[7:].isdecimal()])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class NpuLaunch:
+    """What the launcher, and the run before torch_npu is imported, ask of this device."""
+
+    @implements(hooks.visible_devices)
+    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
+        return VISIBLE, chip_count()
+
+    @implements(hooks.launch_environment)
+    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
+        affinity = getattr(config.plugins.get("npu"), "cpu_affinity", None)
+        return {"CPU_AFFINITY_CONF": affinity} if affinity else {}

@@ -1,0 +1,126 @@
+"""What the plugin asks of torch_npu, held against torch_npu's own source where that is at hand.
+
+torch_npu cannot be imported without CANN, but its source can be read: ACCEL_TEST_VENDOR names a folder
+that `pip install --no-deps --target FOLDER torch_npu` has filled.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel_npu import NpuConfig, device
+from accel_npu.device import NpuDevice
+
+DEVICE = torch.device("cpu")  # only handed through
+
+
+class Chip:
+    """torch_npu.npu, as far as the plugin uses it."""
+
+    def __init__(self, *, bf16: bool = True) -> None:
+        self.bf16 = bf16
+        self.compile_modes: list[bool] = []
+        self.matmul, self.conv = SimpleNamespace(), SimpleNamespace()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        return self.bf16
+
+    def set_compile_mode(self, jit_compile: bool = False) -> None:
+        self.compile_modes.append(jit_compile)
+
+
+def plugin(monkeypatch: pytest.MonkeyPatch, chip: Chip, config: NpuConfig | None = None) -> NpuDevice:
+    monkeypatch.setattr(device, "vendor", lambda: chip)
+    run: Any = SimpleNamespace()
+    made = NpuDevice(config, run)
+    made.below = SimpleNamespace(
+        select_device=lambda _: DEVICE, capabilities=lambda _: frozenset({"bf16", "fp16"})
+    )
+    return made
+
+
+@pytest.mark.parametrize(("chip", "able"), [(True, {"bf16", "fp16"}), (False, {"fp16"})])
+def test_bf16_depends_on_the_chip(monkeypatch: pytest.MonkeyPatch, chip: bool, able: set[str]) -> None:
+    assert plugin(monkeypatch, Chip(bf16=chip)).capabilities(DEVICE) == able
+
+
+def test_switches_are_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip()
+    plugin(monkeypatch, chip, NpuConfig(jit_compile=False, allow_hf32=True)).select_device(None)  # type: ignore[arg-type]
+
+    assert chip.compile_modes == [False]
+    assert chip.matmul.allow_hf32 is True
+    assert chip.conv.allow_hf32 is True
+
+
+def test_switches_nobody_named_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip()
+    plugin(monkeypatch, chip).select_device(None)  # type: ignore[arg-type]
+
+    assert (chip.compile_modes, vars(chip.matmul)) == ([], {})
+
+
+# -- against the vendor's source -----------------------------------------------------------------
+
+ASKED = {
+    "npu/__init__.py": {"is_available": 0, "device_count": 0, "get_device_name": 1},
+    "npu/utils.py": {"is_bf16_supported": 0, "get_cann_version": 0, "set_device": 1, "synchronize": 1},
+    "npu/npu_config.py": {"set_compile_mode": 1},
+    "npu/memory.py": {
+        "memory_allocated": 1,
+        "memory_reserved": 1,
+        "max_memory_allocated": 1,
+        "empty_cache": 0,
+    },
+    "npu/random.py": {"get_rng_state": 1, "set_rng_state": 2, "manual_seed": 1, "manual_seed_all": 1},
+}
+"""Module of torch_npu -> function -> positional arguments that we, or core's base layer, hand over."""
+
+source = pytest.mark.skipif(
+    "ACCEL_TEST_VENDOR" not in os.environ, reason="torch_npu's source is not at hand (ACCEL_TEST_VENDOR)"
+)
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse((Path(os.environ["ACCEL_TEST_VENDOR"]) / "torch_npu" / name).read_text())
+
+
+@source
+@pytest.mark.parametrize("module", ASKED)
+def test_torch_npu_has_what_is_asked_of_it(module: str) -> None:
+    functions = {node.name: node.args for node in tree(module).body if isinstance(node, ast.FunctionDef)}
+
+    for name, handed in ASKED[module].items():
+        takes = functions[name].args
+        needs = len(takes) - len(functions[name].defaults)
+        assert needs <= handed <= len(takes), name
+
+
+@source
+def test_torch_npu_has_the_switches() -> None:
+    assigned = {
+        target.id
+        for node in tree("npu/__init__.py").body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    text = ast.dump(tree("npu/npu_config.py"))
+
+    assert {"matmul", "conv"} <= assigned
+    assert "'allow_hf32'" in text
+
+
+@source
+def test_torch_npu_calls_its_collectives_hccl() -> None:
+    assert "'hccl'" in ast.dump(tree("_init/registry/distributed.py"))

@@ -1,0 +1,32 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+from accel_xpu.machine import probe
+
+__all__ = ["XPU"]
+
+XPU = Card(
+    name="xpu",
+    slot="device",
+    summary="Intel GPUs, each process on one.",
+    api_version="1.0",
+    priority=100,
+    shadows=("native",),
+    distributed_type="MULTI_XPU",
+    torch_device="xpu",
+    offers={
+        "bf16",
+        "collectives.torch",
+        "float64",
+        "fp16",
+        "memory_stats",
+        "process_per_device",
+        "rng",
+    },
+    probe=probe,
+    verify="accel_xpu.device:verify",
+    config="accel_xpu.config:XpuConfig",
+    implementation="accel_xpu.device:XpuDevice",
+)

@@ -1,0 +1,75 @@
+"""Intel GPUs. The base layer runs them through `torch.xpu`; here is only what it cannot know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_core import ConfigError, hooks, implements
+from accel_xpu import machine
+from accel_xpu.config import XpuConfig
+
+if TYPE_CHECKING:
+    from accel_core import Run, World
+
+__all__ = ["XpuDevice", "verify"]
+
+
+def verify() -> str | None:
+    """None if torch can really compute on an Intel GPU here, else why not."""
+    if torch.xpu.is_available():
+        return None
+    return (
+        f"torch {torch.__version__} finds no usable Intel GPU ({machine.VISIBLE}="
+        f"{os.environ.get(machine.VISIBLE, 'unset')}); sycl-ls says whether the Level Zero driver works"
+    )
+
+
+class XpuDevice:
+    """Device `xpu`."""
+
+    below: Any
+
+    def __init__(self, config: XpuConfig | None, run: Run) -> None:
+        self.config = config or XpuConfig()
+        self.run = run
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        device: torch.device = self.below.select_device(world)
+        if self.config.tf32 is not None:
+            torch.backends.mkldnn.allow_tf32 = self.config.tf32  # type: ignore[assignment]  # torch types its class
+        return device
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        lacking = set() if torch.xpu.is_bf16_supported(including_emulation=False) else {"bf16"}
+        # Arc chips emulate float64, or refuse it.
+        if not torch.xpu.get_device_capability(device).get("has_fp64", True):
+            lacking.add("float64")
+        return able - lacking
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        if not dist.is_xccl_available():
+            raise ConfigError(
+                f"torch {torch.__version__} was built without XCCL, which carries tensors between its GPUs\n"
+                "install a torch that has it (2.8 and later), or train in one process: accel launch -n 1"
+            )
+        return {device.type: "xccl"}
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {
+            "XPU of torch": str(torch.version.xpu),
+            machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
+        }
+        for index in range(torch.xpu.device_count()):
+            about = torch.xpu.get_device_properties(index)
+            report[f"XPU {index}"] = f"{about.name}, {about.total_memory / 2**30:.1f} GiB"
+        return report

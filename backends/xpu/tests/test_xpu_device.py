@@ -1,0 +1,136 @@
+"""The probe on made-up machines, and what the plugin asks of torch.xpu."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Recorder
+
+from accel_core import ConfigError
+from accel_xpu import XpuConfig, machine
+from accel_xpu.device import XpuDevice, verify
+from accel_xpu.machine import probe
+
+DEVICE = torch.device("xpu", 0)
+
+
+def plugin(config: XpuConfig | None = None) -> XpuDevice:
+    run: Any = SimpleNamespace()
+    made = XpuDevice(config, run)
+    made.below = SimpleNamespace(
+        select_device=lambda _: DEVICE, capabilities=lambda _: frozenset({"bf16", "fp16", "float64"})
+    )
+    return made
+
+
+# -- the probe -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a torch for Intel GPUs, and nothing else yet."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "torch_is_built_for_xpu", lambda: True)
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    return tmp_path
+
+
+def gpu(root: Path, name: str = "renderD128", vendor: str = machine.INTEL) -> Path:
+    about, node = root / f"sys/class/drm/{name}/device/vendor", root / f"dev/dri/{name}"
+    for file in (about, node):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{vendor}\n")
+    return node
+
+
+def test_a_torch_without_such_code_is_told() -> None:
+    assert "torch is not built for Intel GPUs" in (probe() or "")
+
+
+def test_a_machine_with_an_intel_gpu_is_usable(built: Path) -> None:
+    gpu(built)
+
+    assert probe() is None
+
+
+def test_another_vendors_gpu_does_not_count(built: Path) -> None:
+    gpu(built, vendor="0x10de")
+
+    assert "no Intel GPU is known to the kernel" in (probe() or "")
+
+
+def test_a_gpu_that_may_not_be_opened_is_told_with_the_group(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = gpu(built)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != node)
+
+    assert "renderD128 may not be opened by this user; add it to the group" in (probe() or "")
+
+
+def test_a_mask_that_hides_all_is_told(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(built)
+    monkeypatch.setenv(machine.VISIBLE, "")
+
+    assert probe() == "ZE_AFFINITY_MASK='' hides every GPU"
+
+
+# -- the device ----------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(xpu: Recorder) -> None:
+    xpu.answers("is_available", answer=False)
+
+    assert "finds no usable Intel GPU (ZE_AFFINITY_MASK=" in (verify() or "")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp64", "able"),
+    [
+        (True, True, {"bf16", "fp16", "float64"}),
+        (False, True, {"fp16", "float64"}),
+        (True, False, {"bf16", "fp16"}),
+    ],
+)
+def test_capabilities_depend_on_the_chip(xpu: Recorder, bf16: bool, fp64: bool, able: set[str]) -> None:
+    xpu.answers("is_bf16_supported", bf16)
+    xpu.answers("get_device_capability", {"has_fp64": fp64})
+
+    assert plugin().capabilities(DEVICE) == able
+    assert ("get_device_capability", (DEVICE,)) in xpu.calls
+
+
+def test_xccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
+
+    assert plugin().communication_backend(DEVICE) == {"xpu": "xccl"}
+
+
+def test_a_torch_without_xccl_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
+
+    with pytest.raises(ConfigError, match="built without XCCL"):
+        plugin().communication_backend(DEVICE)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_tf32_is_set_when_the_device_is_selected(asked: bool) -> None:
+    before = torch.backends.mkldnn.allow_tf32
+    try:
+        plugin(XpuConfig(tf32=asked)).select_device(None)  # type: ignore[arg-type]
+        assert torch.backends.mkldnn.allow_tf32 is asked
+    finally:
+        torch.backends.mkldnn.allow_tf32 = before
+
+
+def test_a_report_for_maintainers_lists_the_gpus(xpu: Recorder) -> None:
+    xpu.answers("device_count", 1)
+    xpu.answers("get_device_properties", SimpleNamespace(name="Max 1550", total_memory=2**36))
+
+    assert plugin().environment_report()["XPU 0"] == "Max 1550, 64.0 GiB"
