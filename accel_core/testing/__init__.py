@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_core.testing.processes import ProcessError, run_processes
+    from accel_core.testing.recorder import Recorder
 
-__all__ = ["ProcessError", "run_processes"]
+__all__ = ["ProcessError", "Recorder", "run_processes"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    from accel_core.testing import processes
+    from accel_core.testing import processes, recorder
 
-    return getattr(processes, name)
+    return getattr(recorder if name == "Recorder" else processes, name)

@@ -20,6 +20,9 @@ PLUGINS = {
     "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun"},
     "accel-ddp": {"ddp"},
     "accel-cuda": {"cuda"},
+    "accel-npu": {"npu"},
+    "accel-xpu": {"xpu"},
+    "accel-mps": {"mps"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.
 EXPECTED = os.environ.get("ACCEL_TEST_DISTRIBUTIONS")

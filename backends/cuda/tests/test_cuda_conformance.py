@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,10 +11,6 @@ import pytest
 import torch
 
 from accel_core.testing.simulated import write_distribution
-
-with_ddp = pytest.mark.skipif(
-    importlib.util.find_spec("accel_ddp") is None, reason="accel-ddp is not installed"
-)
 
 
 def kit(folder: Path, *options: str) -> str:
@@ -55,7 +50,7 @@ def test_the_package_itself_conforms(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("cuda-simulated", "1"), pytest.param("cuda-simulated+ddp", "1,2", marks=with_ddp)],
+    [("cuda-simulated", "1"), pytest.param("cuda-simulated+ddp", "1,2", marks=pytest.mark.together)],
 )
 def test_its_code_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
     printed = kit(tmp_path, "--accel-stack", stack, "--accel-world", worlds, "--accel-level", "1,2,3")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Recorder
 
 from accel_core import CheckpointError, ConfigError, World
 from accel_core.binding import Binder
+from accel_core.testing import Recorder
 from accel_cuda import CudaConfig, affinity, device, machine
 from accel_cuda.device import CudaDevice, verify
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Machine
+from cuda_machine import Machine
 
 from accel_core.plugins import discover
 from accel_cuda import CudaConfig, machine

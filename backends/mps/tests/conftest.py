@@ -1,33 +1,13 @@
-"""A stand-in for torch.mps whose calls are checked against the real one's signatures."""
+"""torch.mps without such a device."""
 
 from __future__ import annotations
-
-import inspect
-from typing import Any
 
 import pytest
 import torch
 
-
-class Recorder:
-    """Replaces functions of torch.mps; a call that the real one would refuse is refused."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def answers(self, name: str, answer: Any, module: Any = torch.mps) -> None:
-        """From now on `torch.mps.NAME(...)` gives `answer`."""
-        signature = inspect.signature(getattr(module, name))
-
-        def recorded(*arguments: Any, **options: Any) -> Any:
-            signature.bind(*arguments, **options)
-            self.calls.append((name, arguments))
-            return answer
-
-        self._monkeypatch.setattr(module, name, recorded)
+from accel_core.testing import Recorder
 
 
 @pytest.fixture
 def mps(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return Recorder(monkeypatch)
+    return Recorder(monkeypatch, torch.mps)

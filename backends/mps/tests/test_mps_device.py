@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorder
 from torch import nn
 
 from accel_core import ConfigError, World
+from accel_core.testing import Recorder
 from accel_mps import MpsConfig
 from accel_mps.device import MpsDevice, verify
 from accel_mps.machine import MpsLaunch, probe
@@ -55,9 +55,12 @@ def test_the_reason_is_in_words(
     [(False, "built without Metal"), (True, "Metal offers no GPU")],
     ids=["cpu", "no gpu"],
 )
-def test_a_gpu_that_torch_cannot_use_is_told(mps: Recorder, built: bool, reason: str) -> None:
-    mps.answers("is_available", False, torch.backends.mps)
-    mps.answers("is_built", built, torch.backends.mps)
+def test_a_gpu_that_torch_cannot_use_is_told(
+    monkeypatch: pytest.MonkeyPatch, built: bool, reason: str
+) -> None:
+    metal = Recorder(monkeypatch, torch.backends.mps)
+    metal.answers("is_available", answer=False)
+    metal.answers("is_built", built)
 
     assert reason in (verify() or "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,14 +11,11 @@ import pytest
 
 from accel_core.testing.simulated import write_distribution
 
-with_ddp = pytest.mark.skipif(
-    importlib.util.find_spec("accel_ddp") is None, reason="accel-ddp is not installed"
-)
-
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("stack", "worlds"), [("npu", "1"), ("npu+bf16", "1"), pytest.param("npu+ddp", "1,2", marks=with_ddp)]
+    ("stack", "worlds"),
+    [("npu", "1"), ("npu+bf16", "1"), pytest.param("npu+ddp", "1,2", marks=pytest.mark.together)],
 )
 def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
     write_distribution(tmp_path, "torch_npu", "\n", version="2.13.0", requires=())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,10 +10,6 @@ from pathlib import Path
 import pytest
 
 from accel_core.testing.simulated import write_distribution
-
-with_ddp = pytest.mark.skipif(
-    importlib.util.find_spec("accel_ddp") is None, reason="accel-ddp is not installed"
-)
 
 
 def kit(folder: Path, *options: str) -> str:
@@ -53,7 +48,7 @@ def test_the_package_itself_conforms(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("xpu-simulated+bf16", "1"), pytest.param("xpu-simulated+ddp", "1,2", marks=with_ddp)],
+    [("xpu-simulated+bf16", "1"), pytest.param("xpu-simulated+ddp", "1,2", marks=pytest.mark.together)],
 )
 def test_its_code_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
     printed = kit(tmp_path, "--accel-stack", stack, "--accel-world", worlds, "--accel-level", "1,2,3")

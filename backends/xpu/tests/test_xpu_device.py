@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Recorder
 
 from accel_core import ConfigError
+from accel_core.testing import Recorder
 from accel_xpu import XpuConfig, machine
 from accel_xpu.device import XpuDevice, verify
 from accel_xpu.machine import probe
@@ -120,13 +120,14 @@ def test_a_torch_without_xccl_is_an_error_that_says_what_to_do(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_tf32_is_set_when_the_device_is_selected(asked: bool) -> None:
-    before = torch.backends.mkldnn.allow_tf32
-    try:
-        plugin(XpuConfig(tf32=asked)).select_device(None)  # type: ignore[arg-type]
-        assert torch.backends.mkldnn.allow_tf32 is asked
-    finally:
-        torch.backends.mkldnn.allow_tf32 = before
+def test_tf32_is_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    made: list[bool] = []  # without such a GPU torch does not keep it
+    switch = type(torch.backends.mkldnn).__dict__["allow_tf32"]
+    monkeypatch.setattr(switch, "setter", made.append)
+
+    plugin(XpuConfig(tf32=asked)).select_device(None)  # type: ignore[arg-type]
+
+    assert made == [asked]
 
 
 def test_a_report_for_maintainers_lists_the_gpus(xpu: Recorder) -> None:
