@@ -458,7 +458,7 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Return once every rank is here. Collective."""
-        self.run.collectives("control").barrier()
+        ops.wait_for_everyone(run=self.run)
 
     def set_trigger(self) -> None:
         """Make the next `check_trigger` true on every rank. On any rank, at any time."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 import attrs
 import torch
@@ -13,15 +15,23 @@ from torch import Tensor
 
 __all__ = [
     "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
     "describe",
     "find_batch_size",
     "is_torch_tensor",
     "leaves",
+    "listify",
     "rebuild",
     "recursively_apply",
     "send_to_device",
     "slice_tensors",
+    "walk",
 ]
+
+DESCRIBED: Final = 10_000
+_LEAF: Final = object()
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def is_torch_tensor(value: Any) -> bool:
@@ -48,13 +58,11 @@ def recursively_apply(
 
     def visit(value: Any) -> Any:
         kind = type(value)
-        if kind is list or kind is dict:  # the common cases, without the questions below
-            pass
-        elif test_type(value):
+        if kind is not dict and kind is not list and test_type(value):
             return func(value, *args, **kwargs)
-        children = _children(value)
-        if children is not None:
-            return _like(value, [(key, visit(child)) for key, child in children])
+        changed = _mapped(value, visit)
+        if changed is not _LEAF:
+            return changed
         if error_on_other_type:
             raise TypeError(
                 f"{getattr(func, '__name__', 'this operation')} takes nested tensors, but found a leaf"
@@ -65,56 +73,71 @@ def recursively_apply(
     return visit(data)
 
 
-def leaves(data: Any, operation: str) -> tuple[list[Tensor], list[Any]]:
-    """(the tensors of a structure in order, a marshallable description of the structure itself).
+def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """(the tensors of a structure in order, a hashable description of the structure itself).
 
     Raises:
-        TypeError: a leaf is no tensor; the message names `operation` and the leaf's place.
+        TypeError: a leaf is neither None nor a plain, dense tensor; it names `operation` and the place.
     """
     tensors: list[Tensor] = []
     shape: list[Any] = []
 
-    def visit(value: Any, *path: Any) -> None:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return
+    def visit(value: Any) -> None:
         children = _children(value)
-        if children is None:
-            place = "".join(f"[{key!r}]" for key in path) or "it"
-            raise TypeError(
-                f"{operation} takes nested tensors, but {place} is a {type(value).__qualname__}\n"
-                "use gather_object (gather_for_metrics: use_gather_object=True) for what is no tensor"
-            )
-        shape.append(type(value).__qualname__)
-        for key, child in children:
-            shape.append(str(key))
-            visit(child, *path, key)
+        if children is None and value is not None:
+            raise TypeError(_refusal(data, operation, value))
+        keys = None if isinstance(value, list | tuple) else tuple([str(key) for key, _ in children or ()])
+        shape.append((type(value).__qualname__, keys or len(children or ()), len(tensors)))
+        for _, child in children or ():
+            if isinstance(child, Tensor):
+                tensors.append(child)
+            else:
+                visit(child)
 
-    visit(data)
-    return tensors, shape
+    tensors.append(data) if isinstance(data, Tensor) else visit(data)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or (type(tensor) not in _PLAIN and _is_distributed(tensor)):
+            raise TypeError(_refusal(data, operation, tensor))
+    return tensors, tuple(shape)
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "to_local")
+
+
+def _refusal(data: Any, operation: str, leaf: Any) -> str:
+    place = next((place for place, value in walk(data) if value is leaf), "") or "it"
+    what = type(leaf).__qualname__
+    remedy = "use gather_object (gather_for_metrics: use_gather_object=True) for what is no tensor"
+    if isinstance(leaf, Tensor):
+        dense = leaf.layout is torch.strided
+        what = what if dense else f"tensor of layout {leaf.layout}"
+        remedy = "give its .full_tensor(), the whole, or .to_local(), this rank's part"
+        remedy = remedy if dense else "give its .to_dense(), or what it is made of"
+    return f"{operation} takes nested tensors, but {place} is a {what}\n{remedy}"
 
 
 def describe(data: Any) -> dict[str, str]:
-    """What is where in a structure, for people: place -> type, or shape and dtype."""
-    found: dict[str, str] = {}
-
-    def visit(value: Any, path: str) -> None:
-        children = None if isinstance(value, Tensor) else _children(value)
-        if isinstance(value, Tensor):
-            found[path] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        else:
-            found[path] = type(value).__qualname__
-        for key, child in children or ():
-            visit(child, f"{path}[{key!r}]")
-
-    visit(data, "")
-    return found
+    """What is where in a structure (the start of a large one), for people: place -> type, or shape and dtype."""
+    return {
+        place: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        if isinstance(value, Tensor)
+        else type(value).__qualname__
+        for place, value in islice(walk(data), DESCRIBED)
+    }
 
 
 def rebuild(data: Any, tensors: Iterable[Tensor]) -> Any:
     """The structure `data` with its tensors replaced, in the order of `leaves`."""
     following = iter(tensors)
-    return recursively_apply(lambda _: next(following), data)
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(following)
+        changed = _mapped(value, visit)
+        return value if changed is _LEAF else changed
+
+    return visit(data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
@@ -140,13 +163,42 @@ def slice_tensors(data: Any, tensor_slice: slice | int | Tensor) -> Any:
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
+def listify(data: Any) -> Any:
+    """The same structure with lists of numbers (of a 0-dim tensor: a number) in place of tensors."""
+    return recursively_apply(Tensor.tolist, data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """The same structure with its fp16 and bf16 tensors in fp32; gradients flow through."""
+
+    def convert(leaf: Tensor) -> Tensor:
+        return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+
+    return recursively_apply(convert, tensor)
+
+
+class _Fp32Outputs:
+    # No closure, so that a module whose forward this is can still be pickled.
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.forward(*args, **kwargs))
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with `convert_to_fp32` of what it returns. Pickles if the function does."""
+    return _Fp32Outputs(model_forward)
+
+
 def find_batch_size(data: Any) -> int:
     """The size of the first dimension of the first tensor that has one.
 
     Raises:
         TypeError: there is no such tensor.
     """
-    found = next((t for t in _tensors(data) if t.ndim), None)
+    found = next((value for _, value in walk(data) if isinstance(value, Tensor) and value.ndim), None)
     if found is None:
         raise TypeError(f"find_batch_size: no tensor with a first dimension in a {type(data).__qualname__}")
     return int(found.shape[0])
@@ -169,21 +221,31 @@ def send_to_device(
             return value.to(device, non_blocking=non_blocking)
         if hasattr(value, "to") and not skipped:
             return value.to(device)
-        children = _children(value)
-        if children is None:
-            return value
-        named = isinstance(value, Mapping)
-        return _like(value, [(k, v if named and k in skipped else visit(v)) for k, v in children])
+        if skipped and isinstance(value, Mapping):
+            return _like(value, [(k, v if k in skipped else visit(v)) for k, v in value.items()])
+        changed = _mapped(value, visit)
+        return value if changed is _LEAF else changed
 
     return visit(data)
 
 
-def _tensors(data: Any) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
-        yield data
-    else:
-        for _, child in _children(data) or ():
-            yield from _tensors(child)
+def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(place, value) of a structure and of all that is in it."""
+    yield place, value
+    if not isinstance(value, Tensor):
+        for key, child in _children(value) or ():
+            yield from walk(child, f"{place}[{key!r}]")
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A structure like `value` with each child changed; _LEAF for a leaf."""
+    kind = type(value)
+    if kind is dict:  # the common cases, without the questions below
+        return {key: change(child) for key, child in value.items()}
+    if kind is list:
+        return [change(child) for child in value]
+    children = _children(value)
+    return _LEAF if children is None else _like(value, [(key, change(child)) for key, child in children])
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
@@ -203,16 +265,16 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:
     """A structure like `value`, of the same type, with other children."""
-    kind = type(value)
-    if kind is dict:
-        return dict(children)
-    if isinstance(value, list | tuple):
-        items = [child for _, child in children]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    if isinstance(value, tuple):
+        make = getattr(type(value), "_make", type(value))  # named tuples may have a constructor of their own
+        return make(child for _, child in children)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return kind(dict(children))
+        return type(value)(dict(children))  # type: ignore[call-arg]
     # A shallow copy keeps what is no child: a default factory, a subclass's own attributes.
     same = copy.copy(value)
+    if isinstance(same, list):
+        same[:] = [child for _, child in children]
+        return same
     for key, child in children:
         if isinstance(same, MutableMapping):
             same[key] = child

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import field, fields, frozen
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Collectives", "MeshDim", "Topology", "World"]
+__all__ = ["DOING", "Collectives", "MeshDim", "Topology", "World"]
+
+DOING: Final[ContextVar[object]] = ContextVar("DOING", default="")
+"""What this thread uses collectives for; its `str`, asked for only when they fail, says so to people."""
 
 
 @frozen(kw_only=True)

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from accel_core.errors import CollectiveError, LaunchError
+from accel_core.world import DOING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,30 +173,37 @@ class TorchCollectives:
             raise self._failure("barrier", error) from error
 
     def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
-        """Who else noticed? Ranks that waited in vain say so in the store; the others are missing."""
-        absent: list[int] = []
+        """Who else noticed, and in what? Ranks that waited in vain say so in the store."""
+        operation = str(DOING.get()) or operation
+        ranks = dist.get_process_group_ranks(self.group)
         try:
-            absent = self._absent()
+            waiting = _waiting(operation, ranks)
         except RuntimeError:  # the store went down with the rank that served it
-            absent = [0] if self.rank else []
-        who = ", ".join(map(str, absent)) or "unknown"
+            waiting = {rank: operation for rank in ranks if rank}
+        mine = operation.partition(" of ")[0]  # of whatever shapes: they are not compared yet
+        absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != mine]
+        elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
         return CollectiveError(
-            f"{operation}: rank {self.rank} waited for rank(s) {who} of {self.size} in vain\n"
-            f"{str(error).splitlines()[0]}\n"
+            f"{operation}: rank {dist.get_rank()} waited for rank(s)"
+            f" {', '.join(map(str, absent)) or 'unknown'} of {len(ranks)} in vain\n"
+            f"{''.join(elsewhere)}{str(error).splitlines()[0]}\n"
             "look at what those ranks did: they died, hang, or took another branch;"
             " process_group.timeout says how long the others wait",
             operation=operation,
+            found=[waiting.get(rank, "") for rank in ranks],
         )
 
-    def _absent(self) -> list[int]:
-        store = PrefixStore(f"accel/failed/{self.group.group_name}", _get_default_store())
-        store.set(str(self.rank), "waits")
-        deadline = time.monotonic() + GRACE_SECONDS
-        missing = list(range(self.size))
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([str(rank)])]
-            time.sleep(0.05)
-        return missing
+
+def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
+    """Tell that this rank waits in `operation`, and hear what the others wait in."""
+    store = PrefixStore("accel/waiting", _get_default_store())
+    store.set(str(dist.get_rank()), operation)
+    deadline = time.monotonic() + GRACE_SECONDS
+    heard: list[int] = []
+    while len(heard) < len(ranks) and time.monotonic() < deadline:
+        heard = [rank for rank in ranks if store.check([str(rank)])]
+        time.sleep(0.05)
+    return {rank: store.get(str(rank)).decode() for rank in heard}
 
 
 def _shape(tensor: Tensor) -> str:

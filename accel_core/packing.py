@@ -1,0 +1,109 @@
+"""All tensors of an operation as one run of bytes, by a plan that is made once for equal calls."""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "Plan", "digest", "plan"]
+
+ALIGNMENT: Final = 16
+"""Bytes; where a tensor of any dtype may begin."""
+_split_copy: Final[Any] = torch.split_with_sizes_copy
+"""Contiguous pieces in one call. Its stub forgets that it returns them."""
+
+
+def digest(*agreed: Any) -> int:
+    """64 bits of what must be equal on all ranks; never 0. `agreed`: strings, numbers, tuples of them."""
+    data = marshal.dumps(agreed, 2)  # 2: without references, which depend on identity
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True) or 1
+
+
+@lru_cache(maxsize=256)
+def plan(
+    operation: str,
+    structure: tuple[Any, ...],
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> Plan:
+    """How tensors of these shapes and dtypes travel together."""
+    members: dict[torch.dtype, list[int]] = {}
+    for number, dtype in enumerate(dtypes):
+        members.setdefault(dtype, []).append(number)
+    groups, start = [], 0
+    for dtype, numbers in members.items():
+        sizes = [shapes[number].numel() for number in numbers]
+        stop = start + sum(sizes) * dtype.itemsize
+        groups.append(_Group(dtype, numbers, sizes, start, stop))
+        start = stop + -stop % ALIGNMENT
+    agreed = (operation, structure, tuple(map(tuple, shapes)), tuple(map(str, dtypes)))
+    return Plan(digest(*agreed), start, shapes, tuple(groups))
+
+
+@frozen
+class _Group:
+    """The tensors of one dtype: which, their elements, and the bytes they take together."""
+
+    dtype: torch.dtype
+    numbers: Sequence[int]
+    sizes: list[int]
+    start: int
+    stop: int
+
+
+@frozen
+class Plan:
+    """Where each tensor lies in the bytes, in an order that all ranks share."""
+
+    digest: int
+    size: int
+    """Bytes."""
+    shapes: Sequence[torch.Size]
+    groups: Sequence[_Group]
+    _tables: dict[int, list[tuple[int, ...]]] = field(factory=dict, init=False, eq=False)
+
+    def pack(self, tensors: Sequence[Tensor], into: Tensor) -> None:
+        """Write the tensors into (size,) uint8."""
+        for group in self.groups:
+            flat = [
+                tensor if tensor.ndim == 1 else tensor.reshape(-1)
+                for tensor in map(tensors.__getitem__, group.numbers)
+            ]
+            torch.cat(flat, out=into[group.start : group.stop].view(group.dtype))
+
+    def split(self, payload: Tensor) -> list[Tensor]:
+        """(..., size) bytes -> a view a dtype, (..., elements)."""
+        return [payload[..., group.start : group.stop].view(group.dtype) for group in self.groups]
+
+    def unflatten(self, flat: Sequence[Tensor]) -> list[Tensor]:
+        """A flat tensor a dtype -> views of the original shapes."""
+        found: dict[int, Tensor] = {}
+        for group, together in zip(self.groups, flat, strict=True):
+            for number, piece in zip(group.numbers, together.split(group.sizes), strict=True):
+                found[number] = piece.view(self.shapes[number])
+        return [found[number] for number in range(len(self.shapes))]
+
+    def rows(self, table: Tensor) -> list[Tensor]:
+        """(ranks, size) bytes of every rank -> tensors (ranks * n, ...) of their own."""
+        shapes = self._rows_of(len(table))
+        found: list[Any] = [None] * len(shapes)
+        for group, ranks in zip(self.groups, self.split(table), strict=True):
+            alone = len(group.numbers) == 1  # then what was received may be the result
+            pieces = [ranks.contiguous()] if alone else _split_copy(ranks, group.sizes, dim=1)
+            for number, piece in zip(group.numbers, pieces, strict=True):
+                found[number] = piece.view(shapes[number])
+        return found
+
+    def _rows_of(self, ranks: int) -> list[tuple[int, ...]]:
+        if ranks not in self._tables:
+            self._tables[ranks] = [
+                (ranks * shape[0], *shape[1:]) if shape else (ranks,) for shape in self.shapes
+            ]
+        return self._tables[ranks]
