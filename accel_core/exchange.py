@@ -11,7 +11,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from accel_core.world import DOING
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["Call", "Met"]
+__all__ = ["Call"]
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
@@ -34,15 +34,6 @@ SHOWN: Final = 4
 _HEAD_BYTES: Final = 16
 _REFUSED: Final = 0
 """The digest of a rank that cannot take part."""
-
-
-class Met(NamedTuple):
-    """What ranks that agree have of each other: one of the two is None."""
-
-    table: Tensor | None
-    """(ranks, bytes): all payloads, which were small."""
-    mine: Tensor
-    """(bytes,): else this rank's, still to be moved."""
 
 
 class Call:
@@ -55,11 +46,13 @@ class Call:
         self.run, self.dim, self.operation, self.tree = run, dim, operation, tree
         self.refusal = ""
         on_cpu = run.device.type == "cpu"
-        self.collectives = run.collectives("control" if objects and dim == "world" and not on_cpu else dim)
+        self.council = run.collectives("control" if dim == "world" and not on_cpu else dim)
+        """Where ranks are compared: if there is one, a group that says who did not come."""
+        self.collectives = self.council if objects else run.collectives(dim)
         self.size = self.collectives.size
         self.meets = on_cpu or (objects and dim == "world")
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> Call:  # noqa: PYI034 - python 3.10 has no Self
         self._before = DOING.set(self), torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         return self
@@ -81,10 +74,8 @@ class Call:
             yield
         except Exception as error:  # whatever it is, it goes on here
             self.refusal = str(error).partition("\n")[0]
-            if self.size > 1 and self.meets:
-                self._meet(_REFUSED, 0, None)
-            elif self.size > 1 and _debugging():
-                self._compare(_REFUSED)
+            if self.size > 1:
+                self._meet(_REFUSED, 0) if self.meets else self._compare(_REFUSED)
             raise
 
     def check_rank(self, rank: int) -> None:
@@ -113,8 +104,10 @@ class Call:
             shapes, dtypes = tuple([each.shape for each in tensors]), tuple([each.dtype for each in tensors])
             return tensors, plan(self.operation, structure, shapes, dtypes)
 
-    def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Met:
+    def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
         """Check that all ranks bring the like, and let small tensors travel along.
+
+        Returns ((ranks, bytes) of all, nothing) if they were small, else (None, this rank's (bytes,)).
 
         Raises:
             CollectiveError: they do not; it shows what each rank brought.
@@ -122,12 +115,12 @@ class Call:
         if self.meets:
             _, table = self._meet(plan.digest, plan.size, lambda into: plan.pack(tensors, into))
             if plan.size <= table.shape[1]:
-                return Met(table[:, : plan.size], table[0, :0])
-        elif _debugging():
+                return table[:, : plan.size], table[0, :0]
+        else:
             self._compare(plan.digest)
         payload = torch.empty(plan.size, dtype=torch.uint8, device=self.run.device)
         plan.pack(tensors, payload)
-        return Met(None if plan.size else payload.view(self.size, 0), payload)
+        return None if plan.size else payload.view(self.size, 0), payload
 
     def all_objects(self, value: Any, *agreed: Any) -> list[Any]:
         """Every rank's picklable value, in rank order. `agreed`: what must be equal, as `digest` takes it.
@@ -140,7 +133,9 @@ class Call:
         if not self.meets:
             return list(self.collectives.all_gather_object(value))
         payload = self._pickled(value)
-        lengths, table = self._meet(digest(self.operation, *agreed), len(payload), _copying(payload))
+        lengths, table = self._meet(
+            digest(self.operation, *agreed), len(payload), lambda into: into.copy_(payload)
+        )
         if max(lengths) > table.shape[1]:
             padded = torch.cat([payload, payload.new_empty(max(lengths) - len(payload))])
             table = self.collectives.all_gather(padded).view(self.size, -1)
@@ -158,7 +153,7 @@ class Call:
             return self.collectives.broadcast_object(value, source)
         mine = self.collectives.rank == source
         payload = self._pickled(value) if mine else torch.empty(0, dtype=torch.uint8)
-        lengths, table = self._meet(digest(self.operation), len(payload), _copying(payload))
+        lengths, table = self._meet(digest(self.operation), len(payload), lambda into: into.copy_(payload))
         sent = table[source, : lengths[source]]
         if lengths[source] > table.shape[1]:
             sent = self.collectives.broadcast(payload if mine else sent.new_empty(lengths[source]), source)
@@ -169,31 +164,28 @@ class Call:
             return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
     def _meet(
-        self, mine: int, length: int, write: Callable[[Tensor], None] | None
+        self, mine: int, length: int, write: Callable[[Tensor], object] = id
     ) -> tuple[list[int], Tensor]:
-        """One exchange of fixed size: (payload bytes by rank, (ranks, room) payloads of those that fit in)."""
+        """One exchange of fixed size: (payload bytes by rank, (ranks, room) those that fit in)."""
         room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
         head = torch.empty(_HEAD_BYTES + room, dtype=torch.uint8)
         head[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([mine, length]))
-        if write is not None and length <= room:
+        if length <= room:
             write(head[_HEAD_BYTES : _HEAD_BYTES + length])
-        table = self.collectives.all_gather(head).view(self.size, -1)
+        table = self.council.all_gather(head).view(self.size, -1)
         heads = table[:, :_HEAD_BYTES].view(torch.int64).tolist()
         if any(other != mine for other, _ in heads):
             raise self._disagreement()
         return [each for _, each in heads], table[:, _HEAD_BYTES:]
 
     def _compare(self, mine: int) -> None:
-        """In debug mode: on the CPU where there is a group for it, for that one says who did not come."""
-        if self.dim == "world":
-            self.collectives = self.run.collectives("control")
-        if any(other != mine for other in self.collectives.all_gather_object(mine)):
+        """What `_meet` sees, in debug mode only."""
+        if _debugging() and any(other != mine for other in self.council.all_gather_object(mine)):
             raise self._disagreement()
-        self.collectives = self.run.collectives(self.dim)
 
     def _disagreement(self) -> CollectiveError:
         """Says where the ranks differ. They all know that they do, and so all come here."""
-        every = self.collectives.all_gather_object((self.operation, describe(self.tree), self.refusal))
+        every = self.council.all_gather_object((self.operation, describe(self.tree), self.refusal))
         places = list(dict.fromkeys(place for _, found, _ in every for place in found))
         different = [place for place in places if len({found.get(place) for _, found, _ in every}) > 1]
         texts = [
@@ -203,18 +195,14 @@ class Call:
         return CollectiveError(
             f"{self.operation}: the ranks did not bring the same\n"
             + "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-            + "\ncall it on all ranks alike; pad_across_processes makes shapes equal, gather_object needs none"
-            " equal",
+            + "\ncall it on all ranks alike; pad_across_processes makes shapes equal",
             operation=self.operation,
             found=texts,
         )
 
     def _mixed(self) -> str:
-        devices: dict[torch.device, str] = {}
-        for place, value in walk(self.tree):
-            if isinstance(value, Tensor):
-                devices.setdefault(value.device, place or "it")
-        listed = ", ".join(f"{place} is on {device}" for device, place in devices.items())
+        one_each = {value.device: place for place, value in walk(self.tree) if isinstance(value, Tensor)}
+        listed = ", ".join(f"{place or 'it'} is on {device}" for device, place in one_each.items())
         return (
             f"{self.operation}: {listed}; this run is on {self.run.device}\n"
             "move them to one device first: ops.send_to_device(data, accelerator.device)"
@@ -224,11 +212,9 @@ class Call:
 def _text(operation: str, found: Mapping[str, str], places: Sequence[str]) -> str:
     shown = [f"{place} {found[place]}".strip() for place in places if place in found]
     more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    if shown == ["NoneType"]:
+        return operation
     return f"{operation} of {'; '.join(shown[:SHOWN]) or 'nothing there'}{more}"
-
-
-def _copying(payload: Tensor) -> Callable[[Tensor], object]:
-    return lambda into: into.copy_(payload)
 
 
 def _unpickled(payload: Tensor) -> Any:

@@ -13,22 +13,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = [
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "describe",
-    "find_batch_size",
-    "is_torch_tensor",
-    "leaves",
-    "listify",
-    "rebuild",
-    "recursively_apply",
-    "send_to_device",
-    "slice_tensors",
-    "walk",
-]
-
 DESCRIBED: Final = 10_000
 _LEAF: Final = object()
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
@@ -96,48 +80,38 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
 
     tensors.append(data) if isinstance(data, Tensor) else visit(data)
     for tensor in tensors:
-        if tensor.layout is not torch.strided or (type(tensor) not in _PLAIN and _is_distributed(tensor)):
+        if tensor.layout is not torch.strided or (
+            type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
+        ):
             raise TypeError(_refusal(data, operation, tensor))
     return tensors, tuple(shape)
 
 
-def _is_distributed(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor") and hasattr(tensor, "to_local")
-
-
 def _refusal(data: Any, operation: str, leaf: Any) -> str:
     place = next((place for place, value in walk(data) if value is leaf), "") or "it"
-    what = type(leaf).__qualname__
     remedy = "use gather_object (gather_for_metrics: use_gather_object=True) for what is no tensor"
+    what = type(leaf).__qualname__
     if isinstance(leaf, Tensor):
-        dense = leaf.layout is torch.strided
-        what = what if dense else f"tensor of layout {leaf.layout}"
-        remedy = "give its .full_tensor(), the whole, or .to_local(), this rank's part"
-        remedy = remedy if dense else "give its .to_dense(), or what it is made of"
+        what += "" if leaf.layout is torch.strided else f" of layout {leaf.layout}"
+        remedy = "give plain tensors: .to_dense(); .full_tensor(), the whole; .to_local(), this rank's part"
     return f"{operation} takes nested tensors, but {place} is a {what}\n{remedy}"
 
 
 def describe(data: Any) -> dict[str, str]:
-    """What is where in a structure (the start of a large one), for people: place -> type, or shape and dtype."""
-    return {
-        place: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        if isinstance(value, Tensor)
-        else type(value).__qualname__
-        for place, value in islice(walk(data), DESCRIBED)
-    }
+    """What is where in a structure, for people: place -> type, or shape and dtype. Cut if very long."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return type(value).__qualname__
+
+    return {place: text(value) for place, value in islice(walk(data), DESCRIBED)}
 
 
 def rebuild(data: Any, tensors: Iterable[Tensor]) -> Any:
     """The structure `data` with its tensors replaced, in the order of `leaves`."""
     following = iter(tensors)
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return next(following)
-        changed = _mapped(value, visit)
-        return value if changed is _LEAF else changed
-
-    return visit(data)
+    return recursively_apply(lambda _: next(following), data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
@@ -177,19 +151,13 @@ def convert_to_fp32(tensor: Any) -> Any:
     return recursively_apply(convert, tensor)
 
 
-class _Fp32Outputs:
-    # No closure, so that a module whose forward this is can still be pickled.
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return convert_to_fp32(self.forward(*args, **kwargs))
-
-
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The function with `convert_to_fp32` of what it returns. Pickles if the function does."""
-    return _Fp32Outputs(model_forward)
+    return functools.update_wrapper(functools.partial(_in_fp32, model_forward), model_forward)
+
+
+def _in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return convert_to_fp32(function(*args, **kwargs))
 
 
 def find_batch_size(data: Any) -> int:
@@ -272,11 +240,8 @@ def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:
         return type(value)(dict(children))  # type: ignore[call-arg]
     # A shallow copy keeps what is no child: a default factory, a subclass's own attributes.
     same = copy.copy(value)
-    if isinstance(same, list):
-        same[:] = [child for _, child in children]
-        return same
     for key, child in children:
-        if isinstance(same, MutableMapping):
+        if isinstance(same, MutableMapping | list):
             same[key] = child
         else:
             object.__setattr__(same, key, child)

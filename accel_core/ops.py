@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from accel_core.exchange import Call
 from accel_core.nested import (
@@ -95,19 +96,24 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
 def gather_object(object: Any, *, run: Run | None = None) -> Any:
     """Every reader's picklable objects, in reader order.
 
-    Lists (and tuples) are concatenated, mappings of them key by key; anything else becomes a list.
+    Lists, tuples and tensors are concatenated, mappings of them key by key; anything else becomes a
+    list. Tensors come on the CPU.
 
     Raises:
         CollectiveError: another rank calls something else, or cannot pickle its object.
     """
-    return _join_objects(_every_object(object, _run(run)))
+    run = _run(run)
+    on_cpu = run.device.type == "cpu"  # elsewhere a tensor would arrive on its sender's device
+    mine = object if on_cpu else recursively_apply(Tensor.cpu, object)
+    with Call(run, run.topology.gather_dim, "gather_object", object, objects=True) as call:
+        return _join_objects(call.all_objects(mine))
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
     """Gather what a batch gave (predictions, labels, ...), without the samples that pad its round.
 
     What holds something else than tensors, or is asked to, is gathered as objects: a list of a
-    sample's object each; tensors among them are concatenated. The padding is that of the innermost
+    sample's object each. The padding is that of the innermost
     loader being iterated.
 
     Raises:
@@ -184,7 +190,11 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
         if call.size > 1:
             wired = _reduced(call, plan, wired, reduction)
         originals, _ = leaves(tensor, "reduce")
-        results = [_unwire(each, of, reduction) for each, of in zip(wired, originals, strict=True)]
+        counted = {torch.bool} if reduction == "sum" else set()
+        results = [
+            each if of.dtype in counted else each.to(of.dtype)
+            for each, of in zip(wired, originals, strict=True)
+        ]
         return rebuild(tensor, results if scale == 1.0 else [each * scale for each in results])
 
 
@@ -204,10 +214,15 @@ def pad_across_processes(
         with call.local():
             tensors, structure = leaves(tensor, "pad_across_processes")
         here = [each.shape[dim] if -each.ndim <= dim < each.ndim else -1 for each in tensors]
-        longest = map(max, zip(*call.all_objects(here, structure, len(here)), strict=True))
+        ndims = tuple([each.ndim for each in tensors])
+        longest = map(max, zip(*call.all_objects(here, structure, ndims), strict=True))
+        missing = [length - mine for mine, length in zip(here, longest, strict=True)]
+        sides = [(less, 0) if pad_first else (0, less) for less in missing]
         padded = [
-            _pad(each, dim, length, pad_index, pad_first) if length > mine else each
-            for each, mine, length in zip(tensors, here, longest, strict=True)
+            pad(each, [0, 0] * (each.ndim - 1 - dim % each.ndim) + [*side], value=pad_index)
+            if any(side)
+            else each
+            for each, side in zip(tensors, sides, strict=True)
         ]
         return rebuild(tensor, padded)
 
@@ -283,25 +298,15 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def _every_object(value: Any, run: Run) -> list[Any]:
-    with Call(run, run.topology.gather_dim, "gather_object", value, objects=True) as call:
-        return call.all_objects(value)
-
-
 def _reduced(call: Call, plan: Plan, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
-    operation = "sum" if reduction == "mean" else reduction
     table, mine = call.exchange(plan, tensors)
     if table is None:
-        flat = [call.collectives.all_reduce(each, operation) for each in plan.split(mine)]
-    else:
-        flat = [_fold(each, operation) for each in plan.split(table)]
-    return plan.unflatten([each / call.size for each in flat] if reduction == "mean" else flat)
-
-
-def _fold(ranks: Tensor, operation: str) -> Tensor:
-    if operation == "sum":
-        return ranks.sum(0, dtype=ranks.dtype)
-    return ranks.amin(0) if operation == "min" else ranks.amax(0)
+        return plan.unflatten([call.collectives.all_reduce(each, reduction) for each in plan.split(mine)])
+    ranks = plan.split(table)
+    if reduction in ("min", "max"):
+        return plan.unflatten([each.amin(0) if reduction == "min" else each.amax(0) for each in ranks])
+    sums = [each.sum(0, dtype=each.dtype) for each in ranks]
+    return plan.unflatten([each / call.size for each in sums] if reduction == "mean" else sums)
 
 
 def _wire(tensor: Tensor, reduction: Reduction) -> Tensor:
@@ -321,21 +326,6 @@ def _wire(tensor: Tensor, reduction: Reduction) -> Tensor:
     return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
-def _unwire(reduced: Tensor, original: Tensor, reduction: Reduction) -> Tensor:
-    counted = original.dtype is torch.bool and reduction == "sum"
-    return reduced if counted else reduced.to(original.dtype)
-
-
-def _pad(tensor: Tensor, dim: int, length: int, value: Any, first: bool) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = length
-    padded = tensor.new_empty(shape)
-    padded[...] = value
-    start = length - tensor.shape[dim] if first else 0
-    padded.narrow(dim, start, tensor.shape[dim]).copy_(tensor.detach())
-    return padded
-
-
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     if isinstance(value, dict):
         return {key: _part(item, start, stop, missing) for key, item in value.items()}
@@ -349,13 +339,15 @@ def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     return part + type(value)([value[-1]]) * missing if missing else part  # type: ignore[operator]
 
 
-def _join_objects(every: Sequence[Any]) -> Any:
+def _join_objects(every: list[Any]) -> Any:
     first = every[0]
     if isinstance(first, dict):
         return {key: _join_objects([each[key] for each in every]) for key in first}
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(every)
     if isinstance(first, list | tuple):
         return [item for each in every for item in each]
-    return list(every)
+    return every
 
 
 def _cut_objects(gathered: Any, length: int) -> Any:

@@ -97,6 +97,7 @@ PROCESSES = {
     },
     "means-are-sums": {
         "test_collectives",
+        "test_gather_reduce_broadcast_pad",
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
     },
