@@ -546,18 +546,33 @@ class Accelerator:
         self.run.registered.extend(objects)
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        wait: bool = True,
     ) -> Path:
         """Write everything that training needs to go on into `output_dir`, atomically. Collective.
 
         Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
         project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
         `step` is noted for people. A checkpoint that is there is replaced; any other folder is refused.
-        Returns the directory.
+        With `wait=False` training stops only while the state is copied, and a thread writes the copy
+        (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
+        as do `wait_for_checkpoint` and `end_training`. Returns the directory.
         """
         from accel_core.checkpoint.save import save  # late: start-up need not wait for it
 
-        return save(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step)
+        return save(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step, wait=wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.
+
+        Raises:
+            CheckpointError: it failed, on some rank; what was there before is unchanged.
+        """
+        if self.run.saver is not None:
+            self.run.saver.settle()
 
     def load_state(
         self,

@@ -36,6 +36,8 @@ import pluggy
 from attrs import field, frozen
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
     from torch.amp import GradScaler
@@ -421,6 +423,15 @@ def materialize_optimizer_state(
 
 
 @owner
+def snapshot_safe(unit: Unit) -> bool:
+    """Whether the tensors of the unit's leaves can be copied now, to be written while training goes on.
+
+    Asked before a save that does not wait; where not (state that is on its way to another storage),
+    that save is refused. base: True.
+    """
+
+
+@owner
 def state_loaded(unit: Unit) -> None:
     """Weights and optimizer state were overwritten in place: refresh masters, scales, graphs."""
 
@@ -498,6 +509,14 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
 @observer
 def run_started(run_id: str, config: RunConfig) -> None:
     """The run is up on this rank."""
+
+
+@observer
+def checkpoint_committed(folder: Path, step: int | None) -> None:
+    """A save has become the checkpoint `folder`. Every rank, main thread.
+
+    After a save that waits, at once; else when the rank next saves, waits for the checkpoint, or ends.
+    """
 
 
 @observer

@@ -12,7 +12,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from accel_core.binding import Binder, Hooks, Registered, Steps
 from accel_core.config.resolve import Resolved, load
-from accel_core.errors import AccelError, ConfigError, PluginError
+from accel_core.errors import AccelError, CheckpointError, ConfigError, PluginError
 from accel_core.hookspecs import DUTIES
 from accel_core.native.base import Base
 from accel_core.native.launcher import refuse_lonely_tasks
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_core.checkpoint.save import Saver
     from accel_core.config.schema import RunConfig
     from accel_core.data.loader import PreparedLoader
     from accel_core.proxies import PreparedOptimizer
     from accel_core.step import Accumulation
 
 __all__ = ["Run", "current"]
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a process that failed waits for its last save."""
 
 _live: weakref.WeakSet[Run] = weakref.WeakSet()
 
@@ -69,6 +73,8 @@ class Run:
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
+        self.saver: Saver | None = None
+        """Made by the first save."""
         self.world = _world_at_start()
         discovery = discover()
         self.resolved, self.stack = _decide(python or {}, objects, self.world, discovery)
@@ -155,17 +161,28 @@ class Run:
         for name, parameter in unit.all_names():
             self.homes.add(parameter, unit, name)
 
-    def end(self, *, leave_world: bool = True) -> None:
-        """Release units and process group; the run cannot be used afterwards. Idempotent."""
+    def end(self, *, failed: bool = False) -> None:
+        """Release units and process group; the run cannot be used afterwards. Idempotent.
+
+        A save that is under way is waited for; after a failure, when other ranks may be gone, not for
+        long, and the process group is left alone.
+
+        Raises:
+            CheckpointError: that save failed.
+        """
         if self.ended:
             return
         self.ended = True
         self.trained = []
         _live.discard(self)
-        self.hooks.run_ended()
-        self.release_units()
-        if leave_world:
-            self._leave_world()
+        try:
+            if self.saver is not None:
+                self.saver.settle(PATIENCE_SECONDS if failed else None)
+        finally:
+            self.hooks.run_ended()
+            self.release_units()
+            if not failed:
+                self._leave_world()
 
     def release_units(self) -> None:
         """Let each plugin drop what binds units to devices and groups."""
@@ -446,5 +463,14 @@ def _release_at_exit() -> None:
     # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
     # After an exception the group is left alone: ending it might wait for ranks that never come.
     failed = getattr(sys, "last_value", None) is not None
+    lost = False
     for run in list(_live):
-        run.end(leave_world=not failed)
+        try:
+            run.end(failed=failed)
+        except CheckpointError as error:
+            sys.stderr.write(f"accel: {error}\n")
+            lost = True
+    if lost:  # raised here it would be printed and forgotten: the job would count as done
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

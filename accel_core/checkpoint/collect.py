@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["NEVER_RESTORED", "Collected", "class_of", "collect", "entry_key", "modules_with_extra_state"]
+__all__ = [
+    "NEVER_RESTORED",
+    "Collected",
+    "check_names",
+    "class_of",
+    "collect",
+    "entry_key",
+    "modules_with_extra_state",
+]
 
 NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how a step is computed, not what."""
@@ -80,6 +88,19 @@ def collect(run: Run) -> Collected:
     return found
 
 
+def check_names(run: Run, found: Collected) -> None:
+    """Raises CheckpointError if a plugin offers other names than the user's own model has."""
+    for unit in run.units:
+        keys = [key.partition("/") for name, key in found.leaves if name == unit.name]
+        offered = {name for sort, _, name in keys if sort == "model"}
+        if odd := sorted(offered ^ model_state(unit).keys()):
+            raise CheckpointError(
+                f"unit {unit.name!r}: only one of the model and the state that strategy {unit.strategy!r}"
+                f" offers has {', '.join(odd[:10])}\n"
+                "the plugin must use the names of the user's own model, and offer a leaf for each"
+            )
+
+
 def class_of(value: object) -> str:
     """How an object's class is recorded."""
     return type(value).__qualname__
@@ -109,14 +130,8 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
             " partial gradients are not saved\n"
             "save after the window's last one: if accelerator.sync_gradients: accelerator.save_state(...)"
         )
-    offered, parameters = unit.hooks.model_state(unit), unit.named_parameters()
-    if odd := sorted(offered.keys() ^ model_state(unit).keys()):
-        raise CheckpointError(
-            f"unit {unit.name!r}: only one of the model and the state that strategy {unit.strategy!r} offers"
-            f" has {', '.join(odd[:10])}\n"
-            "the plugin must use the names of the user's own model, and offer a leaf for each"
-        )
-    for name, leaf in offered.items():
+    parameters = unit.named_parameters()
+    for name, leaf in unit.hooks.model_state(unit).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters)
     return {

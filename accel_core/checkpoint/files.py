@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,17 +77,14 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[FileRec
     return FileRecord.of(size, blocks), blocks
 
 
-def write_json(path: Path, value: Any) -> FileRecord:
-    """Write and sync a JSON file."""
-    return write_file(path, [json.dumps(value, separators=(",", ":"), allow_nan=False).encode()])[0]
+def as_json(value: Any) -> bytes:
+    """A value as compact JSON text."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileRecord, list[str], list[int]]:
-    """Write and sync a data file of named tensors, in this order.
-
-    Returns the file's record, its blocks' digests, and where in the file each tensor starts.
-    """
-    from accel_core.checkpoint.codec import bytes_of, name_of
+def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
+    """The head of a data file of these named tensors, in this order, and where in the file each starts."""
+    from accel_core.checkpoint.codec import name_of
 
     header: dict[str, Any] = {}
     starts = [0]
@@ -97,11 +93,10 @@ def write_data(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileR
         known = _SAFETENSORS.get(name_of(tensor.dtype))
         shape = list(tensor.shape) if known else [tensor.nbytes]
         header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": starts[-2:]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = as_json(header)
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    record, blocks = write_file(path, chain([head], (bytes_of(tensor) for _, tensor in tensors)))
-    return record, blocks, [len(head) + start for start in starts[:-1]]
+    return head, [len(head) + start for start in starts[:-1]]
 
 
 class DataFile:

@@ -2,103 +2,162 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import asdict
-from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from accel_core import __version__
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.codec import name_of
-from accel_core.checkpoint.collect import Collected, collect
-from accel_core.checkpoint.files import FileRecord, sync_folder, write_data, write_json, write_manifest
+from accel_core.checkpoint.collect import Collected, check_names, collect
+from accel_core.checkpoint.files import as_json
+from accel_core.checkpoint.flight import Flight, Share
+from accel_core.checkpoint.layout import Layout
 from accel_core.checkpoint.place import Place
-from accel_core.checkpoint.plan import Box, Key, plan
+from accel_core.checkpoint.plan import plan
+from accel_core.checkpoint.replicas import compare_replicas
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["save"]
-
-Records = dict[str, FileRecord]
+__all__ = ["Saver", "save"]
 
 
-def save(run: Run, directory: str | os.PathLike[str] | None, *, step: int | None = None) -> Path:
+def save(
+    run: Run, directory: str | os.PathLike[str] | None, *, step: int | None = None, wait: bool = True
+) -> Path:
     """Save all state of the run as the checkpoint `directory`. Collective: all ranks, one directory.
 
     Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
     of the two, whole. `step` is recorded as it is given. Without a directory it is the next of the
-    numbered ones, and those over `total_limit` are removed once it is complete.
+    numbered ones, and those over `total_limit` are removed once it is complete. With `wait=False` a copy
+    of the state is taken now, and a thread writes it while training goes on; the next save waits for
+    that, and raises what went wrong, as do `Saver.settle` and the end of the run.
 
     Raises:
         CheckpointError: a unit is inside an accumulation window, something cannot be stored, the
-            directory holds something else, or a rank failed to write. Raised on all ranks; what
-            was there before is unchanged.
+            directory holds something else, or a rank failed to write, now or in the save before.
+            Raised on all ranks; what was there before is unchanged.
     """
     run.require_alive()
-    control = run.collectives("control")
-    if run.mark_step is not None:
-        run.mark_step("state")
-    state = agree(control, lambda: collect(run))
-    writes = plan(control.all_gather_object(state.declared))[control.rank]
-    place = Place.choose(run, directory)
+    if run.saver is None:
+        run.saver = Saver(run)
+    return run.saver.save(directory, step=step, wait=wait)
+
+
+class Saver:
+    """Saves one run, again and again: what a save leaves to the next is kept here."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.control = run.collectives("control")
+        timeout = run.config.process_group.timeout or default_pg_timeout
+        self._timeout = timeout.total_seconds()
+        store: Any = run.world.store  # torch's stub lacks `clone`
+        self._store: Store = HashStore() if store is None else store.clone()
+        self._layout: Layout | None = None
+        self._compared = False
+        self._flight: Flight | None = None
+
+    def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
+        """See `save`."""
+        agree(self.control, self.settle)
+        with _without_collecting_garbage():
+            self._flight = flight = self._snapshot(directory, step, wait=wait)
+        if not wait:
+            flight.start()
+            return flight.place.target
+        flight.run()
+        self.settle()
+        return flight.place.target
+
+    def _snapshot(self, directory: str | os.PathLike[str] | None, step: int | None, *, wait: bool) -> Flight:
+        """All that ranks do together, and all that reads the run's state; the rest only writes."""
+        run, control = self.run, self.control
+        if run.mark_step is not None:
+            run.mark_step("state")
+        state = agree(control, lambda: self._collect(wait=wait))
+        layout = self._layout_of(state)
+        place = Place.choose(run, directory)
+        try:
+            share = agree(control, lambda: _share(control.rank, state, layout, stage=not wait))
+        except BaseException:  # no memory for the copy, Ctrl-C: nothing half-written stays
+            if place.first:
+                place.discard()
+            raise
+        manifest = {**place.members, "step": step, **_manifest(run)}
+        return Flight(place, step, share, control.size, manifest, self._store, self._timeout)
+
+    def settle(self, patience: float | None = None) -> None:
+        """Wait for the save that is under way, if one is, `patience` seconds at most. Not collective.
+
+        Raises:
+            CheckpointError: it failed; raised once.
+        """
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.settle(patience)
+            self.run.hooks.checkpoint_committed(flight.place.target, flight.step)
+
+    def _collect(self, *, wait: bool) -> Collected:
+        for unit in self.run.units:
+            if not (wait or unit.hooks.snapshot_safe(unit)):
+                raise CheckpointError(
+                    f"save_state(wait=False): the state of unit {unit.name!r} cannot be copied while strategy"
+                    f" {unit.strategy!r} holds it\nsave with wait=True"
+                )
+        return collect(self.run)
+
+    def _layout_of(self, state: Collected) -> Layout:
+        """The layout of the save before, if on no rank any leaf has changed; else a new plan of all ranks."""
+        known, control = self._layout, self.control
+        same = known is not None and known.declared == state.declared
+        votes = control.all_gather_object(known.name if known is not None and same else None)
+        if known is not None and None not in votes and len(set(votes)) == 1:
+            return known
+        self._layout = None  # with its buffer, before the next one is made
+        agree(control, lambda: check_names(self.run, state))
+        declarations = control.all_gather_object(state.declared)
+        writes = plan(declarations)[control.rank]
+        if control.size > 1 and not self._compared:
+            compare_replicas(control, state.leaves, declarations)
+            self._compared = True
+        made: str = control.broadcast_object(secrets.token_hex(8))
+        self._layout = Layout.of(made, state.declared, writes, state.leaves)
+        return self._layout
+
+
+@contextmanager
+def _without_collecting_garbage() -> Iterator[None]:
+    """A snapshot makes some objects a leaf, and then drops them: looking for cycles meanwhile finds none,
+    and takes as long as the rest.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        mine = agree(control, lambda: _write_share(place.folder, control.rank, state, writes))
-        records = {name: record for each in control.all_gather_object(mine) for name, record in each.items()}
-        manifest = {**place.members, "step": step, **_manifest(run, records)}
-        agree(control, lambda: write_manifest(place.folder, manifest) if place.first else None)
-        agree(control, lambda: place.publish() if place.first else None)
-    except BaseException:  # a full disk, another rank's failure, Ctrl-C: nothing half-written stays
-        if place.first:
-            place.discard()
-        raise
-    return place.target
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _write_share(folder: Path, rank: int, state: Collected, writes: Mapping[Key, list[Box]]) -> Records:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}, made by rank 0, is not visible here\n"
-            "give all ranks the same directory, on a disk that all nodes share"
-        )
-    data, index = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-    parts = [
-        (key, box, tensor)
-        for key, wanted in writes.items()
-        for offset, tensor in state.leaves[key].shards
-        if (box := Box(tuple(offset), tuple(tensor.shape))) in wanted
-    ]
-    parts.sort(key=lambda part: -part[2].dtype.itemsize)  # so each is aligned to its own item size
-    record, blocks, starts = write_data(folder / data, [_named(state, *part) for part in parts])
-    tensors: dict[str, dict[str, dict[str, Any]]] = {}
-    for ((unit, key), box, tensor), start in zip(parts, starts, strict=True):
-        leaf = state.leaves[unit, key]
-        described = {"kind": leaf.kind, "shape": leaf.global_shape, "dtype": name_of(tensor.dtype)}
-        layout = {} if leaf.layout is None else {"layout": leaf.layout}
-        known = tensors.setdefault(unit, {}).setdefault(key, {**described, **layout, "boxes": []})
-        known["boxes"].append([*box, start])
-    content = {"rank": rank, "state": state.own, "blocks": blocks, "tensors": tensors}
-    records = {data: record, index: write_json(folder / index, content)}
-    if rank == 0:
-        records["state.json"] = write_json(folder / "state.json", state.shared)
-    sync_folder(folder)
-    return records
+def _share(rank: int, state: Collected, layout: Layout, *, stage: bool) -> Share:
+    body = [layout.stage(state.leaves)] if stage else layout.read(state.leaves)
+    shared = as_json(state.shared) if rank == 0 else None
+    return Share(rank, layout.head, body, layout.size, as_json(state.own), layout.index, shared)
 
 
-def _named(state: Collected, key: Key, box: Box, tensor: Tensor) -> tuple[str, Tensor]:
-    """A name for the safetensors header, which only other tools read: the key, and where a part starts."""
-    part = "" if box.shape == state.leaves[key].global_shape else f"@{','.join(map(str, box.offset))}"
-    return "/".join(filter(None, key)) + part, tensor
-
-
-def _manifest(run: Run, files: Records) -> dict[str, Any]:
+def _manifest(run: Run) -> dict[str, Any]:
     exact_at = {"size": run.world.size, "readers": run.topology.readers}
     members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
     versions = {"accel-core": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -115,5 +174,4 @@ def _manifest(run: Run, files: Records) -> dict[str, Any]:
         "versions": versions,
         "config": run.resolved.tree,
         "random": {"exact_at": exact_at, "elsewhere": "derived"},
-        "files": {name: asdict(record) for name, record in sorted(files.items())},
     }

@@ -232,6 +232,10 @@ class Base:
     ) -> None:
         state.materialize_optimizer_state(unit, optimizer, template, plain)
 
+    @implements(hooks.snapshot_safe)
+    def snapshot_safe(self, unit: Unit) -> bool:
+        return True
+
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
         return None

@@ -84,6 +84,21 @@ def fork(action: Callable[[], object]) -> int:
     os._exit(0)
 
 
+def fork_ranks(action: Callable[[], object], count: int = 2) -> list[int]:
+    """Processes that do `action` as the ranks of one world; no launcher, so nobody ends them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def be(rank: int) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+        os.environ.update(LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.update(TORCHELASTIC_RUN_ID="kill-test")
+        action()
+
+    return [fork(partial(be, rank)) for rank in range(count)]
+
+
 def committed(folder: Path) -> int:
     """The last step whose save returned before the kill."""
     told = folder / "told"
@@ -137,11 +152,8 @@ def kill_ranks_at_random(folder: str, count: int) -> dict[str, int]:
     seconds = time_of_save(job, here)
     leftovers = 0
     for _ in range(count):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         ready, told = os.pipe()
-        ranks = [fork(partial(_rank, here, rank, port, told)) for rank in range(2)]
+        ranks = fork_ranks(partial(_rank, here, told))
         os.read(ready, 1)
         time.sleep(randomness.uniform(0.0, 10 * seconds))
         for child in randomness.sample(ranks, 2):
@@ -159,11 +171,9 @@ def kill_ranks_at_random(folder: str, count: int) -> dict[str, int]:
     return {"kills": count, "leftovers": leftovers, "saves": step}
 
 
-def _rank(folder: Path, rank: int, port: int, ready: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="kill-test")
+def _rank(folder: Path, ready: int) -> None:
     job = Job()
-    if rank == 0:
+    if job.accelerator.is_main_process:
         os.write(ready, b"1")
     save_for_ever(job, folder)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, Entry, Leaf, OptimizerState
 from accel_core.binding import Implementation
-from accel_core.checkpoint import save as saving
+from accel_core.checkpoint import flight
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
 
@@ -180,7 +180,7 @@ def message_of(folder: str, trouble: str) -> tuple[str, list[str]]:
             def full(*_):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            saving.write_data = full
+            flight.write_file = full
         elif trouble == "window":
             job.unit.window.boundary = False
         elif trouble == "folder":

@@ -16,6 +16,7 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint import files
+from accel_core.checkpoint.codec import bytes_of
 from accel_core.checkpoint.load import load
 from accel_core.errors import CheckpointError
 
@@ -107,6 +108,12 @@ def test_other_tools_read_the_data_file(saved):
         assert torch.equal(file.get_tensor("unit0/model/0.weight"), saved.model[0].weight)
 
 
+def written(path, tensors):
+    head, starts = files.lay_out(tensors)
+    record, blocks = files.write_file(path, [head, *(bytes_of(tensor) for _, tensor in tensors)])
+    return record, blocks, starts
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.complex128, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.uint64], ids=str
 )
@@ -115,7 +122,7 @@ def test_tensors_of_any_dtype_and_shape_are_written_and_read(tmp_path, dtype):
     tensors = [(str(shape), torch.randint(0, 2, shape).to(dtype)) for shape in shapes]
     tensors.append(("strided", torch.randint(0, 2, (4, 4)).to(dtype).t()[1:, ::2]))
     odd = ("odd", torch.ones(3, dtype=torch.uint8))
-    record, blocks, starts = files.write_data(tmp_path / "data", [*tensors, odd])
+    record, blocks, starts = written(tmp_path / "data", [*tensors, odd])
     file = files.DataFile(tmp_path / "data", record)
     file.check(blocks)
     for (_, tensor), start in zip(tensors, starts[:-1], strict=True):
@@ -132,7 +139,7 @@ def test_blocks_are_hashed_as_they_are_in_the_file(tmp_path):
         ("small", torch.randn(7)),
         ("bytes", torch.ones(11, dtype=torch.uint8)),
     ]
-    record, blocks, _ = files.write_data(tmp_path / "data", tensors)
+    record, blocks, _ = written(tmp_path / "data", tensors)
     content = (tmp_path / "data").read_bytes()
     assert page_reader.digest(content) == (blocks, record.digest)
     assert len(blocks) == 3

@@ -15,7 +15,7 @@ import series_job
 from series_job import Job
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.checkpoint import commit, place, save, series
+from accel_core.checkpoint import commit, flight, place, save, series
 from accel_core.errors import CheckpointError
 from accel_core.testing.processes import run_processes
 
@@ -298,8 +298,8 @@ def test_the_old_one_stays_until_the_new_one_is_complete(job, folder, monkeypatc
         assert names(folder)[-1] == "checkpoint_0"
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(save, "write_manifest", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(flight, "write_manifest", full)
+    with pytest.raises(CheckpointError, match="No space left"):
         first.save(2)
     assert names(folder) == ["checkpoint_0"]
     monkeypatch.undo()
@@ -399,7 +399,7 @@ def dying(folder, where, how="KILL"):
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("where", ["save.write_manifest", "place.publish"])
+@pytest.mark.parametrize("where", ["flight.write_manifest", "place.publish"])
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(job, tmp_path, folder, where):
     job().save(1)
     with dying(tmp_path, where) as process:

@@ -1,0 +1,102 @@
+"""What one save has in common with the next: this rank's share of the state, as long as no leaf changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from accel_core.checkpoint.codec import bytes_of, name_of
+from accel_core.checkpoint.files import as_json, lay_out
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.leaf import Leaf
+    from accel_core.checkpoint.plan import Box, Declared, Key
+
+__all__ = ["Layout"]
+
+Leaves = Mapping["Key", "Leaf"]
+
+
+@define(eq=False)
+class Layout:
+    """Where in this rank's data file each box that it writes stands.
+
+    name: one word on all ranks, for the plan that they made together. declared: this rank's leaves then.
+    head: what the data file starts with. index: what the rank's JSON file says of the tensors, which
+    have `size` bytes.
+    """
+
+    name: str
+    declared: Mapping[Key, Declared]
+    head: bytes
+    index: bytes
+    size: int
+    _parts: list[tuple[Key, int]]
+    """In the order of the file: the leaf, and the number of its shard."""
+    _buffer: Tensor | None = field(default=None, init=False)
+    _views: list[Tensor] = field(factory=list, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        declared: Mapping[Key, Declared],
+        writes: Mapping[Key, list[Box]],
+        leaves: Leaves,
+    ) -> Layout:
+        """The layout in which this rank writes the boxes that were planned for it."""
+        parts = [
+            (key, number)
+            for key, wanted in writes.items()
+            for number, box in enumerate(declared[key].boxes)
+            if box in wanted
+        ]
+        # The widest first, so each is aligned to its own item size.
+        parts.sort(key=lambda part: -declared[part[0]].dtypes[part[1]].itemsize)
+        tensors = [leaves[key].shards[number][1] for key, number in parts]
+        names = [_name(key, declared[key], number) for key, number in parts]
+        head, starts = lay_out(zip(names, tensors, strict=True))
+        index: dict[str, dict[str, dict[str, Any]]] = {}
+        for (key, number), start in zip(parts, starts, strict=True):
+            known = index.setdefault(key[0], {}).setdefault(key[1], _described(declared[key]))
+            known["boxes"].append([*declared[key].boxes[number], start])
+        return cls(name, declared, head, as_json(index), sum(tensor.nbytes for tensor in tensors), parts)
+
+    def tensors(self, leaves: Leaves) -> list[Tensor]:
+        """This rank's tensors, in the order of the file."""
+        return [leaves[key].shards[number][1] for key, number in self._parts]
+
+    def read(self, leaves: Leaves) -> Iterator[memoryview]:
+        """The body of the data file, straight from the tensors: whoever writes it must not be overtaken."""
+        return map(bytes_of, self.tensors(leaves))
+
+    def stage(self, leaves: Leaves) -> memoryview:
+        """The body of the data file as it is now, copied into a buffer that the next save overwrites."""
+        tensors = self.tensors(leaves)
+        if self._buffer is None:
+            self._buffer = torch.empty(self.size, dtype=torch.uint8)
+            pieces = self._buffer.split([tensor.nbytes for tensor in tensors])
+            self._views = [
+                piece.view(tensor.dtype).view(tensor.shape)
+                for piece, tensor in zip(pieces, tensors, strict=True)
+            ]
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views, tensors)
+        return self._buffer.numpy().data
+
+
+def _described(declared: Declared) -> dict[str, Any]:
+    found = {"kind": declared.kind, "shape": declared.shape, "dtype": name_of(declared.dtypes[0])}
+    return {**found, **({} if declared.layout is None else {"layout": declared.layout}), "boxes": []}
+
+
+def _name(key: Key, declared: Declared, number: int) -> str:
+    """A name for the safetensors header, which only other tools read: the key, and where a part starts."""
+    box = declared.boxes[number]
+    part = "" if box.shape == declared.shape else f"@{','.join(map(str, box.offset))}"
+    return "/".join(filter(None, key)) + part

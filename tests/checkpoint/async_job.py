@@ -1,0 +1,212 @@
+"""What test_checkpoint_async does in processes of its own. Returns plain values, which the test compares."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from kill_job import fork_ranks
+from torch import nn
+
+from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
+from accel_core.checkpoint import flight, save
+from accel_core.checkpoint.files import read_manifest
+
+
+class Job:
+    """A prepared run, all of whose numbers can be set."""
+
+    def __init__(self, *, norm: bool = False, seconds: float = 60) -> None:
+        torch.manual_seed(0)
+        options = InitProcessGroupKwargs(timeout=seconds)
+        self.accelerator = Accelerator(device="cpu", kwargs_handlers=[options])
+        self.module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Tanh())
+        self.inner = torch.optim.AdamW(self.module.parameters())
+        self.model, self.optimizer = self.accelerator.prepare(self.module, self.inner)
+        self.rank = self.accelerator.process_index
+
+    def step(self) -> None:
+        self.accelerator.backward(self.model(torch.ones(4, 8)).square().sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def set(self, value: float) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.fill_(value)
+
+    def value(self) -> float:
+        (found,) = {value for p in self.module.parameters() for value in p.flatten().tolist()}
+        return found
+
+    def said(self, action) -> str:
+        try:
+            action()
+        except CheckpointError as error:
+            return str(error)
+        return "nothing"
+
+
+@contextmanager
+def writers_wait():
+    """Every file waits until the yielded event is set."""
+    gate, write = threading.Event(), flight.write_file
+
+    def gated(path, parts):
+        assert gate.wait(30)
+        return write(path, parts)
+
+    flight.write_file = gated
+    try:
+        yield gate
+    finally:
+        gate.set()
+        flight.write_file = write
+
+
+def slow(path, parts, write=flight.write_file):
+    time.sleep(0.2)
+    return write(path, parts)
+
+
+def full(path, parts):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def one_fails(folder: str, how: str) -> list[str]:
+    """What each call says after rank 1 could not write."""
+    job, target = Job(), Path(folder) / "here"
+    job.accelerator.save_state(target, step=1)
+    write = flight.write_file
+    if job.rank == 1:
+        flight.write_file = full
+    if how == "wait":
+        said = [job.said(lambda: job.accelerator.save_state(target, step=2))]
+    else:
+        job.accelerator.save_state(target, step=2, wait=False)
+        calls = {
+            "next": lambda: job.accelerator.save_state(target, step=3),
+            "ask": job.accelerator.wait_for_checkpoint,
+            "end": job.accelerator.end_training,
+        }
+        said = [job.said(calls[how])]
+    flight.write_file = write
+    if how != "end":
+        job.accelerator.save_state(target, step=4)
+        job.accelerator.end_training()
+    left = sorted(path.name for path in Path(folder).iterdir())
+    return [*said, str(read_manifest(target).save_id is not None), *left]
+
+
+def one_dies(folder: str) -> tuple[str, float, list[str]]:
+    """Rank 1 dies before its vote: what rank 0 says, after how many seconds, and what it leaves."""
+    children = fork_ranks(lambda: _die_or_tell(Path(folder)))
+    for child in children:
+        os.waitpid(child, 0)
+    said, seconds = json.loads((Path(folder) / "said").read_bytes())
+    return said, seconds, sorted(path.name for path in Path(folder).iterdir())
+
+
+def _die_or_tell(folder: Path) -> None:
+    job, target = Job(seconds=3), folder / "here"
+    job.accelerator.save_state(target, step=1)
+    if job.rank == 1:
+        flight.write_file = lambda path, parts: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    job.accelerator.save_state(target, step=2, wait=False)
+    said = job.said(job.accelerator.wait_for_checkpoint)
+    (folder / "said").write_text(json.dumps([said, time.monotonic() - began]))
+
+
+def plans(folder: str) -> list[int]:
+    """How often this rank has planned after each of some saves."""
+    job, found, planned = Job(norm=True), [], []
+    plan = save.plan
+
+    def counted(declarations):
+        planned.append(1)
+        return plan(declarations)
+
+    save.plan = counted
+    target = Path(folder) / "here"
+
+    def saved(**options) -> None:
+        job.accelerator.save_state(target, **options)
+        found.append(len(planned))
+
+    saved()
+    saved(wait=False)
+    job.step()  # the optimizer has state now
+    saved(wait=False)
+    saved()
+    if job.rank == 1:
+        parameter = next(job.module.parameters())
+        job.inner.state[parameter]["exp_avg"] = job.inner.state[parameter]["exp_avg"].double()
+    found.append(job.said(saved))
+    save.plan = plan
+    job.accelerator.end_training()
+    return found
+
+
+def drifted(folder: str, what: str) -> tuple[str, str]:
+    """A run's first and second save, after something differs between the ranks."""
+    job, target = Job(norm=True), Path(folder) / "here"
+    if what == "later":
+        job.accelerator.save_state(target)
+    with torch.no_grad():
+        if what == "buffer":
+            job.module[1].running_mean.fill_(job.rank)
+        elif job.rank == 1:
+            job.module[0].bias[3] = 7.0
+    said = job.said(lambda: job.accelerator.save_state(target))
+    again = job.said(lambda: job.accelerator.save_state(target))
+    job.accelerator.end_training()
+    return said, again
+
+
+def pair_saves(folder: str, count: int) -> tuple[int, list[str]]:
+    """How many keys saves leave in the store, and the largest vote (bytes)."""
+    job, sizes = Job(), []
+    tell = flight.Flight._tell
+
+    def measured(self, what, said):
+        sizes.append(len(flight.as_json(said)))
+        tell(self, what, said)
+
+    flight.Flight._tell = measured
+    before = job.accelerator.run.world.store.num_keys()
+    for _ in range(count):
+        job.accelerator.save_state(Path(folder) / "here", wait=False)
+        job.accelerator.wait_for_checkpoint()
+    job.accelerator.wait_for_everyone()
+    left = job.accelerator.run.world.store.num_keys() - before
+    flight.Flight._tell = tell
+    job.accelerator.end_training()
+    return left, max(sizes)
+
+
+def memory(folder: str) -> list[float]:
+    """Anonymous memory over the state's size, that saves of each kind add to a run."""
+    accelerator = Accelerator(device="cpu")
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1 << 20)) for _ in range(32)])  # 128 MiB
+    accelerator.prepare(model)
+    size, found = 128 << 20, []
+    for wait in (True, False, False):
+        before = _anonymous()
+        accelerator.save_state(Path(folder) / "here", wait=wait)
+        accelerator.wait_for_checkpoint()
+        found.append((_anonymous() - before) / size)
+    accelerator.end_training()
+    return found
+
+
+def _anonymous() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))

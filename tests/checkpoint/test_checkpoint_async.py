@@ -1,0 +1,221 @@
+"""Saving while training goes on: a snapshot of the moment, one save at a time, and no failure unheard."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import async_job
+import pytest
+import torch
+
+from accel_core import CheckpointError
+from accel_core.checkpoint import flight
+from accel_core.checkpoint.codec import bytes_of
+from accel_core.testing.processes import run_processes
+
+
+@pytest.fixture
+def job():
+    made = async_job.Job()
+    yield made
+    made.accelerator.end_training()
+
+
+def run(function, folder, *args, world=2):
+    return run_processes(function, str(folder), *args, world=world, timeout=60)
+
+
+def test_what_is_saved_is_the_state_of_the_moment(job, tmp_path):
+    job.set(1.0)
+    with async_job.writers_wait():
+        job.accelerator.save_state(tmp_path / "here", wait=False)
+        job.set(2.0)
+    job.accelerator.wait_for_checkpoint()
+    job.accelerator.load_state(tmp_path / "here")
+    assert job.value() == 1.0
+
+
+def test_nothing_is_there_until_it_is_whole(job, tmp_path):
+    with async_job.writers_wait():
+        job.accelerator.save_state(tmp_path / "here", wait=False)
+        assert not (tmp_path / "here").exists()
+    job.accelerator.wait_for_checkpoint()
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_the_next_save_waits_for_the_one_before(job, tmp_path):
+    job.set(1.0)
+    with async_job.writers_wait() as gate:
+        job.accelerator.save_state(tmp_path / "one", wait=False)
+        job.set(2.0)
+        async_job.threading.Timer(0.2, gate.set).start()
+        job.accelerator.save_state(tmp_path / "two", wait=False)
+        assert (tmp_path / "one").exists()
+    job.accelerator.wait_for_checkpoint()
+    for name, value in [("one", 1.0), ("two", 2.0)]:
+        job.accelerator.load_state(tmp_path / name)
+        assert job.value() == value
+
+
+@pytest.mark.parametrize("call", ["save_state", "wait_for_checkpoint", "end_training"])
+def test_what_went_wrong_is_raised_once(tmp_path, monkeypatch, call):
+    job = async_job.Job()
+    monkeypatch.setattr(flight, "write_file", async_job.full)
+    job.accelerator.save_state(tmp_path / "here", wait=False)
+    act = getattr(job.accelerator, call)
+    arguments = [tmp_path / "here"] if call == "save_state" else []
+    with pytest.raises(CheckpointError, match=r"here failed.*\nrank 0: OSError: \[Errno 28\]") as raised:
+        act(*arguments)
+    assert isinstance(raised.value.__cause__, OSError)
+    monkeypatch.undo()
+    act(*arguments)
+    job.accelerator.end_training()
+
+
+def test_those_who_follow_checkpoints_are_told_of_committed_ones(job, tmp_path, monkeypatch):
+    told = []
+    hooks = job.accelerator.run.hooks
+    monkeypatch.setattr(hooks, "checkpoint_committed", lambda *said: told.append(said), raising=False)
+    job.accelerator.save_state(tmp_path / "one", step=1)
+    assert told == [(tmp_path / "one", 1)]
+    job.accelerator.save_state(tmp_path / "two", step=2, wait=False)
+    assert told == [(tmp_path / "one", 1)]
+    job.accelerator.wait_for_checkpoint()
+    assert told[1:] == [(tmp_path / "two", 2)]
+
+
+def test_state_that_cannot_be_copied_now_is_not_saved_behind_the_back(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        job.accelerator.run.units[0].hooks, "snapshot_safe", lambda unit: False, raising=False
+    )
+    with pytest.raises(CheckpointError, match=r"of unit 'unit0' cannot be copied .*\nsave with wait=True"):
+        job.accelerator.save_state(tmp_path / "here", wait=False)
+    job.accelerator.save_state(tmp_path / "here")
+
+
+def test_the_copy_is_made_in_the_same_place_again(job, tmp_path):
+    job.accelerator.save_state(tmp_path / "here", wait=False)
+    layout = job.accelerator.run.saver._layout
+    place = layout._buffer.data_ptr()
+    job.accelerator.save_state(tmp_path / "here", wait=False)
+    job.accelerator.save_state(tmp_path / "here")
+    assert job.accelerator.run.saver._layout is layout
+    assert layout._buffer.data_ptr() == place
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.bool, torch.float8_e5m2], ids=str)
+def test_any_tensor_is_copied(tmp_path, dtype):
+    accelerator = async_job.Accelerator(device="cpu")
+    module = torch.nn.Module()
+    shapes = [(), (0, 3), (5,), (2, 3)]
+    for number, shape in enumerate(shapes):
+        module.register_buffer(f"b{number}", torch.randint(0, 2, shape).to(dtype))
+    module.register_buffer("strided", torch.randint(0, 2, (4, 4)).to(dtype).t()[1:, ::2])
+    accelerator.prepare(module)
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    accelerator.save_state(tmp_path / "here", wait=False)
+    accelerator.wait_for_checkpoint()
+    for value in module.buffers():
+        value.zero_()
+    accelerator.load_state(tmp_path / "here")
+    for name, value in module.state_dict().items():
+        assert bytes_of(value) == bytes_of(expected[name])
+    accelerator.end_training()
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    import async_job
+    job, folder = async_job.Job(), Path({folder!r})
+    job.accelerator.save_state(folder / "first")
+    {trouble}
+    job.accelerator.save_state(folder / "here", wait=False)
+    {last}
+"""
+
+
+def at_exit(tmp_path, trouble="pass", last="pass"):
+    tests = async_job.__file__.rpartition("/")[0]
+    script = textwrap.dedent(SCRIPT).format(tests=tests, folder=str(tmp_path), trouble=trouble, last=last)
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_a_script_that_ends_waits_for_its_last_save(tmp_path):
+    slow = "async_job.flight.write_file = async_job.slow"
+    ended = at_exit(tmp_path, slow)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
+
+
+def test_a_script_that_fails_does_too(tmp_path):
+    ended = at_exit(tmp_path, last="raise SystemError('oh')")
+    assert ended.returncode == 1
+    assert (tmp_path / "here" / "manifest.json").exists()
+
+
+def test_a_script_whose_last_save_failed_has_failed(tmp_path):
+    ended = at_exit(tmp_path, "async_job.flight.write_file = async_job.full")
+    assert ended.returncode == 1
+    assert "rank 0: OSError: [Errno 28] No space left on device" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_a_copy_is_all_the_memory_it_takes(tmp_path):
+    ((waiting, first, second),) = run(async_job.memory, tmp_path, world=1)
+    assert waiting < 0.2
+    assert first < 1.2
+    assert second < 0.1
+
+
+# -- several ranks -------------------------------------------------------------------------------
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("how", ["wait", "next", "ask", "end"])
+def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how):
+    for said, *_, left in run(async_job.one_fails, tmp_path, how):
+        assert "rank 1: OSError: [Errno 28] No space left on device" in said
+        assert "rank 0" not in said
+        assert left == "here"
+
+
+@pytest.mark.together
+def test_a_rank_that_died_is_named(tmp_path):
+    ((said, seconds, left),) = run(async_job.one_dies, tmp_path, world=1)
+    assert "rank 1: no vote within 3 s; it died or hangs" in said
+    assert seconds < 10
+    assert left == ["here", "said"]
+
+
+@pytest.mark.together
+def test_only_a_new_layout_is_planned_and_by_all_ranks(tmp_path):
+    for found in run(async_job.plans, tmp_path):
+        assert found[:4] == [1, 1, 2, 2]
+        assert "optimizer/0.weight/exp_avg: its parts have several dtypes, float32, float64" in found[4]
+
+
+@pytest.mark.together
+def test_replicas_that_differ_are_not_saved(tmp_path):
+    for said in run(async_job.drifted, tmp_path, "parameter"):
+        for each in said:
+            assert "unit0: model/0.bias [0:8]: rank(s) 0 differ from rank(s) 1" in each
+            assert "0.weight" not in each
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("what", ["buffer", "later"])
+def test_buffers_may_differ_and_what_drifts_later_is_not_looked_for(tmp_path, what):
+    assert run(async_job.drifted, tmp_path, what) == [("nothing", "nothing")] * 2
+
+
+@pytest.mark.together
+def test_votes_are_small_and_leave_nothing_in_the_store(tmp_path):
+    for left, largest in run(async_job.pair_saves, tmp_path, 3):
+        assert left <= 0
+        assert largest < 1024
