@@ -109,7 +109,7 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
     body = decode(value[tag], path, fetch)
     try:
         return fetch(body) if tag == "$stored" else _TAGS[tag][2](body)
-    except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
         # Whatever a damaged or crafted body makes of the constructors.
         raise CheckpointError(f"{path}: {tag} is unknown or malformed ({error})") from error
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["DataFile", "FileRecord", "Manifest", "damaged", "is_ours", "read_manifest", "write_manifest"]
 
 MANIFEST: Final = "manifest.json"
+MANIFEST_BYTES: Final = 1 << 28
+"""No manifest is larger: it has a line of some 100 bytes for each file."""
 FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 1
 _CONVERTER: Final = Converter(detailed_validation=False)
@@ -110,9 +112,12 @@ class DataFile:
         self.path, self.record = path, record
         if path.is_symlink() or not path.is_file() or path.stat().st_size != record.size:
             raise damaged(path, f"it is no file of {record.size} bytes")
-        with path.open("rb") as file:
-            # Copy on write: torch wants a writable buffer, and nothing ever writes.
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            with path.open("rb") as file:
+                # Copy on write: torch wants a writable buffer, and nothing ever writes.
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise damaged(path, f"it cannot be read ({error})") from error
 
     @property
     def blocks(self) -> range:
@@ -132,7 +137,10 @@ class DataFile:
     def json(self) -> Any:
         """The content of a JSON file, verified."""
         self.check(map(self.block, self.blocks))
-        return json.loads(self._memory[:])
+        try:
+            return json.loads(self._memory[:])
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.path, f"it cannot be understood ({error!r})") from error
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
         """A tensor over the mapped bytes; read it, do not write it."""
@@ -192,14 +200,15 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is damaged, or of a version that is not known here.
     """
     path = folder / MANIFEST
-    try:
-        content = path.read_bytes()
-    except OSError as error:
+    if not path.is_file():  # a pipe would make us wait
         raise CheckpointError(
             f"{folder} is no checkpoint: it has no {MANIFEST}\ngive the folder that save_state() returned",
             path=str(folder),
-        ) from error
+        )
     try:
+        if path.stat().st_size > MANIFEST_BYTES:
+            raise ValueError(f"it has more than {MANIFEST_BYTES} bytes")
+        content = path.read_bytes()
         members = json.loads(content)
         if (members["format"], members["version"]) != (FORMAT, VERSION):
             raise CheckpointError(
@@ -211,16 +220,19 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum does not fit its content")
         if outside := [name for name in members["files"] if Path(name).name != name]:
             raise ValueError(f"{outside[0]!r} is no file in this folder")
+        if min(members["world"]["size"], members["world"]["readers"]) < 1:
+            raise ValueError("it is of a world without ranks")
         return _CONVERTER.structure({**members, "members": members}, Manifest)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"it cannot be understood ({error!r})") from error
 
 
 def is_ours(folder: Path) -> bool:
     """Whether some version of this format wrote the folder, damaged or not."""
+    path = folder / MANIFEST
     try:
-        return bool(json.loads((folder / MANIFEST).read_bytes())["format"] == FORMAT)
-    except (OSError, ValueError, KeyError, TypeError):
+        return path.is_file() and bool(json.loads(path.read_bytes())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -73,7 +73,10 @@ class Checkpoint(Opened):
 
     def decode(self, value: Any, path: str) -> Any:
         """The value that was encoded, its large tensors read from the data files."""
-        return decode(value, path, self._fetch)
+        try:
+            return decode(value, path, self._fetch)
+        except RecursionError as error:
+            raise damaged(self.folder, f"{path} is nested without end") from error
 
     def _fetch(self, key: str) -> Tensor:
         return self.tensors["", key].tensor()

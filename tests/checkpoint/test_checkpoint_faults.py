@@ -1,0 +1,367 @@
+"""What disks, clocks, people and attackers do to checkpoints: nothing wrong is loaded, nothing good is lost.
+
+test_checkpoint_format has what flips and forges one checkpoint; here are several, and those who craft one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import page_reader
+import pytest
+import torch
+import xxhash
+from series_job import Job
+from torch import nn
+
+from accel_core import Accelerator
+from accel_core.errors import CheckpointError
+from accel_core.testing.processes import run_processes
+
+FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "state.json"]
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = Job(tmp_path)
+    for value in range(3):
+        made.save(value)
+    yield made
+    made.accelerator.end_training()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def loaded_after(job, caplog):
+    """What is loaded, and what is said of the one that was passed over."""
+    caplog.clear()
+    value = job.load()
+    return value, [record.getMessage() for record in caplog.records]
+
+
+def seal(path, members):
+    """Write a manifest with a right checksum."""
+    members.pop("checksum", None)
+    body = json.dumps(members, indent=2).removesuffix("\n}")
+    path.write_text(f'{body},\n  "checksum": "{xxhash.xxh3_64_hexdigest(body.encode())}"\n}}\n')
+
+
+def rewrite(folder, name, change):
+    """Change a JSON file and make the manifest vouch for it, as one who knows the format can."""
+    path, manifest = folder / name, folder / "manifest.json"
+    members = json.loads(manifest.read_bytes())
+    content = members if name == "manifest.json" else json.loads(path.read_bytes())
+    change(content)
+    if name != "manifest.json":
+        path.write_text(json.dumps(content))
+        _, digest = page_reader.digest(path.read_bytes())
+        members["files"][name] = {"size": path.stat().st_size, "digest": digest}
+    seal(manifest, members)
+
+
+# -- damage: the one before is taken --------------------------------------------------------------
+
+
+def test_a_byte_flipped_in_each_file_in_turn(job, folder, caplog):
+    for name in FILES:
+        path = folder / "checkpoint_2" / name
+        content = path.read_bytes()
+        for at in (0, len(content) // 2, len(content) - 1):
+            changed = bytearray(content)
+            changed[at] ^= 0x10
+            path.write_bytes(changed)
+            value, (said,) = loaded_after(job, caplog)
+            assert value == 1
+            assert str(path) in said or f"{path.parent} is no checkpoint" in said
+        path.write_bytes(content)
+    assert job.load() == 2
+
+
+def test_two_files_that_changed_places(job, folder, caplog):
+    one, other = folder / "checkpoint_2" / "rank-00000.json", folder / "checkpoint_2" / "state.json"
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    value, (said,) = loaded_after(job, caplog)
+    assert value == 1
+    assert "state.json is damaged" in said
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_file_of_another_save(job, folder, caplog, name):
+    target, source = folder / "checkpoint_2" / name, folder / "checkpoint_1" / name
+    same = target.read_bytes() == source.read_bytes()
+    shutil.copy(source, target)
+    value, said = loaded_after(job, caplog)
+    assert value == 2 if same else (value == 1 and f"{target} is damaged" in said[0])
+
+
+def test_the_manifest_of_another_save(job, folder, caplog):
+    shutil.copy(folder / "checkpoint_1" / "manifest.json", folder / "checkpoint_2" / "manifest.json")
+    value, (said,) = loaded_after(job, caplog)
+    assert value == 1
+    assert "checkpoint_2 was not saved under this name, but as checkpoint_1" in said
+    with pytest.raises(CheckpointError, match=r"checkpoint_2/rank-.* is damaged: its digest"):
+        job.load(folder / "checkpoint_2")
+
+
+def test_an_unknown_version(job, folder, caplog):
+    rewrite(folder / "checkpoint_2", "manifest.json", lambda members: members.update(version=2))
+    value, (said,) = loaded_after(job, caplog)
+    assert value == 1
+    assert "is of format accel-checkpoint version 2\nthis accel-core reads accel-checkpoint version 1" in said
+
+
+# -- disks ---------------------------------------------------------------------------------------
+
+
+def save_as_nobody(folder: str) -> tuple[str, list[str], float]:
+    """Two saves into a folder that becomes read-only after the first."""
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        os.seteuid(65534)
+    job = Job(folder, total_limit=1)
+    job.save(1)
+    where = Path(folder) / "checkpoints"
+    where.chmod(0o555)
+    try:
+        job.save(2)
+        said = "saved"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    value = job.load()
+    where.chmod(0o755)
+    found = said, sorted(path.name for path in where.iterdir()), value
+    job.accelerator.end_training()
+    return found
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions are other things there")
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.together)])
+def test_a_folder_that_has_become_read_only(world):
+    with tempfile.TemporaryDirectory() as made:  # pytest's own folders let nobody in
+        Path(made).chmod(0o755)
+        if world > 1 and os.geteuid() == 0:
+            os.chown(made, 65534, 65534)
+        for said, left, value in run_processes(save_as_nobody, made, world=world):
+            assert "Permission denied" in said
+            assert "checkpoint_1" in said
+            assert (left, value) == (["checkpoint_0"], 1)
+
+
+# -- those who craft one -------------------------------------------------------------------------
+
+
+class Anything:
+    """Registered state that takes whatever comes."""
+
+    def state_dict(self):
+        return {"here": 1}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Saved:
+    def __init__(self, folder):
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(device="cpu")
+        self.model = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        model, optimizer, _ = self.accelerator.prepare(self.model, optimizer, scheduler)
+        self.anything = Anything()
+        self.accelerator.register_for_checkpointing(self.anything)
+        self.accelerator.backward(model(torch.rand(4, 4)).sum())
+        optimizer.step()
+        self.folder = self.accelerator.save_state(folder)
+
+    def state(self):
+        return [tensor.clone() for tensor in self.model.state_dict().values()]
+
+    def refused(self):
+        before = self.state()
+        with pytest.raises(CheckpointError) as found:
+            self.accelerator.load_state(self.folder)
+        assert all(map(torch.equal, before, self.state()))
+        assert not hasattr(self.anything, "state")
+        return str(found.value)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    made = Saved(tmp_path / "here")
+    yield made
+    made.accelerator.end_training()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch RAN",)
+
+
+PICKLE = base64.b64encode(pickle.dumps(Evil())).decode()
+DEEP = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$pickle": PICKLE},
+        {"$object": PICKLE},
+        {"$reduce": ["os.system", ["touch RAN"]]},
+        {"$array": ["|O", [1], PICKLE]},
+        {"$array": ["(1000000000,)<f8", [1], ""]},
+        {"$array": ["<f8,<O", [1], ""]},
+        {"$array": ["<f8", [1 << 62], ""]},
+        {"$array": ["<f8", [-1, 1 << 62], ""]},
+        {"$scalar": ["<U1000000000", [], "AAAA"]},
+        {"$tensor": ["float32", [1 << 40, 1 << 40], ""]},
+        {"$tensor": ["float32", [0, 1 << 70], ""]},
+        {"$tensor": ["float32", [-1], "AAAA"]},
+        {"$tensor": ["__class__", [1], "AAAA"]},
+        {"$tensor": ["load", [1], "AAAA"]},
+        {"$stored": "not/there"},
+        {"$stored": {"$tuple": []}},
+        {"$dtype": "__builtins__"},
+        {"$device": "os.system"},
+        {"$deque": [1 << 70, []]},
+        {"$counter": [["a", {"$tuple": []}, 3]]},
+        {"$set": [[]]},
+        {"$dict": [[[], 1]]},
+        {"$size": ["a"]},
+        {"$complex": ["os"]},
+        {"$bytes": "\u00e9"},
+        {"$float": "one"},
+        DEEP,
+    ],
+    ids=lambda value: str(value)[:48],
+)
+def test_a_crafted_value_is_refused_and_nothing_of_it_runs(saved, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def change(state):
+        state["registered"][0]["state"] = {"here": value}
+
+    rewrite(saved.folder, "state.json", change)
+    assert "registered object Anything" in saved.refused()
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_pickled_bytes_stay_bytes(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def change(state):
+        state["registered"][0]["state"] = {"here": {"$bytes": PICKLE}}
+
+    rewrite(saved.folder, "state.json", change)
+    saved.accelerator.load_state(saved.folder)
+    assert saved.anything.state == {"here": pickle.dumps(Evil())}
+    assert not (tmp_path / "RAN").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_json_that_is_nested_without_end_is_damage(saved, name):
+    path = saved.folder / name
+    if path.suffix == ".json":
+        content = b"[" * 200_000
+        path.write_bytes(content)
+        if name != "manifest.json":
+            _, digest = page_reader.digest(content)
+            record = {"size": len(content), "digest": digest}
+            rewrite(saved.folder, "manifest.json", lambda members: members["files"].update({name: record}))
+        assert f"{path} is damaged: it cannot be understood" in saved.refused()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"files": {}},
+        {"files": {"state.json": {"size": -1, "digest": "0"}}},
+        {"files": {"state.json": {"size": "many", "digest": "0"}}},
+        {"files": {"../../etc/passwd": {"size": 1, "digest": "0"}}},
+        {"files": []},
+        {"world": {"size": 0, "readers": 1}},
+        {"world": {"size": -1, "readers": 1}},
+        {"world": {"size": 1 << 60, "readers": 1}},
+        {"world": {"size": 1}},
+        {"world": {}},
+        {"world": "one"},
+        {"lineage": 3},
+    ],
+    ids=str,
+)
+def test_a_crafted_manifest_is_refused(saved, changed):
+    rewrite(saved.folder, "manifest.json", lambda members: members.update(changed))
+    assert str(saved.folder) in saved.refused()
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/passwd", "a/../../b"])
+def test_a_manifest_cannot_name_files_elsewhere(saved, name):
+    record = {"size": 1, "digest": "0"}
+    rewrite(saved.folder, "manifest.json", lambda members: members["files"].update({name: record}))
+    assert "manifest.json is damaged" in saved.refused()
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_link_is_not_followed_even_to_the_right_content(saved, tmp_path, name):
+    (saved.folder / name).rename(tmp_path / "outside")
+    (saved.folder / name).symlink_to(tmp_path / "outside")
+    assert f"{saved.folder / name} is damaged" in saved.refused()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_the_place_of_a_file_does_not_make_it_wait(saved, name):
+    (saved.folder / name).unlink()
+    os.mkfifo(saved.folder / name)
+    assert str(saved.folder) in saved.refused()
+
+
+def test_a_manifest_of_gigabytes_is_not_read(saved):
+    with (saved.folder / "manifest.json").open("r+b") as file:
+        file.truncate(1 << 34)
+    assert "manifest.json is damaged" in saved.refused()
+
+
+def test_whatever_forged_files_say_they_run_nothing_and_what_is_good_loads_after(saved):
+    """Random values in random places of all JSON files, each time with right digests.
+
+    Digests do not stop one who forges them: then what loads is what he wrote. It is data, and what is
+    no state of this run raises.
+    """
+    randomness, refused, loaded = random.Random(7), 0, 0
+    original = {name: (saved.folder / name).read_bytes() for name in FILES}
+    odd = [None, True, -1, 1 << 64, 1.5, "", "x", "../x", [], {}, [[]], {"$tuple": [1]}, {"$nothing": 1}]
+
+    def change(node):
+        key = randomness.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        if isinstance(node[key], (dict, list)) and node[key] and randomness.random() < 0.8:
+            change(node[key])
+        elif isinstance(node, dict) and randomness.random() < 0.2:
+            del node[key]
+        else:
+            node[key] = randomness.choice(odd)
+
+    for _ in range(200):
+        rewrite(saved.folder, randomness.choice(["manifest.json", "state.json", "rank-00000.json"]), change)
+        try:
+            saved.accelerator.load_state(saved.folder)
+            loaded += 1
+        except Exception:
+            refused += 1
+        for each, content in original.items():
+            (saved.folder / each).write_bytes(content)
+    saved.accelerator.load_state(saved.folder)
+    assert refused > 50
+    assert loaded > 10
