@@ -24,7 +24,7 @@ from accel_core.world import DOING
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["Call"]
+__all__ = ["Call", "live"]
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
@@ -34,6 +34,15 @@ SHOWN: Final = 4
 _HEAD_BYTES: Final = 16
 _REFUSED: Final = 0
 """The digest of a rank that cannot take part."""
+
+
+def live(run: Run | None) -> Run:
+    """The run that was given, else the only live one."""
+    if run is not None:
+        return run
+    from accel_core.run import current
+
+    return current()
 
 
 class Call:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel_core.exchange import Call
+from accel_core.exchange import Call, live
 from accel_core.nested import (
     concatenate,
     convert_outputs_to_fp32,
@@ -67,8 +67,12 @@ __all__ = [
 
 Reduction = Literal["sum", "mean", "min", "max", "none"]
 
-_WIDER: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""Integers that process groups do not reduce. Converted back they wrap around as they would have."""
+_WIDER: Final = {
+    **dict.fromkeys((torch.int16, torch.uint16), torch.int32),
+    **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
+    torch.complex32: torch.complex64,
+}
+"""What process groups do not reduce. Integers converted back wrap around as they would have."""
 
 
 def gather(tensor: Any, *, run: Run | None = None) -> Any:
@@ -82,7 +86,7 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
         TypeError: a leaf is no tensor.
         ValueError: the tensors are on several devices.
     """
-    run = _run(run)
+    run = live(run)
     with Call(run, run.topology.gather_dim, "gather", tensor) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
@@ -102,7 +106,7 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
     Raises:
         CollectiveError: another rank calls something else, or cannot pickle its object.
     """
-    run = _run(run)
+    run = live(run)
     on_cpu = run.device.type == "cpu"  # elsewhere a tensor would arrive on its sender's device
     mine = object if on_cpu else recursively_apply(Tensor.cpu, object)
     with Call(run, run.topology.gather_dim, "gather_object", object, objects=True) as call:
@@ -119,7 +123,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
     Raises:
         CollectiveError: as `gather`.
     """
-    run = _run(run)
+    run = live(run)
     as_objects = use_gather_object or not _all_tensors(input_data)
     gathered = gather_object(input_data, run=run) if as_objects else gather(input_data, run=run)
     remainder = run.active_loaders[-1].remainder if run.active_loaders else -1
@@ -138,7 +142,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
         TypeError: a leaf is no tensor.
         ValueError: there is no such rank, or the tensors are on several devices.
     """
-    with Call(_run(run), "world", f"broadcast from {from_process}", tensor) as call:
+    with Call(live(run), "world", f"broadcast from {from_process}", tensor) as call:
         call.check_rank(from_process)
         tensors, plan = call.tensors()
         if call.size == 1:
@@ -163,7 +167,7 @@ def broadcast_object_list(
         ValueError: there is no such rank.
     """
     operation = f"broadcast_object_list from {from_process}"
-    with Call(_run(run), "world", operation, object_list, objects=True) as call:
+    with Call(live(run), "world", operation, object_list, objects=True) as call:
         call.check_rank(from_process)
         object_list[:] = call.one_object(object_list, from_process)
         return object_list
@@ -177,10 +181,10 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
-        TypeError: a leaf is no tensor; `mean` of integers; `min` or `max` of complex numbers.
+        TypeError: a leaf is no tensor; `mean` of integers, `min` or `max` of complex ones.
         ValueError: an unknown reduction; the tensors are on several devices.
     """
-    run = _run(run)
+    run = live(run)
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduce: {reduction!r} is none of {', '.join(get_args(Reduction))}")
     if reduction == "none":
@@ -209,7 +213,7 @@ def pad_across_processes(
         CollectiveError: the structures differ between ranks; it shows each rank's.
         TypeError: a leaf is no tensor.
     """
-    run = _run(run)
+    run = live(run)
     with Call(run, run.topology.gather_dim, "pad_across_processes", tensor, objects=True) as call:
         with call.local():
             tensors, structure = leaves(tensor, "pad_across_processes")
@@ -233,7 +237,7 @@ def wait_for_everyone(*, run: Run | None = None) -> None:
     Raises:
         CollectiveError: another rank calls something else, or does not come in time.
     """
-    with Call(_run(run), "world", "wait_for_everyone", None, objects=True) as call:
+    with Call(live(run), "world", "wait_for_everyone", None, objects=True) as call:
         call.all_objects(None)
 
 
@@ -249,7 +253,7 @@ def save(
 
     Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors.
     """
-    world = _run(run).world
+    world = live(run).world
     if (world.local_rank if save_on_each_node else world.rank) == 0:
         _write(obj, f, safe_serialization=safe_serialization)
 
@@ -265,7 +269,7 @@ def split_between_processes(
     Raises:
         ValueError: the values of a dict differ in length.
     """
-    topology = _run(run).topology
+    topology = live(run).topology
     if topology.readers == 1:
         yield inputs
         return
@@ -280,14 +284,6 @@ def split_between_processes(
 
 
 # -- pieces ----------------------------------------------------------------------------------------
-
-
-def _run(run: Run | None) -> Run:
-    if run is not None:
-        return run
-    from accel_core.run import current
-
-    return current()
 
 
 def _all_tensors(data: Any) -> bool:
@@ -311,19 +307,18 @@ def _reduced(call: Call, plan: Plan, tensors: Sequence[Tensor], reduction: Reduc
 
 def _wire(tensor: Tensor, reduction: Reduction) -> Tensor:
     """In a dtype that can be reduced."""
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bool:
-        return tensor.to(torch.int64 if reduction in ("sum", "mean") else torch.uint8)
-    if tensor.is_floating_point():
-        return tensor.float() if tensor.element_size() < 4 else tensor
-    if tensor.is_complex() and reduction in ("min", "max"):
-        raise TypeError(f"reduce: complex numbers have no {reduction}\nreduce .abs(), or parts of them")
-    if reduction == "mean" and not tensor.is_complex():
-        raise TypeError(
-            f"reduce: the mean of {tensor.dtype} need not be a whole number\n"
-            "use reduction='sum', or convert with .float()"
-        )
-    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+    tensor, dtype = tensor.detach(), tensor.dtype
+    inexact = dtype.is_floating_point or dtype.is_complex
+    unordered = dtype.is_complex or dtype is torch.uint64
+    if (reduction == "mean" and not inexact) or (reduction in ("min", "max") and unordered):
+        raise TypeError(f"reduce: no {reduction} of {dtype}\nuse reduction='sum', or convert, as by .float()")
+    if dtype is torch.bool:
+        return tensor.to(torch.int64 if reduction == "sum" else torch.uint8)
+    return (
+        tensor.float()
+        if dtype.is_floating_point and dtype.itemsize < 4
+        else tensor.to(_WIDER.get(dtype, dtype))
+    )
 
 
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_core.errors import ConfigError
+from accel_core.exchange import Call, live
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -48,27 +49,31 @@ def synchronize_rng_state(
 
     Raises:
         ConfigError: there is no such stream here; it lists those there are.
+        CollectiveError: another rank calls something else, or raises ConfigError.
     """
-    if run is None:
-        from accel_core.run import current
+    run = live(run)
+    with Call(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
+        with call.local():
+            streams = _streams(run, rng_type, generator)
+        agreed = call.one_object(streams[rng_type], 0)
+    if generator is not None and rng_type == "generator":
+        generator.set_state(agreed)
+    else:
+        run.hooks.set_rng_state({**streams, rng_type: agreed})
 
-        run = current()
-    control = run.collectives("control")
-    if control.size == 1:
-        return
+
+def _streams(run: Run, rng_type: str, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
+    if generator is not None and rng_type == "generator":
+        return {rng_type: generator.get_state()}
+    streams = dict(run.hooks.rng_state())
     if rng_type == "generator":
-        if generator is None:
-            raise ConfigError("rng_type 'generator': no generator was given\npass generator=...")
-        generator.set_state(control.broadcast(generator.get_state()))
-        return
-    streams = run.hooks.rng_state()
+        raise ConfigError("rng_type 'generator': no generator was given\npass generator=...")
     if rng_type not in streams:
         raise ConfigError(
             f"rng_types: there is no stream {rng_type!r} here\n"
             f"choose among generator, {', '.join(sorted(streams))}"
         )
-    agreed = control.broadcast_object(streams[rng_type])
-    run.hooks.set_rng_state({**streams, rng_type: agreed})
+    return streams
 
 
 def synchronize_rng_states(

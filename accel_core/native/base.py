@@ -90,7 +90,8 @@ class Base:
         if dim == "world":
             return process_group.TorchCollectives(dist.group.WORLD, self.run.device)
         if dim == "control":
-            return process_group.TorchCollectives(process_group.control_group(), torch.device("cpu"))
+            control = process_group.control_group(self.run.config.process_group.timeout)
+            return process_group.TorchCollectives(control, torch.device("cpu"))
         raise ConfigError(f"this run has no mesh dimension {dim!r}; it has world and control")
 
     # -- prepare ---------------------------------------------------------------------------------

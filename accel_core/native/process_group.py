@@ -17,6 +17,8 @@ from accel_core.errors import CollectiveError, LaunchError
 from accel_core.world import DOING
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch import Tensor
 
     from accel_core.config.schema import InitProcessGroupKwargs
@@ -98,13 +100,14 @@ def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[Store, t
     return _stores[key], key
 
 
-def control_group() -> dist.ProcessGroup:
+def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """A group for CPU tensors and objects beside the default one. The first call is collective."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _control:
         _control.clear()  # of groups destroyed meanwhile
-        _control[world] = dist.new_group(backend=dist.Backend.default_device_backend_map["cpu"])
+        backend = dist.Backend.default_device_backend_map["cpu"]
+        _control[world] = dist.new_group(backend=backend, timeout=timeout)
     return _control[world]
 
 
@@ -183,9 +186,10 @@ class TorchCollectives:
         mine = operation.partition(" of ")[0]  # of whatever shapes: they are not compared yet
         absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != mine]
         elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
+        listed = ", ".join(map(str, absent))
+        happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)} in vain"
         return CollectiveError(
-            f"{operation}: rank {dist.get_rank()} waited for rank(s)"
-            f" {', '.join(map(str, absent)) or 'unknown'} of {len(ranks)} in vain\n"
+            f"{operation}: {happened if absent else 'failed on all its ranks'}\n"
             f"{''.join(elsewhere)}{str(error).splitlines()[0]}\n"
             "look at what those ranks did: they died, hang, or took another branch;"
             " process_group.timeout says how long the others wait",

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import ranks
 
 from accel_core import ConfigError, World, set_seed
-from accel_core.random import synchronize_rng_state
+from accel_core.native.process_group import Alone
+from accel_core.random import synchronize_rng_state, synchronize_rng_states
 
 np = pytest.importorskip("numpy")
 
@@ -55,12 +57,55 @@ def test_deterministic_algorithms_are_asked_of_torch():
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_stream_that_is_not_there_lists_those_that_are():
-    run = SimpleNamespace(
-        collectives=lambda dim: SimpleNamespace(size=2),
+@pytest.fixture
+def run():
+    """One process with two streams."""
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        collectives=lambda dim: Alone(),
         hooks=SimpleNamespace(rng_state=lambda: {"torch": None, "python": None}),
     )
+
+
+def test_a_stream_that_is_not_there_lists_those_that_are(run):
     with pytest.raises(ConfigError, match=r"no stream 'torhc' here\nchoose among generator, python, torch"):
         synchronize_rng_state("torhc", run=run)
     with pytest.raises(ConfigError, match="no generator was given"):
         synchronize_rng_state("generator", run=run)
+
+
+def test_a_state_that_cannot_be_set_raises(run):
+    def fails(streams):
+        raise RuntimeError("the state is of another device")
+
+    run.hooks.set_rng_state = fails
+    with pytest.raises(RuntimeError, match="another device"):
+        synchronize_rng_state("torch", run=run)
+
+
+def synchronize(accelerator):
+    rank = accelerator.process_index
+    set_seed(7, device_specific=True)
+    different = drawn()
+    generator = torch.Generator().manual_seed(rank)
+    synchronize_rng_states(["torch", "python", "numpy", "generator"], generator)
+    return different, drawn(), torch.rand(2, generator=generator).tolist()
+
+
+@pytest.mark.together
+def test_synchronized_streams_draw_the_same_on_all_ranks():
+    first, second = ranks(synchronize)
+    assert first[0] != second[0]
+    assert first[1:] == second[1:]
+
+
+def synchronize_one(accelerator):
+    set_seed(7, device_specific=True)
+    synchronize_rng_state("python")
+    return drawn()
+
+
+@pytest.mark.together
+def test_synchronizing_a_stream_leaves_the_others_alone():
+    first, second = ranks(synchronize_one)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]

@@ -1,0 +1,147 @@
+"""Every dtype, on its way with the check and after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import ranks
+
+from accel_core import ops
+
+pytestmark = [pytest.mark.together, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+FLOATS = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz),
+)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+SMALL, LARGE = 3, 20_000
+
+
+def numbers(tensor):
+    return tensor.to(torch.complex64).real.tolist()
+
+
+def move_each_dtype(accelerator, size):
+    rank, found = accelerator.process_index, {}
+    for dtype in (torch.bool, *INTEGERS, *FLOATS, *COMPLEX):
+        mine = torch.full((size,), rank).to(dtype)
+        gathered, padded = ops.gather(mine), ops.pad_across_processes(mine[: size - rank], pad_index=1)
+        sent = ops.broadcast(mine.clone(), 1)
+        found[dtype] = (
+            {gathered.dtype, padded.dtype, sent.dtype} == {dtype},
+            numbers(gathered) == [0.0] * size + [1.0] * size,
+            numbers(padded) == [float(rank)] * (size - rank) + [1.0] * rank,
+            numbers(sent) == [1.0] * size,
+        )
+    return [str(dtype) for dtype, right in found.items() if not all(right)]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_gathering_padding_and_broadcasting_keep_every_dtype(size):
+    assert ranks(move_each_dtype, size) == [[], []]
+
+
+def reduce_each_dtype(accelerator, size):
+    mine = torch.full((size,), accelerator.process_index + 1)
+    wrong = []
+    for dtype in (*INTEGERS, *FLOATS, *COMPLEX):
+        expected = {"sum": 3.0}
+        if dtype not in INTEGERS:
+            expected["mean"] = 1.5
+        if dtype not in (torch.uint64, *COMPLEX):
+            expected |= {"min": 1.0, "max": 2.0}
+        for reduction, value in expected.items():
+            reduced = ops.reduce(mine.to(dtype), reduction)
+            if reduced.dtype is not dtype or set(numbers(reduced)) != {value}:
+                wrong.append((str(dtype), reduction))
+        for reduction in {"sum", "mean", "min", "max"} - expected.keys():
+            with pytest.raises(TypeError, match=f"no {reduction} of {dtype}"):
+                ops.reduce(mine.to(dtype), reduction)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_every_dtype_is_reduced_or_refused(size):
+    assert ranks(reduce_each_dtype, size) == [[], []]
+
+
+def reduce_to_the_edge(accelerator, size):
+    rank = accelerator.process_index
+    return (
+        ops.reduce(torch.full((size,), 40000.0, dtype=torch.float16)).unique().tolist(),
+        ops.reduce(torch.full((size,), 200, dtype=torch.uint8), "sum").unique().tolist(),
+        ops.reduce(torch.full((size,), 30000, dtype=torch.int16), "sum").unique().tolist(),
+        ops.reduce(torch.full((size,), rank == 1), "sum").unique().tolist(),
+        ops.reduce(torch.full((size,), 256.0 if rank else 1.0, dtype=torch.bfloat16)).unique().tolist(),
+    )
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_narrow_numbers_are_rounded_once_and_wrap_around(size):
+    # The sum of the halves overflows, their mean does not; 257 has no bfloat16, 128.5 rounds to 128.
+    assert ranks(reduce_to_the_edge, size) == [([40000.0], [144], [-5536], [1], [128.0])] * 2
+
+
+def move_odd_layouts(accelerator, size):
+    rank = accelerator.process_index
+    weight = torch.full((size, 2), float(rank), requires_grad=True)
+    mine = {
+        "scalar": torch.tensor(rank),
+        "empty": torch.empty(0, 3),
+        "transposed": (torch.arange(2 * size).view(2, size) + rank).T,
+        "strided": torch.arange(2 * size)[::2] + rank,
+        "expanded": torch.tensor([rank]).expand(size),
+        "conjugated": torch.full((size,), 1 + 2j).conj() + rank,
+        "grad": weight * 2,
+        "none": None,
+    }
+    gathered = ops.gather(mine)
+    reduced = ops.reduce({name: value for name, value in mine.items() if name != "none"}, "sum")
+    both = [{**mine, "transposed": (torch.arange(2 * size).view(2, size) + each).T} for each in range(2)]
+    return {
+        "scalar": (gathered["scalar"].tolist(), reduced["scalar"].item()),
+        "empty": (tuple(gathered["empty"].shape), tuple(reduced["empty"].shape)),
+        "transposed": torch.equal(gathered["transposed"], torch.cat([each["transposed"] for each in both])),
+        "strided": torch.equal(
+            gathered["strided"], torch.cat([torch.arange(2 * size)[::2] + each for each in range(2)])
+        ),
+        "expanded": (gathered["expanded"].unique().tolist(), reduced["expanded"].unique().tolist()),
+        "conjugated": gathered["conjugated"].imag.tolist() == [-2.0] * (2 * size),
+        "grad": (gathered["grad"].requires_grad, reduced["grad"].requires_grad, weight.requires_grad),
+        "none": gathered["none"],
+        "own": all(each.is_contiguous() for each in gathered.values() if each is not None),
+    }
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_scalars_empty_strided_expanded_and_differentiable_tensors(size):
+    expected = {
+        "scalar": ([0, 1], 1),
+        "empty": ((0, 3), (0, 3)),
+        "transposed": True,
+        "strided": True,
+        "expanded": ([0, 1], [1]),
+        "conjugated": True,
+        "grad": (False, False, True),
+        "none": None,
+        "own": True,
+    }
+    assert ranks(move_odd_layouts, size) == [expected] * 2
+
+
+def gather_then_train(accelerator):
+    weight = torch.ones(2, requires_grad=True)
+    gathered = ops.gather([torch.ones(1), torch.ones(1)])
+    loss = (weight * gathered[0]).sum()
+    gathered[1].add_(1)
+    loss.backward()
+    return weight.grad.tolist()
+
+
+def test_what_is_gathered_together_can_be_changed_apart():
+    assert ranks(gather_then_train) == [[1.0, 1.0]] * 2
