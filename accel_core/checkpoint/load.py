@@ -56,6 +56,8 @@ def load(
     """
     run.require_alive()
     control = run.collectives("control")
+    if run.saver is not None:
+        agree(control, run.saver.settle)
     checkpoint = _open(run, directory, missing_ok=missing_ok)
     if checkpoint is None:
         return None

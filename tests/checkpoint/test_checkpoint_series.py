@@ -139,6 +139,16 @@ def test_the_folder_given_to_the_accelerator_is_that_of_the_logs_too(tmp_path):
     accelerator.end_training()
 
 
+def test_a_save_that_is_under_way_is_waited_for_before_loading(job, folder):
+    first = job(total_limit=1)
+    first.save(1)
+    first.accelerator.save_state(wait=False)
+    assert first.load() == 1
+    assert first.loaded == folder / "checkpoint_1"
+    first.save(2)
+    assert names(folder) == ["checkpoint_2"]
+
+
 # -- which one is loaded -------------------------------------------------------------------------
 
 
