@@ -15,10 +15,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--accel-stack", metavar="NAMES", help="plugins to check, joined by +: a device, a strategy, ..."
     )
-    group.addoption("--accel-world", metavar="SIZES", help="numbers of processes, such as 1,2 (level 3)")
+    group.addoption("--accel-world", metavar="SIZES", help="numbers of processes, such as 1,2 (levels 3, 4)")
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
     group.addoption(
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"
+    )
+    group.addoption(
+        "--accel-partners",
+        metavar="NAMES",
+        help="strategies to exchange checkpoints with, besides native: a,b or '' (level 4)",
     )
     group.addoption("--accel-xfails", metavar="FILE", help="known failures, a line each: CHECK  # reason")
     group.addoption("--accel-report", metavar="FILE", help="write what was checked: FILE.md or FILE.json")

@@ -44,7 +44,7 @@ def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     facts = json.loads(report.read_text())
     assert [check for check in facts["checks"] if check["outcome"] != "passed"] == []
-    assert {check["level"] for check in facts["checks"]} == {0, 1, 2, 3}
+    assert {check["level"] for check in facts["checks"]} == {0, 1, 2, 3, 4}
     assert facts["observed_but_not_declared"] == []
     assert facts["simulated"] == stack.startswith("sim")
 

@@ -105,11 +105,25 @@ PROCESSES = {
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},
     "averages": set[str](),
 }
-
+GOES_ON = {"test_a_run_goes_on_as_if_nothing_had_happened", "test_cross_resume"}
+SAVED = {
+    *GOES_ON,
+    "test_random_streams_go_on",
+    "test_a_killed_save_leaves_a_checkpoint",
+    "test_what_does_not_fit_is_refused_and_nothing_touched",
+}
+CHECKPOINTS = {
+    "loses-momentum": {*GOES_ON, "test_random_streams_go_on"},
+    "offers-copies": SAVED - {"test_what_does_not_fit_is_refused_and_nothing_touched"},
+    "renames-weights": {*SAVED, "test_state_has_the_names_of_the_users_model"},
+    "loses-an-element": SAVED,
+    "drifts-apart": {*GOES_ON, "test_random_streams_go_on", "test_replicas_are_equal"},
+    "hides-masters": {*GOES_ON, "test_random_streams_go_on"},
+}
 
 EACH = [
     pytest.param(number, name, red, id=name)
-    for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES))
+    for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES, CHECKPOINTS))
     for name, red in level.items()
 ]
 
@@ -130,8 +144,7 @@ def test_mutants_are_red_where_they_are_broken(
 ) -> None:
     declare(tmp_path / "site", "mutants", CARDS)
     stack = name if level < 2 else f"sound+{name}"
-    world = "2" if level == 3 else "1"
-    found = run_kit(
-        pytester, monkeypatch, tmp_path / "site", stack, "--accel-level", str(level), "--accel-world", world
-    )
+    world = "2" if level >= 3 else "1"
+    options = ("--accel-level", str(level), "--accel-world", world, "--accel-partners", "")
+    found = run_kit(pytester, monkeypatch, tmp_path / "site", stack, *options)
     assert found.names("failed") == red, describe(found)

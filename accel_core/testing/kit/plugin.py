@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from attrs import define, field
 
 from accel_core.errors import PluginError
 from accel_core.plugins import CAPABILITIES, discover
-from accel_core.testing.kit.report import Check, Report
+from accel_core.testing.kit.report import LEVELS, Check, Report
 from accel_core.testing.kit.stack import TestedStack
+from accel_core.testing.kit.work import Way
 from accel_core.testing.processes import run_processes
 from accel_core.testing.simulated import CARD, declare
 
 __all__ = ["Kit"]
+
+R = TypeVar("R")
 
 _FOLDER = Path(__file__).parent
 _SECONDS = 60
@@ -36,8 +41,11 @@ class Kit:
     report_file: str | None
     report: Report
     _temporary: TemporaryDirectory[str]
+    partners: Sequence[str] = ()
+    """Strategies whose checkpoints are exchanged with the stack's."""
     readers: dict[int, int] = field(factory=dict)
     """World size -> readers, once a check has asked."""
+    _done: dict[Hashable, Any] = field(factory=dict)
 
     @classmethod
     def from_config(cls, config: pytest.Config) -> Kit:
@@ -54,12 +62,43 @@ class Kit:
         return cls(
             tested=stack,
             worlds=worlds,
-            levels=frozenset(_numbers(config.getoption("accel_level") or "0,1,2,3")),
+            levels=frozenset(_numbers(config.getoption("accel_level") or ",".join(map(str, LEVELS)))),
             xfails=_read_xfails(config.getoption("accel_xfails")),
             report_file=config.getoption("accel_report"),
             report=Report(stack=stack, worlds=worlds),
             temporary=temporary,
+            partners=_partners(config.getoption("accel_partners"), stack),
         )
+
+    # -- what checks share -----------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """A place for files; removed at the end."""
+        return Path(self._temporary.name)
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """Who saves and who resumes at level 4: the stack, its partners, one native process.
+
+        In this order: torch counts the devices of a process at its first backward.
+        """
+        own = [Way(self.tested.name, {}, world) for world in self.worlds]
+        others = [Way(name, {"strategy": name}, max(self.worlds)) for name in self.partners]
+        native = Way("native", {"device": "cpu", "strategy": None}, 1)
+        return [*own, *others, *([native] if str(native) not in map(str, own) else [])]
+
+    def once(self, key: Hashable, work: Callable[[], R]) -> R:
+        """What `work` gave, or raised, when it was first called under this key."""
+        if key not in self._done:
+            try:
+                self._done[key] = work()
+            except Exception as error:  # raised again to every check that needs it, without the wait
+                self._done[key] = error
+        if isinstance(self._done[key], Exception):
+            raise self._done[key]
+        found: R = self._done[key]
+        return found
 
     # -- collection ------------------------------------------------------------------------------
 
@@ -73,13 +112,18 @@ class Kit:
             metafunc.parametrize("world", self.worlds, ids=lambda world: f"world{world}")
         if _is_check(metafunc.definition) and "plugin" in metafunc.fixturenames:
             metafunc.parametrize("plugin", list(self.tested.plugins.values()), ids=lambda record: record.name)
+        if _is_check(metafunc.definition) and "saver" in metafunc.fixturenames:
+            mine = self.tested.name
+            pairs = [pair for pair in product(self.ways, repeat=2) if mine in (pair[0].label, pair[1].label)]
+            ids = [f"{saver}->{loader}" for saver, loader in pairs]
+            metafunc.parametrize(("saver", "loader"), pairs, ids=ids)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the levels asked for, turn warnings into errors, mark known failures."""
         checks = [item for item in items if _is_check(item)]
         unknown = self.xfails.keys() - {_name(item) for item in checks}
-        if unknown and self.levels == {0, 1, 2, 3}:
+        if unknown and self.levels == LEVELS.keys():
             raise pytest.UsageError(f"--accel-xfails names what is no check: {', '.join(sorted(unknown))}")
         dropped = [item for item in checks if _level(item) not in self.levels]
         if dropped:
@@ -197,6 +241,22 @@ def _numbers(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise pytest.UsageError(f"expected numbers joined by commas, such as 1,2; got {text!r}")
     return [int(number) for number in text.split(",")]
+
+
+def _partners(named: str | None, stack: TestedStack) -> list[str]:
+    """The strategies named; else those that core itself would choose, if the stack's device carries them."""
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    usable = [
+        record.card
+        for record in discover().records
+        if record.slot == "strategy" and record.status == "available" and record.card is not None
+    ]
+    return [
+        card.name
+        for card in usable
+        if card.priority and card.needs <= stack.offers and card.name not in stack.arguments.values()
+    ]
 
 
 def _read_xfails(file: str | None) -> dict[str, str]:

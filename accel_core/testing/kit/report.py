@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -15,9 +16,9 @@ from accel_core import __version__
 from accel_core.hookspecs import API_VERSION
 from accel_core.testing.kit.stack import TestedStack
 
-__all__ = ["Check", "Report"]
+__all__ = ["LEVELS", "Check", "Report"]
 
-LEVELS = {0: "packaging", 1: "device", 2: "training", 3: "processes"}
+LEVELS = {0: "packaging", 1: "device", 2: "training", 3: "processes", 4: "checkpoints"}
 
 
 @frozen
@@ -58,8 +59,26 @@ class Report:
         """The checks with that outcome."""
         return [check for check in self.checks if check.outcome == outcome]
 
+    @property
+    def resumes(self) -> dict[str, dict[str, str]]:
+        """Who saved -> who resumed -> outcome, for the pairs that were checked."""
+        found: dict[str, dict[str, str]] = {}
+        for check in self.checks:
+            if pair := re.search(r"test_cross_resume\[(.+)->(.+)\]", check.name):
+                found.setdefault(pair[1], {})[pair[2]] = check.outcome
+        return found
+
+    def _table(self) -> Iterator[str]:
+        ways = self.resumes
+        if ways:
+            yield f"| saved by, resumed by: | {' | '.join(ways)} |"
+            yield f"|---|{'---|' * len(ways)}"
+        for saver, row in ways.items():
+            yield f"| {saver} | {' | '.join(row.get(loader, '') for loader in ways)} |"
+
     def summary(self) -> Iterator[str]:
         """For the terminal: what was not checked and why, what could be claimed, the counts."""
+        yield from self._table()
         for outcome in ("skipped", "xfailed"):
             for check in self.of(outcome):
                 yield f"{outcome}: {check.name}: {check.reason}"
@@ -90,6 +109,7 @@ class Report:
             "platform": platform.platform(),
             "counts": dict(Counter(check.outcome for check in self.checks)),
             "observed_but_not_declared": self.observed,
+            "resumes": self.resumes,
             "checks": [asdict(check) for check in self.checks],
         }
 
@@ -107,6 +127,7 @@ class Report:
         for level, name in LEVELS.items():
             counts = Counter(check.outcome for check in self.checks if check.level == level)
             lines.append(f"| {level} {name} | {' | '.join(str(counts[outcome]) for outcome in outcomes)} |")
+        lines += ["", *self._table()]
         for outcome in ("failed", "xfailed", "skipped"):
             found = self.of(outcome)
             if found:

@@ -84,6 +84,11 @@ class TestedStack:
         device = self.plugins.get("device")
         return self.simulate is not None or (device is not None and device.distribution == DISTRIBUTION)
 
+    @property
+    def name(self) -> str:
+        """As --accel-stack takes it."""
+        return "+".join(self.plugins[slot].name for slot in _SLOTS if slot in self.plugins)
+
     def __str__(self) -> str:
-        names = " + ".join(self.plugins[slot].name for slot in _SLOTS if slot in self.plugins)
+        names = self.name.replace("+", " + ")
         return f"{names} (simulated)" if self.simulated else names

@@ -7,15 +7,33 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from attrs import frozen
+
 from accel_core import InitProcessGroupKwargs
 from accel_core.plugins import discover
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
 
-__all__ = ["enter", "make", "stack_members"]
+__all__ = ["Way", "enter", "make", "stack_members"]
 
 COLLECTIVE_SECONDS = 20
+
+
+@frozen
+class Way:
+    """A way to train: a label, what it changes of the stack's arguments, and a number of processes."""
+
+    label: str
+    changes: Mapping[str, Any]
+    world: int
+
+    def __str__(self) -> str:
+        return f"{self.label}@{self.world}"
+
+    def arguments(self, stack: Mapping[str, Any]) -> dict[str, Any]:
+        """For `Accelerator`; a change to None leaves the argument out."""
+        return {name: value for name, value in {**stack, **self.changes}.items() if value is not None}
 
 
 def enter(simulate: tuple[str, str] | None, function: Callable[..., Any], args: Sequence[Any]) -> Any:

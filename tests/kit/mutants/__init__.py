@@ -80,6 +80,14 @@ MEANS_ARE_SUMS = strategy("means-are-sums")
 CLIPS_LOCALLY = strategy("clips-locally")
 JOINS_NOBODY = strategy("joins-nobody", offers={"no_sync", "whole_weights", "join"})
 
+# -- level 4
+LOSES_MOMENTUM = strategy("loses-momentum")
+OFFERS_COPIES = strategy("offers-copies")
+RENAMES_WEIGHTS = strategy("renames-weights")
+LOSES_AN_ELEMENT = strategy("loses-an-element")
+DRIFTS_APART = strategy("drifts-apart")
+HIDES_MASTERS = strategy("hides-masters")
+
 # -- a stack that is right, under them
 SOUND_DEVICE = device("sound")
 SOUND_STRATEGY = strategy("averages")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core import StepOutput, Topology, hooks, implements
+from accel_core import OptimizerState, StepOutput, Topology, flat_range, hooks, implements, whole
 
 
 class Averages:
@@ -179,3 +179,74 @@ class JoinsNobody(Averages):
     @contextmanager
     def quiet(self):
         yield
+
+
+# -- level 4
+
+
+class LosesMomentum(Averages):
+    """Does not offer the optimizer's state."""
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit, optimizer):
+        return OptimizerState(leaves={}, groups=self.below.optimizer_state(unit, optimizer).groups)
+
+
+class OffersCopies(Averages):
+    """Its leaves are no views of the live storage."""
+
+    @implements(hooks.model_state)
+    def model_state(self, unit):
+        return {name: whole(leaf.shards[0][1].clone()) for name, leaf in self.below.model_state(unit).items()}
+
+
+class RenamesWeights(Averages):
+    @implements(hooks.model_state)
+    def model_state(self, unit):
+        return {f"module.{name}": leaf for name, leaf in self.below.model_state(unit).items()}
+
+
+class LosesAnElement(Averages):
+    """Cut in pieces, one of them too short."""
+
+    @implements(hooks.model_state)
+    def model_state(self, unit):
+        found = dict(self.below.model_state(unit))
+        data = found["fixed.weight"].shards[0][1]
+        return {**found, "fixed.weight": flat_range(data.view(-1)[1:], data.shape, 1, replicated=True)}
+
+
+class DriftsApart(Averages):
+    """Replicas that are none: each rank's frozen weight is its own."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        super().wrap_model(unit, model)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data += 1e-3 * self.run.world.rank
+        return model
+
+
+class HidesMasters(Averages):
+    """Steps copies of its own, and after a load goes on from the ones it had."""
+
+    def __init__(self, config, run):
+        super().__init__(config, run)
+        self.masters = {}
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit, optimizer, closure):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.copy_(self.masters.setdefault(parameter, parameter.data.clone()))
+        applied = self.below.optimizer_step(unit, optimizer, closure)
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            self.masters[parameter].copy_(parameter.data)
+        return applied
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit, optimizer):
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            self.masters[parameter] = parameter.detach().clone()
+        return optimizer

@@ -1,0 +1,292 @@
+"""What level 4 observes: trainings that are saved, resumed by other stacks, refused, and killed.
+
+The network has what checkpoints must cope with: tied and frozen weights, buffers of both kinds, two
+optimizers with a schedule each, shuffled data that is left in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from xxhash import xxh3_64_hexdigest
+
+from accel_core import CheckpointError
+from accel_core.checkpoint.codec import bytes_of
+from accel_core.testing.kit.work import Way, make
+from accel_core.testing.kit.work_training import CLASSES, FEATURES, dataset, network
+
+__all__ = ["NAMES", "Seen", "killed", "misfit", "names", "replicas", "resume", "save", "survived"]
+
+R = TypeVar("R")
+
+GLOBAL_BATCH, EPOCH, SAVED_AT, STEPS = 8, 5, 3, 8
+NAMES = (
+    *(f"body.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")),
+    *("hidden.weight", "fixed.weight", "calls"),
+)
+"""The state that a model has, tied weights once."""
+
+
+@frozen
+class Seen:
+    """What a process saw after the checkpoint, a number a step; and what it saw on the way."""
+
+    losses: list[float] = field(factory=list)
+    rates: list[float] = field(factory=list)
+    samples: list[list[int]] = field(factory=list)
+    draws: list[tuple[float, ...]] = field(factory=list)
+
+
+class Network(nn.Module):
+    """6 features to 3 classes."""
+
+    def __init__(self, seed: int, *, noise: float, larger: bool) -> None:
+        super().__init__()
+        self.body = network(seed)
+        self.hidden, self.again = (nn.Linear(CLASSES, CLASSES, bias=False) for _ in range(2))
+        self.fixed = nn.Linear(FEATURES, FEATURES, bias=False).requires_grad_(requires_grad=False)
+        with torch.no_grad():
+            for layer in (self.hidden, self.again, self.fixed):
+                layer.weight.copy_(torch.eye(len(layer.weight)) * (1.1 + seed))
+        self.again.weight = self.hidden.weight
+        self.noise = nn.Dropout(noise)
+        self.larger = nn.Linear(2, 2) if larger else None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ones", torch.ones(CLASSES), persistent=False)
+        self.calls: Tensor
+        self.ones: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.noise(self.body(self.fixed(x)))
+        output: Tensor = self.again(torch.tanh(self.hidden(hidden))) * self.ones
+        return output
+
+
+class Training:
+    """A prepared run; one with another seed begins elsewhere in every respect that a checkpoint restores."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], *, seed: int = 0, noise: float = 0.0, larger: bool = False
+    ) -> None:
+        self.accelerator = accelerator = make(arguments)
+        self.step = 0
+        torch.manual_seed(seed)
+        model = Network(seed, noise=noise, larger=larger)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        made = [
+            torch.optim.SGD(trained[:3], lr=0.05 + seed, momentum=0.9),
+            torch.optim.AdamW(trained[3:], lr=0.02 + seed),
+        ]
+        falling = [torch.optim.lr_scheduler.MultiStepLR(each, [2, 4, 6], gamma=0.5) for each in made]
+        samples = GLOBAL_BATCH * EPOCH
+        batches: DataLoader[Any] = DataLoader(
+            TensorDataset(*dataset(samples).tensors, torch.arange(samples)),
+            batch_size=GLOBAL_BATCH // accelerator.run.topology.readers,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        accelerator.register_for_checkpointing(self)
+        self.model, self.batches, *rest = accelerator.prepare(model, batches, *made, *falling)
+        self.optimizers, self.schedulers = rest[:2], rest[2:]
+        self.noisy = noise > 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The user's own counter."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from it."""
+        self.step = state["step"]
+
+    def train(self, checkpoint: Path | None = None) -> Seen:
+        """To the end, saved on the way if `checkpoint` is given; what was seen since."""
+        seen = Seen()
+        while self.step < STEPS:
+            for x, y, ids in self.batches:
+                seen.losses.append(self._learn(x, y))
+                seen.rates.append(self.optimizers[0].param_groups[0]["lr"])
+                seen.samples.append(ids.tolist())
+                if self.noisy:
+                    seen.draws.append(_draw(self.accelerator.device))
+                self.step += 1
+                if self.step == SAVED_AT and checkpoint is not None:
+                    self.accelerator.save_state(str(checkpoint))
+                    seen = Seen()
+                if self.step == STEPS:
+                    break
+        return seen
+
+    def _learn(self, x: Tensor, y: Tensor) -> float:
+        loss = cross_entropy(self.model(x).float(), y)
+        self.accelerator.backward(loss)
+        for each in (*self.optimizers, *self.schedulers):
+            each.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return loss.item()
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """(key, leaf) of all state that this process offers, buffers aside: theirs may differ."""
+        (unit,) = self.accelerator.run.units
+        for name, leaf in unit.hooks.model_state(unit).items():
+            if name in unit.named_parameters():
+                yield f"model/{name}", leaf
+        for optimizer in unit.optimizers:
+            for name, leaf in unit.hooks.optimizer_state(unit, optimizer).leaves.items():
+                yield f"optimizer/{name}", leaf
+
+    def fill(self, value: int) -> None:
+        """Make every number of the state the same."""
+        self.step = value
+        with torch.no_grad():
+            for _, leaf in self.leaves():
+                for _, tensor in leaf.shards:
+                    tensor.fill_(value % 64)
+
+    def numbers(self) -> set[float]:
+        """Every number in the state."""
+        tensors = (tensor for _, leaf in self.leaves() for _, tensor in leaf.shards)
+        return {value for tensor in tensors for value in tensor.float().cpu().flatten().tolist()}
+
+
+def _draw(device: torch.device) -> tuple[float, ...]:
+    drawn = torch.rand((), device=device).item(), torch.rand(()).item()
+    return (*drawn, random.random(), np.random.rand())  # noqa: NPY002, S311 - the global streams
+
+
+def _each(ways: Sequence[Way], arguments: Mapping[str, Any], work: Callable[..., Any]) -> dict[str, Any]:
+    """What `work` gives for each way; the error's text for one that is refused on all ranks alike."""
+    found: dict[str, Any] = {}
+    for way in ways:
+        try:
+            found[str(way)] = work(way, way.arguments(arguments))
+        except Exception as error:  # one pair of a matrix that fails must not hide the others
+            found[str(way)] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _trained(given: Mapping[str, Any], work: Callable[[Training], R], *, seed: int = 0, **more: Any) -> R:
+    training = Training(given, seed=seed, **more)
+    try:
+        return work(training)
+    finally:
+        training.accelerator.end_training()
+
+
+def save(folder: str, ways: Sequence[Way], noise: float, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Each way trained, saved as its name in `folder`, trained on: way -> what was seen since."""
+
+    def work(way: Way, given: Mapping[str, Any]) -> Seen:
+        return _trained(given, lambda training: training.train(Path(folder) / str(way)), noise=noise)
+
+    return _each(ways, arguments, work)
+
+
+def resume(
+    folder: str, saved: Sequence[str], ways: Sequence[Way], noise: float, arguments: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Checkpoint -> way -> what is seen, trained on from it by a program that began otherwise."""
+
+    def go_on(name: str, training: Training) -> Seen:
+        training.accelerator.load_state(str(Path(folder) / name))
+        return training.train()
+
+    def work(name: str, way: Way, given: Mapping[str, Any]) -> Seen:
+        return _trained(given, partial(go_on, name), seed=1, noise=noise)
+
+    return {name: _each(ways, arguments, partial(work, name)) for name in saved}
+
+
+def names(arguments: Mapping[str, Any]) -> list[str]:
+    """The names under which the state of a model is offered."""
+
+    def work(training: Training) -> list[str]:
+        (unit,) = training.accelerator.run.units
+        return list(unit.hooks.model_state(unit))
+
+    return _trained(arguments, work)
+
+
+def replicas(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Digest of each box that is declared to be a replica, after training."""
+
+    def work(training: Training) -> dict[str, str]:
+        training.train()
+        return {
+            f"{key} at {offset}": xxh3_64_hexdigest(bytes_of(tensor))
+            for key, leaf in training.leaves()
+            if leaf.replicated
+            for offset, tensor in leaf.shards
+        }
+
+    return _trained(arguments, work)
+
+
+def misfit(folder: str, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+    """What is said when a larger model loads that checkpoint, and whether anything was touched."""
+
+    def work(training: Training) -> tuple[str, bool]:
+        before = training.numbers()
+        try:
+            training.accelerator.load_state(str(Path(folder) / name))
+        except CheckpointError as error:
+            return str(error), training.numbers() != before
+        return "it was loaded", True
+
+    return _trained(arguments, work, seed=1, larger=True)
+
+
+def killed(folder: str, instant: float, arguments: Mapping[str, Any]) -> None:
+    """Save again and again, and be killed at `instant`, in durations of a save, after the first ones."""
+    training, target = Training(arguments), Path(folder) / "latest"
+    last = _survivor(training, target)
+    training.train()
+    begun = time.perf_counter()
+    for step in (last + 1, last + 2):
+        _save(training, target, step)
+    if training.accelerator.is_last_process:
+        # SIGALRM ends a process as SIGKILL does: nobody here is asked.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, instant * (time.perf_counter() - begun) / 2))
+    for step in range(last + 3, last + 1000):
+        _save(training, target, step)
+
+
+def survived(folder: str, arguments: Mapping[str, Any]) -> int:
+    """The step of the checkpoint that is there, after a look at every number in it."""
+    return _trained(arguments, lambda training: _survivor(training, Path(folder) / "latest"), seed=1)
+
+
+def _save(training: Training, target: Path, step: int) -> None:
+    training.fill(step)
+    training.accelerator.save_state(str(target))
+    if training.accelerator.is_main_process:
+        with _told(target).open("a") as told:
+            told.write(f"{step}\n")
+
+
+def _told(target: Path) -> Path:
+    return target.with_name("told")
+
+
+def _survivor(training: Training, target: Path) -> int:
+    if not _told(target).exists():
+        return 0
+    committed = int(_told(target).read_text().split("\n")[-2])
+    training.accelerator.load_state(str(target))
+    assert training.numbers() == {training.step % 64}, f"a mixture of two saves in step {training.step}"
+    assert training.step >= committed, f"step {training.step} was loaded, {committed} was committed"
+    return training.step
