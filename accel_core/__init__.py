@@ -46,10 +46,15 @@ if TYPE_CHECKING:
         PluginError,
     )
     from accel_core.hookspecs import API_VERSION, Job, StepOutput, implements
+    from accel_core.local_sgd import LocalSGD
+    from accel_core.logging import get_logger
+    from accel_core.memory import find_executable_batch_size, release_memory
     from accel_core.notebook import notebook_launcher
-    from accel_core.plugins import CAPABILITIES, Card
+    from accel_core.plugins import CAPABILITIES, Card, plugin_status
+    from accel_core.progress_bar import progress
     from accel_core.random import set_seed
     from accel_core.run import Run
+    from accel_core.tracking import GeneralTracker
     from accel_core.unit import Unit, Window
     from accel_core.world import Collectives, MeshDim, Topology, World
 
@@ -91,10 +96,15 @@ _HOMES = {
         "PluginError",
     ),
     "hookspecs": ("API_VERSION", "Job", "StepOutput", "implements"),
+    "local_sgd": ("LocalSGD",),
+    "logging": ("get_logger",),
+    "memory": ("find_executable_batch_size", "release_memory"),
     "notebook": ("notebook_launcher",),
-    "plugins": ("CAPABILITIES", "Card"),
+    "plugins": ("CAPABILITIES", "Card", "plugin_status"),
+    "progress_bar": ("progress",),
     "random": ("set_seed",),
     "run": ("Run",),
+    "tracking": ("GeneralTracker",),
     "unit": ("Unit", "Window"),
     "world": ("Collectives", "MeshDim", "Topology", "World"),
 }
@@ -113,6 +123,7 @@ __all__ = [
     "ConfigError",
     "DataLoaderConfiguration",
     "Entry",
+    "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -120,6 +131,7 @@ __all__ = [
     "KwargsHandler",
     "LaunchError",
     "Leaf",
+    "LocalSGD",
     "MeshDim",
     "OptimizerState",
     "PluginError",
@@ -135,7 +147,9 @@ __all__ = [
     "Unit",
     "Window",
     "World",
+    "find_executable_batch_size",
     "flat_range",
+    "get_logger",
     "hooks",
     "implements",
     "leaf_of",
@@ -143,6 +157,9 @@ __all__ = [
     "notebook_launcher",
     "ops",
     "option",
+    "plugin_status",
+    "progress",
+    "release_memory",
     "set_seed",
     "skip_first_batches",
     "whole",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -15,9 +15,11 @@ from accel_core import ops, step
 from accel_core.data.loader import PreparedLoader, skip_first_batches
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.prepare import prepare
+from accel_core.profiling import profiling
 from accel_core.run import Run
 from accel_core.saving import save as write_object
 from accel_core.step import Accumulation
+from accel_core.tracking import sort_out
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
     from accel_core.config.schema import (
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
+        ProfileKwargs,
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
     from accel_core.hookspecs import StepOutput
     from accel_core.proxies import PreparedOptimizer, PreparedScheduler
+    from accel_core.tracking import GeneralTracker
     from accel_core.unit import Unit, Window
 
 __all__ = ["Accelerator"]
@@ -54,7 +58,7 @@ class Accelerator:
         cpu: the same as `device="cpu"`.
         dataloader_config: how prepared dataloaders share out the data.
         rng_types: random streams that ranks share at the start of each epoch.
-        log_with: tracker plugins.
+        log_with: trackers: names of plugins, "all" that are installed, GeneralTrackers of one's own.
         project_dir: folder for checkpoints and logs.
         project_config: more about that folder.
         gradient_accumulation_plugin: more about accumulation.
@@ -83,7 +87,7 @@ class Accelerator:
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         rng_types: Sequence[str] | None = None,
-        log_with: str | Sequence[str] | None = None,
+        log_with: str | GeneralTracker | Sequence[str | GeneralTracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -100,6 +104,7 @@ class Accelerator:
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other; give one of them"
             )
+        tracker_names, own_trackers = sort_out(log_with)
         given = {
             "device_placement": None if device_placement else False,
             "data.split_batches": split_batches or None,
@@ -110,7 +115,7 @@ class Accelerator:
             "device": "cpu" if cpu else device,
             "strategy": strategy,
             "rng_types": rng_types,
-            "log_with": log_with,
+            "log_with": tracker_names,
             "project.project_dir": project_dir,
             "step_scheduler_with_optimizer": None if step_scheduler_with_optimizer else False,
             "compile.backend": dynamo_backend,
@@ -118,7 +123,7 @@ class Accelerator:
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
         objects = [thing for thing in (*sections, *(kwargs_handlers or ()), *plugins) if thing is not None]
         python = {path: value for path, value in given.items() if value is not None}
-        self.run = Run(python=python, objects=objects)
+        self.run = Run(python=python, objects=objects, trackers=own_trackers)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
 
@@ -469,6 +474,57 @@ class Accelerator:
         flag = torch.tensor([int(self._triggered)])
         self._triggered = False
         return bool(self.run.collectives("control").all_reduce(flag, "max").item())
+
+    # -- trackers and profiler -------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open the project in each tracker of `log_with`. On every rank, or on the main process only.
+
+        Args:
+            project_name: under which trackers keep what is logged.
+            config: settings to keep with it, nested if you like.
+            init_kwargs: tracker's name -> what that tracker is to be given.
+        """
+        self.run.trackers.start(project_name, config or {}, init_kwargs or {})
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values to each tracker, on the main process. `log_kwargs`: more for each, by name.
+
+        Raises:
+            AccelError: `init_trackers` was not called.
+        """
+        self.run.trackers.log(values, step, log_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker, or with `unwrap` what it wraps: for what `log` cannot say, such as images.
+
+        On ranks where it does not log: something that takes every call and does nothing.
+        """
+        return self.run.trackers.get(name, unwrap=unwrap)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that log on this rank; none before `init_trackers`."""
+        return self.run.trackers.started
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context that records what happens inside by torch's profiler, which it gives.
+
+        With `output_trace_dir` each rank leaves its trace there, as profile_RANK.json.
+
+        profile_handler: how; default: the ProfileKwargs given to Accelerator, or section `profile`.
+        """
+        return profiling(self.run, profile_handler or self.run.config.profile)
 
     # -- rank-aware running ----------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ def owns(config: RunConfig) -> Sequence[str]:
     """The duties this plugin takes over with this config. Two claims of one in a unit are refused."""
 
 
-@everyone
+@observer
 def refuse(config: RunConfig) -> Sequence[str]:
     """Reasons why this stack cannot run with this config, each saying what to change."""
 
@@ -391,6 +391,14 @@ def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextMan
     """A context in which ranks may run out of batches at different times. Raises where it cannot."""
 
 
+@owner
+def average_parameters(unit: Unit) -> None:
+    """Set the unit's trainable parameters to their mean over the topology's `loss_dim`. Collective.
+
+    For `LocalSGD`, between steps. base: one all_reduce a dtype. Who holds no whole weights raises.
+    """
+
+
 # -- state ---------------------------------------------------------------------------------------
 
 
@@ -520,6 +528,24 @@ def checkpoint_committed(folder: Path, step: int | None) -> None:
 
 
 @observer
+def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """`init_trackers` was called: open the project, and note `config` (nested; any values, None too).
+
+    This and `log` are called on the main process, and on all ranks of a plugin whose attribute
+    `main_process_only` is False. `options`: what `init_kwargs` holds under the plugin's name.
+    """
+
+
+@observer
+def log(values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+    """`accelerator.log` was called, after `tracking_started`. Raise for what cannot be logged.
+
+    `values`: mappings may be nested; tensors of one element have become numbers. `options`: what
+    `log_kwargs` holds under the plugin's name.
+    """
+
+
+@observer
 def run_ended() -> None:
     """`end_training` was called, or the process exits."""
 
@@ -527,3 +553,11 @@ def run_ended() -> None:
 @everyone
 def environment_report() -> Mapping[str, str]:
     """Lines for `accel env`: what -> found. Called in any process; must not raise."""
+
+
+@everyone
+def profiler_activities() -> Sequence[str]:
+    """What `accelerator.profile()` records unless told: names of torch.profiler's activities.
+
+    base: the CPU, and the run's device where torch's profiler knows it.
+    """

@@ -23,7 +23,7 @@ from attrs import Attribute, evolve, field, frozen
 
 from accel_core.errors import PluginError
 
-__all__ = ["CAPABILITIES", "SLOTS", "Card", "Discovery", "Record", "discover", "load"]
+__all__ = ["CAPABILITIES", "SLOTS", "Card", "Discovery", "Record", "discover", "load", "plugin_status"]
 
 Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "command"]
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
@@ -182,6 +182,12 @@ class Discovery:
         """The records of one slot, highest priority first, then by name."""
         found = [record for record in self.records if record.slot == slot]
         return tuple(sorted(found, key=lambda record: (-_priority(record), record.name)))
+
+
+def plugin_status(name: str) -> str:
+    """Whether a plugin can be used here: "available", or why not: "unavailable", "broken", ..., "missing"."""
+    record = discover().get(name)
+    return "missing" if record is None else record.status
 
 
 def _priority(record: Record) -> int:

@@ -30,6 +30,7 @@ from accel_core.plugins import Discovery, discover, near
 from accel_core.plugins import load as load_path
 from accel_core.prepare import Homes
 from accel_core.stack import Chosen, Stack, choose
+from accel_core.tracking import Trackers
 from accel_core.unit import Unit, Window
 from accel_core.world import Collectives, World
 
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from accel_core.data.loader import PreparedLoader
     from accel_core.proxies import PreparedOptimizer
     from accel_core.step import Accumulation
+    from accel_core.tracking import GeneralTracker
 
-__all__ = ["Run", "current"]
+__all__ = ["Run", "current", "live"]
 
 PATIENCE_SECONDS: Final = 60.0
 """How long a process that failed waits for its last save."""
@@ -62,7 +64,13 @@ class Run:
         LaunchError: the process group cannot be made.
     """
 
-    def __init__(self, *, python: Mapping[str, object] | None = None, objects: Sequence[object] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        python: Mapping[str, object] | None = None,
+        objects: Sequence[object] = (),
+        trackers: Sequence[GeneralTracker] = (),
+    ) -> None:
         self.ended = False
         self.units: list[Unit] = []
         self.trained: list[Unit] = []
@@ -75,7 +83,9 @@ class Run:
         self.registered: list[Any] = []
         self.saver: Saver | None = None
         """Made by the first save."""
-        self.world = _world_at_start()
+        self.world = World.here()
+        if self.world.size == 1:
+            refuse_lonely_tasks(os.environ)
         discovery = discover()
         self.resolved, self.stack = _decide(python or {}, objects, self.world, discovery)
         self.config: RunConfig = self.resolved.config
@@ -89,7 +99,7 @@ class Run:
         """Numbered checkpoints that `total_limit` counts: number -> save id."""
         self._apply_launch_environment()
         self._verify()
-        self._load()
+        self._load(trackers)
         self.device: torch.device = self.hooks.select_device(self.world)
         self.hooks.set_affinity(self.world)
         self._check_capabilities()
@@ -103,6 +113,7 @@ class Run:
         _live.add(self)
         if self.world.rank == 0:
             sys.stderr.writelines(f"accel: {note}\n" for note in self.resolved.notes)
+        self.trackers = Trackers(self, [c.name for c in self.stack.trackers] + [t.name for t in trackers])
         self.hooks.run_started(self.run_id, self.config)
 
     # -- what others ask -------------------------------------------------------------------------
@@ -248,7 +259,7 @@ class Run:
                     distribution=chosen.record.origin,
                 )
 
-    def _load(self) -> None:
+    def _load(self, trackers: Sequence[GeneralTracker]) -> None:
         self.binder = Binder()
         self.plugins: dict[str, object] = {}
         self._lower = [self.binder.register(Base(self), name="base", slot="base")]
@@ -256,6 +267,7 @@ class Run:
             self._lower.append(self._instance(chosen, chosen.name))
         self._strategies: dict[str, Registered] = {}
         self._upper = [self._instance(c, c.name) for c in (*self.stack.extensions, *self.stack.trackers)]
+        self._upper += [self._guest(tracker) for tracker in trackers]
         self.hooks: Hooks = self._hooks_of(self.stack.default)
         reasons = self.hooks.refuse(self.config)
         if reasons:
@@ -283,6 +295,16 @@ class Run:
             ) from error
         self.plugins[alias] = plugin
         return registered
+
+    def _guest(self, tracker: GeneralTracker) -> Registered:
+        """A tracker of the user's own, which no package provides."""
+        if tracker.name in self.plugins:
+            raise ConfigError(
+                f"log_with: a {type(tracker).__name__} is called {tracker.name!r}, as a plugin of this run\n"
+                "give it another `name`"
+            )
+        self.plugins[tracker.name] = tracker
+        return self.binder.register(tracker, name=tracker.name, slot="tracker", origin="log_with")
 
     def _hooks_of(self, alias: str) -> Hooks:
         """The hooks with strategy `alias`, which is made on first use: one instance a (plugin, config)."""
@@ -407,27 +429,24 @@ class Run:
             shared.leave(self.hooks.destroy_process_group)
 
 
+def live() -> list[Run]:
+    """The runs of this process that have not ended."""
+    return list(_live)
+
+
 def current() -> Run:
     """The only live run.
 
     Raises:
         AccelError: there is none, or several.
     """
-    runs = list(_live)
+    runs = live()
     if len(runs) == 1:
         return runs[0]
     if not runs:
         raise AccelError("there is no Accelerator yet\nmake one first: accelerator = Accelerator()")
     listed = ", ".join(sorted(str(run.stack) for run in runs))
     raise AccelError(f"there are {len(runs)} live runs ({listed})\nsay which: pass run=accelerator.run")
-
-
-def _world_at_start() -> World:
-    if dist.is_available() and dist.is_initialized() and "WORLD_SIZE" not in os.environ:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return World(rank=rank, size=size, local_rank=rank, local_size=size)
-    refuse_lonely_tasks(os.environ)
-    return World.from_environment()
 
 
 def _decide(

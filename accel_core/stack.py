@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -108,7 +108,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         strategies=aliases,
         default=default,
         extensions=tuple(chooser.named("extension", name, "extensions") for name in config.extensions),
-        trackers=tuple(chooser.named("tracker", name, "log_with") for name in config.log_with),
+        trackers=tuple(chooser.trackers(config.log_with)),
     )
     _refuse_unmet_needs(stack)
     return stack
@@ -172,6 +172,13 @@ class _Chooser:
                 f"strategy: auto found none for {processes} processes\n{self._install_hint('strategy')}"
             )
         return best
+
+    def trackers(self, names: Sequence[str]) -> Iterator[Chosen]:
+        if "all" in names:
+            usable = [record for record in self.discovery.of("tracker") if record.status == "available"]
+            yield from (Chosen(record, "log_with has all") for record in usable)
+        else:
+            yield from (self.named("tracker", name, "log_with") for name in dict.fromkeys(names))
 
     def _by_object(self, slot: Slot) -> list[Chosen]:
         """Plugins that are asked for by a config object given in Python."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -41,6 +42,15 @@ class World:
     """The launcher's id of the job, stable over elastic restarts."""
     store: Store | None = field(default=None, eq=False, repr=False)
     """A clone of the group's store, for votes; None in a world of one. Set once the group is up."""
+
+    @classmethod
+    def here(cls) -> World:
+        """The world of this process: the launcher's, else that of a process group it has made itself."""
+        torchs: Any = sys.modules.get("torch.distributed")  # who has a group has imported it
+        if "WORLD_SIZE" in os.environ or not (torchs and torchs.is_available() and torchs.is_initialized()):
+            return cls.from_environment()
+        rank, size = torchs.get_rank(), torchs.get_world_size()
+        return cls(rank=rank, size=size, local_rank=rank, local_size=size)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:

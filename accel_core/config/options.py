@@ -21,7 +21,7 @@ _KEY: Final = "accel_core.option"
 
 # Spelt out, and here, because each `accel plugins` needs it, and `schema` costs 9 ms to import.
 _RESERVED: Final = (
-    "accumulation auto autocast compile config data device device-placement env extensions grad-scaler"
+    "accumulation all auto autocast compile config data device device-placement env extensions grad-scaler"
     " gradient-accumulation-steps launch log-with mixed-precision no plugins process-group profile project"
     " rng-types schema step-scheduler-with-optimizer strategies strategy"
 )

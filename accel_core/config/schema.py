@@ -175,7 +175,7 @@ class RunConfig:
     rng_types: tuple[str, ...] = option(
         ("generator",), converter=_names, help="Random streams that ranks share at each epoch's start."
     )
-    log_with: tuple[str, ...] = option((), converter=_names, help="Tracker plugins.")
+    log_with: tuple[str, ...] = option((), converter=_names, help="Tracker plugins; all: each installed one.")
 
     launch: LaunchConfig = field(factory=LaunchConfig)
     data: DataLoaderConfiguration = field(factory=DataLoaderConfiguration)
@@ -208,7 +208,7 @@ class RunConfig:
             yield ("mixed_precision",), "precision", self.mixed_precision
         yield ("launch", "launcher"), "launcher", self.launch.launcher
         yield from ((("extensions",), "extension", name) for name in self.extensions)
-        yield from ((("log_with",), "tracker", name) for name in self.log_with)
+        yield from ((("log_with",), "tracker", name) for name in self.log_with if name != "all")
 
 
 @frozen

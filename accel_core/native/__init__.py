@@ -62,3 +62,10 @@ TORCHRUN = Card(
     priority=0,
     implementation="accel_core.native.launcher:TorchrunLauncher",
 )
+JSONL = Card(
+    name="jsonl",
+    slot="tracker",
+    summary="A file of JSON lines in the project's folder.",
+    api_version=API_VERSION,
+    implementation="accel_core.native.tracker:JsonLines",
+)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_core import hookspecs as hooks
+from accel_core import local_sgd
 from accel_core.binding import no_op
 from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
@@ -213,6 +214,11 @@ class Base:
             "leave even_batches=True, or choose a strategy that offers 'join' (accel plugins --why)"
         )
 
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit: Unit) -> None:
+        group = self.run.collectives(self.run.topology.loss_dim)
+        local_sgd.average(unit.named_parameters().values(), group)
+
     # -- state -----------------------------------------------------------------------------------
 
     @implements(hooks.model_state)
@@ -298,3 +304,8 @@ class Base:
     @implements(hooks.move)
     def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
         return send_to_device(tree, device, non_blocking)
+
+    @implements(hooks.profiler_activities)
+    def profiler_activities(self) -> Sequence[str]:
+        mine = ("cpu", self.run.device.type)
+        return [each.name for each in torch.profiler.supported_activities() if each.name.lower() in mine]

@@ -17,12 +17,13 @@ from accel_core.plugins import discover
 from accel_core.testing import run_processes
 
 PLUGINS = {
-    "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun"},
+    "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun", "jsonl"},
     "accel-ddp": {"ddp"},
     "accel-cuda": {"cuda"},
     "accel-npu": {"npu"},
     "accel-xpu": {"xpu"},
     "accel-mps": {"mps"},
+    "accel-tensorboard": {"tensorboard"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.
 EXPECTED = os.environ.get("ACCEL_TEST_DISTRIBUTIONS")

@@ -1,0 +1,111 @@
+"""Local SGD: each rank steps by itself, and every so often all take the mean of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.errors import AccelError, ConfigError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import nn
+    from typing_extensions import Self
+
+    from accel_core.accelerator import Accelerator
+    from accel_core.world import Collectives
+
+__all__ = ["LocalSGD", "average"]
+
+
+class LocalSGD:
+    """A context in which gradients are not reduced; weights are averaged every `local_sgd_steps` steps.
+
+    Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too.
+    Weights are also averaged at the end. Buffers are not. In a world of one it does nothing.
+
+    Args:
+        accelerator: that prepared the model.
+        model: as `prepare` returned it, with its optimizer.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: False to do nothing.
+
+    Raises:
+        ConfigError: the model's strategy cannot leave out its reduction of gradients.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if local_sgd_steps < 1:
+            raise ConfigError(f"LocalSGD: local_sgd_steps must be at least 1, got {local_sgd_steps}")
+        run = accelerator.run
+        unit = run.unit_of_model(model)
+        if unit is None:
+            raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
+        self.unit, self.every = unit, local_sgd_steps
+        self.enabled = enabled and run.world.size > 1
+        self._reduce = unit.steps.reduce_gradients
+        if self.enabled and unit.steps.no_sync is None and self._reduce is None:
+            raise ConfigError(
+                f"LocalSGD: strategy {unit.strategy!r} says no way to leave out reducing gradients\n"
+                "choose a strategy that offers 'no_sync', or pass enabled=False"
+            )
+        self._steps = 0
+        self._silenced = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self.unit.steps.reduce_gradients = None  # type: ignore[attr-defined]  # slots of the specs
+            self._silence()
+        return self
+
+    def step(self) -> None:
+        """Count an optimizer step; average at every `local_sgd_steps`-th. Collective then."""
+        if self.enabled and self.unit.window.boundary:
+            self._silence()
+            self._steps += 1
+            if self._steps == self.every:
+                self._average()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            self.unit.steps.reduce_gradients = self._reduce  # type: ignore[attr-defined]
+            self._silenced.close()
+            if self._steps and error is None:  # after an error the others might wait for ever
+                self._average()
+
+    def _silence(self) -> None:
+        # Entered anew each step: a strategy may have to reduce once before it can leave it out.
+        self._silenced.close()
+        if self.unit.steps.no_sync is not None:
+            self._silenced.enter_context(self.unit.steps.no_sync(self.unit, self.unit.wrapped))
+
+    def _average(self) -> None:
+        self._steps = 0
+        self.unit.hooks.average_parameters(self.unit)
+        scaler: Any = self.unit.scaler
+        if scaler is not None and scaler.is_enabled():  # once gradients are shared again, so is their scale
+            scale = torch.tensor(scaler.get_scale())
+            self.unit.run.collectives("control").all_reduce(scale, "min")
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale.item()})
+
+
+def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
+    """The mean over the group, of those that train: one all_reduce for each dtype and device."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter.detach())
+    for tensors in kinds.values():
+        flat = group.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(
+            tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        )

@@ -1,0 +1,67 @@
+"""Loggers that know their rank. They work before there is an Accelerator, and without one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from accel_core.world import World
+
+__all__ = ["MultiProcessAdapter", "get_logger"]
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger `name`, logging on the main process unless a call says otherwise.
+
+    Args:
+        name: as for `logging.getLogger`.
+        log_level: the least level that is logged; unset: ACCEL_LOG_LEVEL or ACCELERATE_LOG_LEVEL of the
+            environment, else what `logging` was told.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or os.environ.get("ACCEL_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger whose methods also take `main_process_only` (True) and `in_order` (False).
+
+    main_process_only=False logs on every rank. in_order=True does too, one rank after the other:
+    collective, also for ranks whose level is higher; only at once while ranks are not connected yet.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """As `logging.Logger.log`."""
+        main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        world = World.here()
+        for rank in range(world.size) if in_order else (0 if main_only else world.rank,):
+            if rank == world.rank and self.isEnabledFor(level):
+                more = {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1}  # the caller's line
+                text = f"[RANK {rank}] {msg}"
+                self.logger.log(level, text, *args, **more)
+            if in_order:
+                _wait()
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """As `warning`, but each message with its arguments once a process."""
+        seen = self.__dict__.setdefault("_seen", set())
+        if (msg, args) not in seen:
+            seen.add((msg, args))
+            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+
+def _wait() -> None:
+    torchs: Any = sys.modules.get("torch.distributed")
+    if torchs and torchs.is_available() and torchs.is_initialized():
+        from accel_core.native.process_group import control_group
+
+        torchs.barrier(group=control_group())

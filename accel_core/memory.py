@@ -1,0 +1,157 @@
+"""Memory: giving it back, and finding a batch size that fits into it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from accel_core.errors import AccelError
+from accel_core.run import live
+
+__all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
+
+OUT_OF_MEMORY: Final = (
+    "out of memory",
+    "can't allocate memory",
+    "allocation failed",
+    "alloc_failed",
+    "status_not_supported",
+)
+"""What vendors write where they do not raise torch.OutOfMemoryError, in lower case."""
+
+_searches = count()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Give unused memory back; as many None as arguments.
+
+    `a, b = release_memory(a, b)` drops the caller's names too.
+    """
+    given = len(objects)
+    del objects
+    _give_back()
+    return [None] * given
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on whatever device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Any:
+    """Decorator: call `function(batch_size, ...)`, with half the batch size whenever memory runs out.
+
+    Each call starts at `starting_batch_size`. The function must make anew what it trains, and first
+    drop what the last attempt prepared: `accelerator.free_memory()`.
+
+    In a run of several processes the ranks agree after each attempt: if memory ran out on any, all go
+    on with the next size. So all must call it, and there must be an Accelerator before. A rank that runs
+    out while others wait for it inside a collective raises, once `process_group.timeout` is over.
+
+    Args:
+        function: takes the batch size first.
+        starting_batch_size: the first that is tried.
+        reduce_batch_size_fn: gives the next size; called with the last one, or with nothing if it takes
+            nothing. Default: half.
+
+    Raises:
+        AccelError: no size fits, or ranks could not agree.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+
+    @functools.wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        _refuse_a_batch_size(function, args, kwargs)
+        ranks, tried, size = _Ranks(), list[int](), starting_batch_size
+        reason = "memory ran out on another rank"
+        while size >= 1 and (not tried or size < tried[-1]):
+            tried.append(size)
+            _give_back()
+            result, mine = None, False
+            try:
+                result = function(size, *args, **kwargs)
+            except (RuntimeError, MemoryError) as error:  # not kept: its frames hold what filled the memory
+                if not is_out_of_memory(error):
+                    raise
+                reason, mine = f"{type(error).__name__}: {error}", True
+            if not ranks.any_lacks(size, mine=mine):
+                return result
+            size = _next(size, reduce_batch_size_fn)
+        raise AccelError(
+            f"find_executable_batch_size: {function.__qualname__} fits with no batch size; tried"
+            f" {', '.join(map(str, tried))}\n{reason}\n"
+            "take a smaller model or shorter inputs, or accumulate gradients over smaller batches"
+        )
+
+    return search
+
+
+def _next(size: int, rule: Callable[..., int] | None) -> int:
+    if rule is None:
+        return size // 2
+    return rule(size) if inspect.signature(rule).parameters else rule()
+
+
+class _Ranks:
+    """The ranks that take part in one search."""
+
+    def __init__(self) -> None:
+        self.run = next((run for run in live() if run.world.store is not None), None)
+        self.search, self.attempts = next(_searches), count()
+
+    def any_lacks(self, size: int, *, mine: bool) -> bool:
+        """Whether memory ran out on any rank. By the store: groups may be in the midst of something."""
+        if self.run is None:
+            return mine
+        world, limit = self.run.world, self.run.config.process_group.timeout or default_pg_timeout
+        store: Any = world.store
+        attempt = f"batch_size/{self.search}/{next(self.attempts)}"
+        store.set(f"{attempt}/{world.rank}", "lacks" if mine else "fits")
+        votes = []
+        for rank in range(world.size):
+            try:
+                store.wait([f"{attempt}/{rank}"], limit)
+                votes.append(store.get(f"{attempt}/{rank}"))
+            except RuntimeError as error:  # also of a store that went down with the rank that served it
+                raise AccelError(
+                    f"find_executable_batch_size: {'memory ran out' if mine else 'all was done'} on rank"
+                    f" {world.rank} at batch size {size}, but rank {rank} gave no answer in"
+                    f" {limit.total_seconds():g} s; maybe it waits for others inside a collective\n"
+                    "start with a smaller starting_batch_size"
+                ) from error
+        return b"lacks" in votes
+
+
+def _refuse_a_batch_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(0, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{function.__qualname__} cannot be called so: {error}\n"
+            "find_executable_batch_size gives it the batch size; call it with the other arguments only"
+        ) from None
+
+
+def _give_back() -> None:
+    gc.collect()
+    for run in live():
+        run.hooks.empty_cache()

@@ -1,0 +1,98 @@
+"""The tracker that is always there: a file of JSON lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from accel_core import hookspecs as hooks
+from accel_core.errors import ConfigError
+from accel_core.hookspecs import implements
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accel_core.config.schema import RunConfig
+    from accel_core.run import Run
+
+__all__ = ["JsonLines"]
+
+
+class JsonLines:
+    """Writes `logging_dir/PROJECT.jsonl`: a line for the start of each run, and one for each `log`.
+
+    A run that is resumed appends. Each line is one write of the operating system: readers and a kill
+    see whole lines. What is not finite is "NaN", "Infinity" or "-Infinity", as JSON has no such numbers.
+    """
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+        self._file: io.FileIO | None = None
+
+    @property
+    def tracker(self) -> Path:
+        """The file's path."""
+        assert self._file is not None
+        return Path(str(self._file.name))
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        if config.project.logging_dir is None:
+            return ["tracker jsonl has no folder to write to: give Accelerator(project_dir=...)"]
+        return []
+
+    @implements(hooks.tracking_started)
+    def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        _refuse(options, "init_kwargs")
+        path = Path(str(self.run.config.project.logging_dir), f"{project}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = io.FileIO(path, "a+")
+        if self._file.tell() and _last_byte(self._file) != b"\n":  # a full disk cut the last run's line
+            self._file.write(b"\n")
+        self._write(run=self.run.run_id, project=project, config=config)
+
+    @implements(hooks.log)
+    def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        _refuse(options, "log_kwargs")
+        self._write(step=step, values=values)
+
+    @implements(hooks.run_ended)
+    def run_ended(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, **record: Any) -> None:
+        assert self._file is not None
+        line = json.dumps({"time": round(time.time(), 3), **_plain(record)}, ensure_ascii=False)
+        self._file.write(f"{line}\n".encode())
+
+
+def _refuse(options: Mapping[str, Any], where: str) -> None:
+    if options:
+        raise ConfigError(f"{where}: tracker jsonl has no options, but was given {', '.join(options)}")
+
+
+def _last_byte(file: io.FileIO) -> bytes:
+    file.seek(-1, io.SEEK_END)
+    return file.read(1)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds: tensors as nested lists, what it does not know as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return _plain(value.tolist()) if isinstance(value, (Tensor, np.ndarray, np.generic)) else str(value)

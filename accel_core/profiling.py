@@ -1,0 +1,67 @@
+"""torch's profiler, over what this run's plugins know how to record, with a trace a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import profiler
+
+from accel_core.errors import ConfigError
+from accel_core.plugins import near
+
+if TYPE_CHECKING:
+    from accel_core.config.schema import ProfileKwargs
+    from accel_core.run import Run
+
+__all__ = ["profiling"]
+
+_SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+
+
+@contextmanager
+def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
+    """Record what happens inside. Not collective."""
+    names = run.hooks.profiler_activities() if options.activities is None else options.activities
+    schedule = profiler.schedule(**options.schedule_option) if options.schedule_option else None
+    recorder = profiler.profile(
+        activities=[_activity(name) for name in names],
+        schedule=schedule,
+        on_trace_ready=_Ready(options, run.world.rank),
+        **{name: getattr(options, name) for name in _SETTINGS},
+    )
+    with recorder:
+        yield recorder
+
+
+def _activity(name: str) -> profiler.ProfilerActivity:
+    known = {each.name.lower(): each for each in profiler.supported_activities()}
+    if name.lower() not in known:
+        raise ConfigError(
+            f"profile.activities: torch cannot record {name!r} here{near(name, known)}\n"
+            f"choose among {', '.join(sorted(known))}, or leave it unset"
+        )
+    found: profiler.ProfilerActivity = known[name.lower()]
+    return found
+
+
+class _Ready:
+    """After each cycle: the user's own callable, and the trace `profile_RANK.json`.
+
+    Of several cycles the later ones are `profile_RANK_1.json` and so on.
+    """
+
+    def __init__(self, options: ProfileKwargs, rank: int) -> None:
+        self.options, self.rank, self.cycles = options, rank, count()
+
+    def __call__(self, recorder: Any) -> None:
+        if self.options.on_trace_ready is not None:
+            self.options.on_trace_ready(recorder)
+        if self.options.output_trace_dir is not None:
+            cycle = next(self.cycles)
+            folder = Path(self.options.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            recorder.export_chrome_trace(str(folder / f"profile_{self.rank}{f'_{cycle}' * bool(cycle)}.json"))

@@ -1,0 +1,170 @@
+"""Experiment trackers: what is logged goes to each tracker of the run, on the ranks where it logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from accel_core import hookspecs as hooks
+from accel_core.errors import AccelError, ConfigError
+from accel_core.hookspecs import implements
+from accel_core.plugins import near
+
+if TYPE_CHECKING:
+    from accel_core.binding import Implementation
+    from accel_core.run import Run
+
+__all__ = ["GeneralTracker", "Trackers", "sort_out"]
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class GeneralTracker:
+    """A tracker of one's own: `Accelerator(log_with=[MyTracker()])` with an instance of a subclass.
+
+    name: what `get_tracker`, `init_kwargs` and `log_kwargs` call it.
+    main_process_only: False to be called on every rank.
+    project: what `init_trackers` calls it.
+    """
+
+    name: str
+    main_process_only = True
+    project = ""
+    _started = False
+
+    def start(self, **options: Any) -> None:
+        """`init_trackers` was called. `options`: its `init_kwargs` for this tracker."""
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Note the configuration that `init_trackers` was given."""
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log these values. `options`: `log_kwargs` for this tracker."""
+        raise AccelError(f"{type(self).__name__} cannot log anything\ngive it a method `log(values, step)`")
+
+    def finish(self) -> None:
+        """The run has ended. Called after `start` only."""
+
+    @implements(hooks.tracking_started)
+    def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.project, self._started = project, True
+        self.start(**options)
+        self.store_init_configuration(config)
+
+    @implements(hooks.log)
+    def _log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        self.log(values, step=step, **options)
+
+    @implements(hooks.run_ended)
+    def _end(self) -> None:
+        if self._started:
+            self.finish()
+
+
+def sort_out(log_with: Any) -> tuple[list[str] | None, list[GeneralTracker]]:
+    """Names (None where none were given) and trackers of one's own, of what `log_with` may hold."""
+    given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
+    own = [each for each in given if isinstance(each, GeneralTracker)]
+    strange = [each for each in given if not isinstance(each, (str, GeneralTracker))]
+    if strange:
+        raise ConfigError(
+            f"Accelerator(log_with=...): {strange[0]!r} is neither a tracker's name nor a GeneralTracker\n"
+            "name an installed tracker (`accel plugins`), or subclass accel_core.GeneralTracker"
+        )
+    names = [each for each in given if isinstance(each, str)]
+    return None if log_with is None or (own and not names) else names, own
+
+
+class Trackers:
+    """The trackers of a run, as this rank sees them: where nobody logs, calls do nothing."""
+
+    def __init__(self, run: Run, names: Sequence[str]) -> None:
+        self.run = run
+        self.names = tuple(names)
+        silent = run.world.rank != 0 and not self._here("log")
+        self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
+
+    def start(self, project: str, config: Mapping[str, Any], options: Options) -> None:
+        """Open the project in each tracker of this rank."""
+        self.run.require_alive()
+        self._check(options, "init_kwargs")
+        if self._loggers:
+            raise AccelError(
+                f"init_trackers({project!r}): the trackers of this run have been started already\n"
+                "call it once, or make another Accelerator for another project"
+            )
+        for each in self._here("tracking_started"):
+            each.call(project, dict(config), options.get(each.plugin, {}))
+        self._loggers = [(each.plugin, each.call) for each in self._here("log")]
+
+    def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
+        """Hand the values to each tracker of this rank."""
+        if not self._loggers or self.run.ended:
+            self._require_start()
+            return
+        if options:
+            self._check(options, "log_kwargs")
+        if self.run.mark_step is not None:
+            self.run.mark_step("host_read")
+        for name, log in self._loggers:
+            log(_read(values), step, options.get(name, {}))
+
+    def get(self, name: str, *, unwrap: bool) -> Any:
+        """A tracker, or what it wraps; on a rank where it does not log, what takes any call."""
+        self._check([name], "get_tracker")
+        self._require_start()
+        tracker = next((each for each in self.started if each is self.run.plugins[name]), None)
+        if tracker is None:
+            return _Silence()
+        return getattr(tracker, "tracker", tracker) if unwrap else tracker
+
+    @property
+    def started(self) -> list[Any]:
+        """The trackers that log on this rank."""
+        names = [name for name, _ in self._loggers or ()]
+        return [self.run.plugins[name] for name in self.names if name in names]
+
+    def _here(self, hook: str) -> list[Implementation]:
+        main, plugins = self.run.world.rank == 0, self.run.plugins
+        found = self.run.hooks.implementations(hook)
+        return [it for it in found if main or not getattr(plugins[it.plugin], "main_process_only", True)]
+
+    def _require_start(self) -> None:
+        self.run.require_alive()
+        if self._loggers is None:
+            raise AccelError(
+                "trackers are used before they were started\n"
+                "call accelerator.init_trackers(project_name) first"
+            )
+
+    def _check(self, named: Iterable[str], where: str) -> None:
+        for name in named:
+            if name not in self.names:
+                raise ConfigError(
+                    f"{where}: this run has no tracker {name!r}{near(name, self.names)}\n"
+                    f"it has {', '.join(self.names) or 'none'}; name it in Accelerator(log_with=...)"
+                )
+
+
+class _Silence:
+    """Stands for a tracker on a rank where it does not log, so that scripts need not ask for the rank."""
+
+    def __getattr__(self, name: str) -> _Silence:
+        if name.startswith("__"):  # what Python asks an object about itself
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Silence:
+        return self
+
+
+def _read(value: Any) -> Any:
+    """Numbers for tensors of one element, in nested mappings; the rest as it is."""
+    if isinstance(value, Mapping):
+        return {str(key): _read(each) for key, each in value.items()}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,132 @@
+"""The JSONL tracker: a line for each start and each log, readable at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from accel_core import Accelerator, ConfigError
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(*logged, config=None, project="project"):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+        accelerator.init_trackers(project, config)
+        for step, values in enumerate(logged):
+            accelerator.log(values, step=step)
+        accelerator.end_training()
+        text = (tmp_path / f"{project}.jsonl").read_text()
+        return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+    return write
+
+
+def test_a_line_for_the_start_and_one_for_each_log(lines):
+    start, first, second = lines({"loss": 1.5}, {"loss": 0.5}, config={"lr": 0.1})
+
+    assert start["project"] == "project"
+    assert start["config"] == {"lr": 0.1}
+    assert start["run"]
+    assert [(line["step"], line["values"]) for line in (first, second)] == [
+        (0, {"loss": 1.5}),
+        (1, {"loss": 0.5}),
+    ]
+    assert start["time"] <= first["time"] <= second["time"]
+
+
+def test_numbers_that_json_has_not_are_words(lines):
+    _, line = lines({"a": float("nan"), "b": [float("inf")], "c": torch.tensor(-float("inf"))})
+
+    assert line["values"] == {"a": "NaN", "b": ["Infinity"], "c": "-Infinity"}
+    assert float(line["values"]["c"]) == -float("inf")
+
+
+def test_anything_can_be_logged(lines):
+    values = {
+        "tensor": torch.tensor([1.5, 2.5], dtype=torch.bfloat16, requires_grad=True),
+        "array": np.ones((1, 2), dtype=np.float16),
+        "number": np.int64(7),
+        "nested": {1: {"x": None, "y": True}},
+        "path": Path("a/b"),
+        "text": "ä\nb",
+    }
+    _, line = lines(values)
+
+    assert line["values"] == {
+        "tensor": [1.5, 2.5],
+        "array": [[1.0, 1.0]],
+        "number": 7,
+        "nested": {"1": {"x": None, "y": True}},
+        "path": "a/b",
+        "text": "ä\nb",
+    }
+
+
+def test_a_resumed_run_appends(lines):
+    assert len(lines({"x": 1})) == 2
+    assert [line.get("values") for line in lines({"x": 2})] == [None, {"x": 1}, None, {"x": 2}]
+
+
+def test_a_torn_last_line_spoils_no_other(lines, tmp_path):
+    (tmp_path / "project.jsonl").write_text('{"step": 1, "val')
+    with pytest.raises(json.JSONDecodeError):
+        lines({"x": 1})
+    torn, *rest = (tmp_path / "project.jsonl").read_text().splitlines()
+
+    assert torn == '{"step": 1, "val'
+    assert [json.loads(line).get("values") for line in rest] == [None, {"x": 1}]
+
+
+KILLED = """
+import sys
+from accel_core import Accelerator
+accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=sys.argv[1])
+accelerator.init_trackers("project")
+step = 0
+while True:
+    accelerator.log({"text": "x" * 5000}, step=step)
+    step += 1
+    if step == 20:
+        print("now", flush=True)
+"""
+
+
+def test_a_kill_leaves_whole_lines(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+    text = (tmp_path / "project.jsonl").read_text()
+
+    assert text.endswith("\n")
+    assert len([json.loads(line) for line in text.splitlines()]) > 20
+
+
+def test_a_project_may_lie_in_a_folder(lines):
+    assert len(lines({"x": 1}, project="group/one")) == 2
+
+
+def test_logs_have_a_folder_of_their_own_if_asked(tmp_path):
+    from accel_core import ProjectConfiguration
+
+    where = ProjectConfiguration(project_dir=tmp_path, logging_dir=tmp_path / "logs")
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_config=where)
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+
+    assert (tmp_path / "logs" / "project.jsonl").exists()
+
+
+def test_options_it_does_not_have_are_an_error(tmp_path):
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    with pytest.raises(ConfigError, match="init_kwargs: tracker jsonl has no options, but was given dir"):
+        accelerator.init_trackers("project", init_kwargs={"jsonl": {"dir": 1}})
+    accelerator.end_training()

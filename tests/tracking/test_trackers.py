@@ -1,0 +1,266 @@
+"""What is logged reaches each tracker of the run, on the main process, after init_trackers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker
+from accel_core.testing import ProcessError, run_processes
+
+
+class Mine(GeneralTracker):
+    name = "mine"
+
+    def __init__(self):
+        self.seen = []
+
+    def start(self, **options):
+        self.seen.append(("start", self.project, options))
+
+    def store_init_configuration(self, values):
+        self.seen.append(("config", values))
+
+    def log(self, values, step=None, **options):
+        self.seen.append((step, values, options))
+
+    def finish(self):
+        self.seen.append("finished")
+
+    def show(self, images):
+        self.seen.append(images)
+        return self
+
+
+@pytest.fixture
+def tracked(tmp_path):
+    made = []
+
+    def make(log_with, **options):
+        made.append(Accelerator(cpu=True, log_with=log_with, project_dir=tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for accelerator in made:
+        accelerator.end_training()
+
+
+def test_a_tracker_of_ones_own_is_started_fed_and_finished(tracked):
+    mine = Mine()
+    accelerator = tracked(mine)
+    accelerator.init_trackers("project", {"lr": 0.1}, {"mine": {"tag": 1}})
+    accelerator.log({"loss": 2}, step=3, log_kwargs={"mine": {"more": True}})
+    accelerator.end_training()
+
+    assert mine.seen == [
+        ("start", "project", {"tag": 1}),
+        ("config", {"lr": 0.1}),
+        (3, {"loss": 2}, {"more": True}),
+        "finished",
+    ]
+
+
+def test_one_that_never_started_is_not_finished(tracked):
+    mine = Mine()
+    tracked(mine).end_training()
+
+    assert mine.seen == []
+
+
+def test_tensors_of_one_element_arrive_as_numbers(tracked):
+    mine = Mine()
+    accelerator = tracked(mine)
+    accelerator.init_trackers("project")
+    images = torch.zeros(2, 2)
+    accelerator.log(
+        {"a": torch.tensor(0.5, requires_grad=True), "b": {"c": torch.tensor([2])}, "images": images}
+    )
+
+    assert mine.seen[-1] == (None, {"a": 0.5, "b": {"c": 2}, "images": images}, {})
+    assert type(mine.seen[-1][1]["a"]) is float
+
+
+def test_names_and_ones_own_go_together(tracked, tmp_path):
+    mine = Mine()
+    accelerator = tracked(["jsonl", mine])
+    accelerator.init_trackers("both")
+    accelerator.log({"x": 1})
+
+    assert mine.seen[-1] == (None, {"x": 1}, {})
+    assert json.loads((tmp_path / "both.jsonl").read_text().splitlines()[-1])["values"] == {"x": 1}
+
+
+def test_all_is_every_tracker_that_is_installed(tracked):
+    assert "jsonl" in tracked("all").run.trackers.names
+
+
+@pytest.mark.parametrize("use", [lambda a: a.log({"x": 1}), lambda a: a.get_tracker("jsonl")])
+def test_use_before_init_trackers_is_an_error(tracked, use):
+    with pytest.raises(AccelError, match=r"before they were started\ncall accelerator.init_trackers"):
+        use(tracked("jsonl"))
+
+
+def test_log_without_trackers_is_an_error_before_init_and_nothing_after(tracked):
+    accelerator = tracked(None)
+    with pytest.raises(AccelError, match="init_trackers"):
+        accelerator.log({"x": 1})
+    accelerator.init_trackers("project")
+    accelerator.log({"x": 1})
+
+
+def test_log_after_the_end_is_an_error(tracked):
+    accelerator = tracked("jsonl")
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+    with pytest.raises(AccelError, match="this run has ended"):
+        accelerator.log({"x": 1})
+
+
+def test_a_second_start_is_an_error(tracked):
+    accelerator = tracked("jsonl")
+    accelerator.init_trackers("one")
+    with pytest.raises(AccelError, match=r"init_trackers\('two'\): .* started already"):
+        accelerator.init_trackers("two")
+
+
+def test_a_tracker_that_is_not_installed_is_an_error(tracked):
+    with pytest.raises(ConfigError, match=r"no tracker 'jsnol' .* is installed; did you mean 'jsonl'"):
+        tracked("jsnol")
+
+
+def test_what_is_no_tracker_is_an_error(tracked):
+    with pytest.raises(ConfigError, match="neither a tracker's name nor a GeneralTracker"):
+        tracked([3])
+
+
+def test_two_trackers_of_one_name_are_an_error(tracked):
+    with pytest.raises(ConfigError, match="a Mine is called 'mine', as a plugin of this run"):
+        tracked([Mine(), Mine()])
+
+
+def test_a_tracker_that_cannot_log_says_so(tracked):
+    class Mute(GeneralTracker):
+        name = "mute"
+
+    accelerator = tracked(Mute())
+    accelerator.init_trackers("project")
+    with pytest.raises(AccelError, match="Mute cannot log anything"):
+        accelerator.log({"x": 1})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda a: a.init_trackers("project", init_kwargs={"jsnol": {}}),
+        lambda a: a.log({"x": 1}, log_kwargs={"jsnol": {}}),
+        lambda a: a.get_tracker("jsnol"),
+    ],
+)
+def test_options_for_nobody_are_an_error(tracked, use):
+    accelerator = tracked("jsonl")
+    if "log" in use.__code__.co_names:
+        accelerator.init_trackers("project")
+    with pytest.raises(ConfigError, match="no tracker 'jsnol'; did you mean 'jsonl'"):
+        use(accelerator)
+
+
+def test_no_folder_is_an_error_at_the_start():
+    with pytest.raises(ConfigError, match="tracker jsonl has no folder to write to"):
+        Accelerator(cpu=True, log_with="jsonl")
+
+
+def test_get_tracker_gives_the_tracker_or_what_it_wraps(tracked, tmp_path):
+    mine = Mine()
+    accelerator = tracked(["jsonl", mine])
+    accelerator.init_trackers("project")
+
+    assert accelerator.get_tracker("mine") is mine
+    assert accelerator.get_tracker("mine", unwrap=True) is mine
+    assert accelerator.get_tracker("jsonl", unwrap=True) == tmp_path / "project.jsonl"
+    assert accelerator.trackers == [accelerator.get_tracker("jsonl"), mine]
+
+
+class Everywhere(Mine):
+    name = "everywhere"
+    main_process_only = False
+
+
+def in_two_processes(folder):
+    main, everywhere = Mine(), Everywhere()
+    accelerator = Accelerator(cpu=True, log_with=["jsonl", main, everywhere], project_dir=folder)
+    accelerator.init_trackers("project")
+    accelerator.log({"rank": accelerator.process_index})
+    accelerator.get_tracker("mine", unwrap=True).show("image").show("another")
+    accelerator.end_training()
+    return len(main.seen), len(everywhere.seen)
+
+
+@pytest.mark.together
+def test_only_the_main_process_logs_unless_a_tracker_wants_all(tmp_path):
+    assert run_processes(in_two_processes, tmp_path) == [(6, 4), (0, 4)]
+    lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
+    assert [line.get("values") for line in lines] == [None, {"rank": 0}]
+
+
+def started_on_main_only(folder):
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("project")
+    accelerator.log({"x": 1})
+    accelerator.end_training()
+
+
+@pytest.mark.together
+def test_init_trackers_may_be_called_on_the_main_process_alone(tmp_path):
+    run_processes(started_on_main_only, tmp_path)
+
+
+def to_event_files(folder):
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=folder)
+    accelerator.init_trackers("project")
+    accelerator.log({"rank": accelerator.process_index})
+    accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("direct", accelerator.process_index)
+    accelerator.end_training()
+
+
+@pytest.mark.together
+def test_event_files_are_the_main_process_s(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_processes(to_event_files, tmp_path)
+    events = reader.EventAccumulator(str(tmp_path / "project")).Reload()
+
+    assert len(list((tmp_path / "project").iterdir())) == 1
+    assert [event.value for tag in ("rank", "direct") for event in events.Scalars(tag)] == [0, 0]
+
+
+def never_started(folder):
+    Accelerator(cpu=True, log_with="jsonl", project_dir=folder).log({"x": 1})
+
+
+@pytest.mark.together
+def test_the_main_process_says_that_nothing_was_started(tmp_path):
+    with pytest.raises(ProcessError, match="before they were started") as caught:
+        run_processes(never_started, tmp_path)
+    assert caught.value.rank == 0
+
+
+def stops_early():
+    accelerator = Accelerator(cpu=True)
+    losses = {0: [3.0, 2.0, 1.0, 0.5], 1: [3.0, 2.5, 2.5, 2.5]}[accelerator.process_index]
+    best, epochs = float("inf"), 0
+    for loss in losses:
+        epochs += 1
+        if loss >= best:
+            accelerator.set_trigger()
+        best = min(best, loss)
+        if accelerator.check_trigger():
+            break
+    accelerator.end_training()
+    return epochs
+
+
+@pytest.mark.together
+def test_one_rank_that_stops_early_stops_all():
+    assert run_processes(stops_early) == [3, 3]

@@ -1,0 +1,201 @@
+"""find_executable_batch_size: what counts as no memory, what is tried, and that ranks agree."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_core import (
+    Accelerator,
+    AccelError,
+    InitProcessGroupKwargs,
+    find_executable_batch_size,
+    release_memory,
+)
+from accel_core.memory import is_out_of_memory
+from accel_core.testing import ProcessError, run_processes
+
+
+def fits(limit, tried, error=torch.OutOfMemoryError):
+    def function(batch_size, *args, **kwargs):
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise error("tried to allocate more than there is: out of memory")
+        return batch_size, args, kwargs
+
+    return function
+
+
+def test_the_size_is_halved_until_it_fits():
+    tried = []
+    found = find_executable_batch_size(fits(30, tried), starting_batch_size=200)("model", lr=1)
+
+    assert tried == [200, 100, 50, 25]
+    assert found == (25, ("model",), {"lr": 1})
+
+
+def test_it_is_a_decorator_with_and_without_arguments():
+    @find_executable_batch_size
+    def plain(batch_size):
+        return batch_size
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def given(batch_size):
+        return batch_size
+
+    assert (plain(), given(), given.__name__) == (128, 8, "given")
+
+
+@pytest.mark.parametrize("rule", [lambda size: size - 10, iter((90, 80, 70)).__next__])
+def test_the_rule_may_be_the_users_and_take_nothing(rule):
+    tried = []
+    find_executable_batch_size(fits(75, tried), 100, rule)()
+
+    assert tried == [100, 90, 80, 70]
+
+
+def test_a_rule_that_does_not_reduce_ends():
+    with pytest.raises(AccelError, match="tried 100\n"):
+        find_executable_batch_size(fits(75, []), 100, lambda size: size)()
+
+
+def test_the_error_says_what_was_tried():
+    with pytest.raises(
+        AccelError, match=r"function fits with no batch size; tried 4, 2, 1\nOutOfMemoryError: "
+    ):
+        find_executable_batch_size(fits(0, []), starting_batch_size=4)()
+
+
+def test_other_errors_pass():
+    tried = []
+    with pytest.raises(RuntimeError, match="shapes"):
+        find_executable_batch_size(fits(1, tried, lambda _: RuntimeError("shapes do not match")))()
+    assert tried == [128]
+
+
+def test_giving_the_batch_size_oneself_is_an_error():
+    @find_executable_batch_size
+    def train(batch_size, model): ...
+
+    with pytest.raises(TypeError, match=r"train cannot be called so: .*\n.*gives it the batch size"):
+        train(128, "model")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("any words"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+        RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_out_of_memory_is_known_by_type_or_words(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), ValueError("out of memory"), KeyError("x")])
+def test_other_things_are_not_out_of_memory(error):
+    assert not is_out_of_memory(error)
+
+
+def really():
+    # The limit is real, and so is torch's error.
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+
+    @find_executable_batch_size(starting_batch_size=2**36)
+    def allocate(batch_size):
+        return torch.empty(batch_size, dtype=torch.uint8).numel()
+
+    return allocate()
+
+
+def test_memory_that_really_runs_out_is_seen():
+    (found,) = run_processes(really, world=1)
+
+    assert 2**20 < found < 2**33
+
+
+def test_what_the_last_attempt_held_is_gone():
+    held = []
+
+    @find_executable_batch_size(starting_batch_size=2)
+    def train(batch_size):
+        model = torch.nn.Linear(1, 1)
+        alive = [reference() is not None for reference in held]
+        held.append(weakref.ref(model))
+        if batch_size == 2:
+            raise torch.OutOfMemoryError("no")
+        return alive
+
+    assert train() == [False]
+
+
+def test_release_memory_gives_as_many_none():
+    model = torch.nn.Linear(1, 1)
+    reference = weakref.ref(model)
+    other = model
+    gc.disable()
+    try:
+        model, other = release_memory(model, other)
+    finally:
+        gc.enable()
+
+    assert (model, other, reference()) == (None, None, None)
+
+
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=4))
+
+
+def agree(limits):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    tried = []
+    found = find_executable_batch_size(fits(limits[accelerator.process_index], tried), 16)()[0]
+    again = find_executable_batch_size(fits(16, tried), 16)()[0]
+    accelerator.end_training()
+    return found, tried, again
+
+
+@pytest.mark.together
+def test_ranks_agree_on_the_smallest():
+    assert run_processes(agree, (16, 5)) == [(4, [16, 8, 4, 16], 16)] * 2
+
+
+@pytest.mark.together
+def test_ranks_that_fit_say_so_too_if_no_size_fits():
+    with pytest.raises(ProcessError, match="tried 16, 8, 4, 2, 1\n"):
+        run_processes(agree, (16, 0))
+
+
+def alone():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size):
+        if accelerator.process_index == 1:
+            raise torch.OutOfMemoryError("no")
+        dist.all_reduce(torch.ones(1))
+
+    try:
+        train()
+    except AccelError as error:
+        return str(error)
+    except RuntimeError as error:
+        return f"collective: {type(error).__name__}"
+
+
+@pytest.mark.together
+def test_a_rank_that_fails_inside_a_collective_of_the_others_is_named_not_hung():
+    waiting, failing = run_processes(alone, timeout=40)
+
+    assert waiting.startswith("collective: ")
+    assert "memory ran out on rank 1 at batch size 16, but rank 0 gave no answer in 4 s" in failing

@@ -1,0 +1,119 @@
+"""LocalSGD trains as local SGD written in plain torch, bitwise, and leaves communication out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from local_sgd_problem import TIMEOUT, net, ours, plainly
+
+from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
+from accel_core.testing import ProcessError, run_processes
+
+together = pytest.mark.together
+
+
+@together
+@pytest.mark.parametrize(("every", "steps", "accumulate"), [(2, 4, 1), (3, 5, 1), (2, 3, 2)])
+def test_it_equals_plain_local_sgd(every, steps, accumulate):
+    plain = run_processes(plainly, every, steps, accumulate)
+    found = run_processes(ours, every, steps, accumulate)
+
+    for (path, end), (our_path, our_end, *_) in zip(plain, found, strict=True):
+        assert [torch.equal(a, b) for a, b in zip(path, our_path, strict=True)] == [True] * steps
+        assert torch.equal(end, our_end)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@together
+def test_no_gradient_is_reduced_and_weights_travel_once_an_average():
+    (first, _, *counts, _), (second, *_) = run_processes(ours, 2, 4, 2)
+
+    assert counts == [0, 2]
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [False, True, False, True]
+    (first, *_), (second, *_) = run_processes(ours, 2, 5, 2)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+@together
+def test_gradients_are_shared_again_afterwards():
+    one, two = run_processes(ours, 2, 2, 1)
+
+    assert torch.equal(one[-1], two[-1])
+
+
+@together
+def test_disabled_it_is_plain_training():
+    one, two = run_processes(ours, 2, 3, 1, False)
+
+    assert one[2] == 3
+    assert [torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True)] == [True] * 3
+
+
+SCALE = GradScalerKwargs(init_scale=1024.0)
+
+
+def in_fp16():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[TIMEOUT, SCALE])
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (unit,) = accelerator.run.units
+    with LocalSGD(accelerator, model, 4) as local:
+        for step in range(2):
+            overflow = float("inf") if accelerator.process_index == 1 and step == 0 else 1.0
+            accelerator.backward(model(torch.ones(2, 4)).sum() * overflow)
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+        before = unit.scaler.get_scale()
+    after = unit.scaler.get_scale()
+    accelerator.end_training()
+    return before, after
+
+
+@together
+def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest():
+    assert run_processes(in_fp16) == [(1024.0, 512.0), (512.0, 512.0)]
+
+
+def raises_inside():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    model = net()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with LocalSGD(accelerator, model, 2) as local:
+        local.step()
+        if accelerator.process_index == 1:
+            raise ZeroDivisionError("inside")
+    accelerator.end_training()
+
+
+@together
+def test_a_rank_that_raises_inside_does_not_wait_for_an_average():
+    with pytest.raises(ProcessError, match="ZeroDivisionError: inside") as caught:
+        run_processes(raises_inside)
+    assert caught.value.rank == 1
+
+
+def test_in_one_process_it_does_nothing():
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with LocalSGD(accelerator, model, 1) as local:
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        local.step()
+    accelerator.end_training()
+
+
+def test_a_model_that_is_not_prepared_is_an_error():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(AccelError, match="has not prepared the model"):
+        LocalSGD(accelerator, net(), 2)
+    with pytest.raises(ConfigError, match="local_sgd_steps must be at least 1, got 0"):
+        LocalSGD(accelerator, accelerator.prepare(net()), 0)
+    accelerator.end_training()
