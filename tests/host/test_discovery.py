@@ -27,7 +27,7 @@ def test_a_usable_plugin_is_available_under_its_distribution_and_version(toy_plu
 def test_core_comes_through_the_same_door():
     native = {record.name for record in discover({}).records if record.distribution == "accel-core"}
 
-    assert native == {"native", "single", "fp32", "fp16", "bf16", "torchrun"}
+    assert native == {"native", "single", "fp32", "fp16", "bf16", "torchrun", "jsonl"}
 
 
 def test_a_card_whose_import_raises_is_broken_with_its_traceback(toy_plugin):
