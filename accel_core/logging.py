@@ -36,7 +36,7 @@ class MultiProcessAdapter(_Adapter):
     """A logger whose methods also take `main_process_only` (True) and `in_order` (False).
 
     main_process_only=False logs on every rank. in_order=True does too, one rank after the other:
-    collective, also for ranks whose level is higher; only at once while ranks are not connected yet.
+    collective, also for ranks whose level is higher; at once where there is no Accelerator yet.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -60,8 +60,6 @@ class MultiProcessAdapter(_Adapter):
 
 
 def _wait() -> None:
-    torchs: Any = sys.modules.get("torch.distributed")
-    if torchs and torchs.is_available() and torchs.is_initialized():
-        from accel_core.native.process_group import control_group
-
-        torchs.barrier(group=control_group())
+    runs: Any = sys.modules.get("accel_core.run")  # where nobody imported it, nobody is connected
+    for run in runs.live()[:1] if runs else ():
+        run.collectives("control").barrier()
