@@ -630,6 +630,26 @@ class Accelerator:
         if self.run.saver is not None:
             self.run.saver.settle()
 
+    def save_on_preemption(
+        self, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
+    ) -> bool:
+        """Whether this job was told to stop (SIGTERM, on any rank); if so, its state is saved. Collective.
+
+        Call it on all ranks after each step, and leave the loops when it is true. The first call starts
+        to watch; a call costs no communication until then, and all ranks stop after the same step.
+        Inside an accumulation window it is False. Arguments as of `save_state`.
+        """
+        from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
+
+        run = self.run
+        if run.preemption is None:
+            run.require_alive()
+            run.preemption = Preemption(run)
+        if not all(unit.window.boundary for unit in run.units) or not run.preemption.due():
+            return False
+        self.save_state(output_dir, step=step)
+        return True
+
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,

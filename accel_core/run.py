@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_core.checkpoint.preemption import Preemption
     from accel_core.checkpoint.save import Saver
     from accel_core.config.schema import RunConfig
     from accel_core.data.loader import PreparedLoader
@@ -83,6 +84,8 @@ class Run:
         self.registered: list[Any] = []
         self.saver: Saver | None = None
         """Made by the first save."""
+        self.preemption: Preemption | None = None
+        """Made by the first `save_on_preemption`."""
         self.world = World.here()
         if self.world.size == 1:
             refuse_lonely_tasks(os.environ)
@@ -190,6 +193,8 @@ class Run:
             if self.saver is not None:
                 self.saver.settle(PATIENCE_SECONDS if failed else None)
         finally:
+            if self.preemption is not None:
+                self.preemption.end()
             self.hooks.run_ended()
             self.release_units()
             if not failed:

@@ -74,7 +74,7 @@ def collect(run: Run) -> Collected:
     """All state of the run that this rank has.
 
     Raises:
-        CheckpointError: a unit is inside an accumulation window, or something cannot be stored.
+        CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
     """
     found, here = Collected(), f"rank[{run.world.rank}]"
     plugins = {unit.name: _plugins(found, unit) for unit in run.units}
@@ -123,14 +123,9 @@ def modules_with_extra_state(unit: Unit) -> dict[str, nn.Module]:
 
 
 def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
-    path, window = f"units.{unit.name}", unit.window
-    if not window.boundary:
-        raise CheckpointError(
-            f"unit {unit.name!r} has accumulated {window.index + 1} of {window.size} micro-batches, and"
-            " partial gradients are not saved\n"
-            "save after the window's last one: if accelerator.sync_gradients: accelerator.save_state(...)"
-        )
-    parameters = unit.named_parameters()
+    path, parameters = f"units.{unit.name}", unit.named_parameters()
+    if unit.pending or not unit.window.boundary:
+        raise _unapplied(unit)
     for name, leaf in unit.hooks.model_state(unit).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters)
@@ -144,6 +139,20 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         "optimizers": [_optimizer(found, unit, each, path) for each in unit.optimizers],
         "schedulers": found.encode_objects(unit.schedulers, f"{path}.schedulers"),
     }
+
+
+def _unapplied(unit: Unit) -> CheckpointError:
+    window = unit.window
+    if window.boundary:
+        return CheckpointError(
+            f"unit {unit.name!r} has gradients that no optimizer has applied, and gradients are not saved\n"
+            "save after optimizer.step(), or drop them first with optimizer.zero_grad()"
+        )
+    return CheckpointError(
+        f"unit {unit.name!r} has accumulated {window.index + 1} of {window.size} micro-batches, and"
+        " partial gradients are not saved\n"
+        "save after the window's last one: if accelerator.sync_gradients: accelerator.save_state(...)"
+    )
 
 
 def _optimizer(found: Collected, unit: Unit, optimizer: Optimizer, path: str) -> dict[str, Any]:

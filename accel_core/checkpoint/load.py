@@ -51,8 +51,8 @@ def load(
 
     Raises:
         CheckpointError: it is no checkpoint, a file is damaged, or (strict) the run has other state
-            than it has: missing, unexpected and mismatched states are named. Raised on all ranks,
-            before any state is touched.
+            than it has: missing, unexpected and mismatched states are named; or a save that was under
+            way has failed. Raised on all ranks, before any state is touched.
     """
     run.require_alive()
     control = run.collectives("control")

@@ -45,7 +45,7 @@ def save(
     that, and raises what went wrong, as do `Saver.settle` and the end of the run.
 
     Raises:
-        CheckpointError: a unit is inside an accumulation window, something cannot be stored, the
+        CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
             directory holds something else, or a rank failed to write, now or in the save before.
             Raised on all ranks; what was there before is unchanged.
     """

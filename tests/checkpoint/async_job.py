@@ -23,10 +23,10 @@ from accel_core.checkpoint.files import read_manifest
 class Job:
     """A prepared run, all of whose numbers can be set."""
 
-    def __init__(self, *, norm: bool = False, seconds: float = 60) -> None:
+    def __init__(self, *, norm: bool = False, seconds: float = 60, **options) -> None:
         torch.manual_seed(0)
-        options = InitProcessGroupKwargs(timeout=seconds)
-        self.accelerator = Accelerator(device="cpu", kwargs_handlers=[options])
+        timeout = InitProcessGroupKwargs(timeout=seconds)
+        self.accelerator = Accelerator(device="cpu", kwargs_handlers=[timeout], **options)
         self.module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Tanh())
         self.inner = torch.optim.AdamW(self.module.parameters())
         self.model, self.optimizer = self.accelerator.prepare(self.module, self.inner)

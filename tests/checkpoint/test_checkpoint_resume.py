@@ -46,6 +46,7 @@ class Prepared:
 
         if isinstance(self.inner, torch.optim.LBFGS):
             loss = self.inner.step(evaluate)
+            self.optimizer.zero_grad()
         else:
             loss = evaluate()
             self.optimizer.step()
@@ -664,6 +665,15 @@ def test_inside_a_window_saving_says_when(prepared, tmp_path):
         run.accelerator.save_state(tmp_path / "here")
     assert "unit 'unit0' has accumulated 1 of 4 micro-batches" in str(refused.value)
     assert "if accelerator.sync_gradients:" in str(refused.value).splitlines()[-1]
+
+
+def test_gradients_that_wait_for_a_step_are_not_lost_without_a_word(prepared, tmp_path):
+    run = prepared(network)
+    run.accelerator.backward(run.model(torch.randn(8, 6)).sum())
+    with pytest.raises(CheckpointError, match=r"that no optimizer has applied.*\nsave after optimizer"):
+        run.accelerator.save_state(tmp_path / "here")
+    run.optimizer.step()
+    run.accelerator.save_state(tmp_path / "here")
 
 
 def test_a_strategy_that_forgets_a_weight_or_invents_a_name_is_refused(prepared, tmp_path):

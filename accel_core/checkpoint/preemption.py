@@ -1,0 +1,110 @@
+"""A job that is told to stop saves first: all ranks after the same step, whichever of them was told."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import Store, default_pg_timeout
+
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+
+__all__ = ["Preemption"]
+
+LOOK_SECONDS: Final = 0.25
+"""How soon a rank notices that another was told."""
+_made: Final = count()
+"""All ranks make them in one order, and each has keys of its own."""
+
+
+class Preemption:
+    """Watches for SIGTERM on any rank, from when it is made until `end`. For the main thread.
+
+    A rank that was told says so in the store, where a thread of each rank looks: a step costs nothing.
+    On hearing, each thread says after which step its rank could stop at the earliest, and all stop after
+    the latest of these. Threads agree, not ranks: one of these may stand in a collective that waits for
+    another, which must know first that it has to go on.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._rank, self._ranks = run.world.rank, run.world.size
+        store: Any = run.world.store  # torch's stub lacks `clone`
+        self._store: Store = HashStore() if store is None else store.clone()
+        self._timeout = (run.config.process_group.timeout or default_pg_timeout).total_seconds()
+        self._number = next(_made)
+        self._told = self._heard = False
+        self._steps, self._last = 0, 0
+        self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()
+        self._failure = ""
+        self._before = signal.signal(signal.SIGTERM, self._tell)
+        self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
+        self._thread.start()
+
+    def due(self) -> bool:
+        """Whether all ranks stop now. Every rank asks, after each step.
+
+        Raises:
+            CheckpointError: a rank does not answer.
+        """
+        with self._lock:
+            self._steps += 1
+            if not self._heard:
+                return False
+        self._agreed.wait()
+        if self._failure:
+            raise CheckpointError(self._failure)
+        return self._steps >= self._last
+
+    def end(self) -> None:
+        """Leave the signal to whom it belonged."""
+        self._ended.set()
+        self._thread.join()
+        signal.signal(signal.SIGTERM, self._before)
+        if not self._heard:
+            with suppress(RuntimeError):  # the store may be gone already, and then nobody asks
+                self._say(self._rank, self._steps + 1)  # others may hear yet: this rank does not stop them
+
+    def _tell(self, *_: object) -> None:
+        # Again and again, if launcher and scheduler both tell us; SIGKILL is there for the impatient.
+        self._told = True
+
+    def _watch(self) -> None:
+        try:
+            while not self._said("told"):
+                if self._told:
+                    self._say("told", 1)
+                elif self._ended.wait(LOOK_SECONDS):
+                    return
+            with self._lock:
+                self._heard, earliest = True, self._steps + 1
+            self._say(self._rank, earliest)
+            deadline = time.monotonic() + self._timeout
+            while silent := [rank for rank in range(self._ranks) if not self._said(rank)]:
+                if self._ended.wait(LOOK_SECONDS / 10):
+                    return
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no answer from rank(s) {', '.join(map(str, silent))}")
+            self._last = max(int(self._store.get(self._key(rank))) for rank in range(self._ranks))
+        except RuntimeError as error:  # the store's too: the process that serves it has ended
+            self._failure = (
+                f"this job was told to stop, but its ranks cannot agree when: {error}\nit cannot save"
+            )
+            self._heard = True
+        self._agreed.set()
+
+    def _say(self, what: str | int, value: int) -> None:
+        self._store.set(self._key(what), str(value))
+
+    def _said(self, what: str | int) -> bool:
+        return self._store.check([self._key(what)])
+
+    def _key(self, what: str | int) -> str:
+        return f"preemption/{self._number}/{what}"

@@ -1,0 +1,42 @@
+"""SIGTERM on any rank: all ranks save after the same step, and say so."""
+
+from __future__ import annotations
+
+import preemption_job
+import pytest
+
+from accel_core.testing.processes import run_processes
+
+
+def run(function, folder, *args, world=2):
+    return run_processes(function, str(folder), *args, world=world, timeout=60)
+
+
+@pytest.mark.together
+@pytest.mark.parametrize(("who", "ranks"), [(0, 2), (1, 2), (-1, 2), (2, 3)])
+def test_whoever_is_told_all_ranks_save_after_the_same_step(tmp_path, who, ranks):
+    (ends,) = run(preemption_job.told, tmp_path, who, ranks, who, world=1)
+    assert len({end.pop("steps") for end in ends}) == 1
+    assert ends == [{"saved": True, "same": True, "undone": True, "code": 0}] * ranks
+
+
+def test_one_process_saves_and_says_so(tmp_path):
+    ((end,),) = run(preemption_job.told, tmp_path, 0, 1, 7, world=1)
+    assert end["saved"]
+    assert end["same"]
+
+
+def test_inside_a_window_it_waits_for_the_boundary(tmp_path):
+    (said,) = run(preemption_job.window, tmp_path, world=1)
+    assert said == [False, False, False, True]
+
+
+@pytest.mark.together
+def test_ranks_that_are_steps_apart_meet(tmp_path):
+    first, second = run(preemption_job.apart, tmp_path)
+    assert first == second
+
+
+@pytest.mark.together
+def test_a_rank_that_has_finished_stops_nobody(tmp_path):
+    assert run(preemption_job.finished, tmp_path) == [False, False]
