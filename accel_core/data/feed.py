@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
 
 from attrs import field, frozen
 from torch.utils.data import IterableDataset, get_worker_info
@@ -11,8 +12,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from accel_core.data.draw import Draw
 from accel_core.data.order import COMPLETE, Deal, cut, opening
 from accel_core.data.position import Progress
+from accel_core.data.stateful import StatefulShares, is_stateful
 
-__all__ = ["IndexFeed", "ShardedIterable", "ShareCollate", "ShareWorker"]
+__all__ = ["IndexFeed", "ShardedIterable", "ShareCollate", "ShareWorker", "Shares"]
+
+Shares: TypeAlias = tuple[list[Any], int]
+"""Batches of one round, and how many samples of the round are real (see `Deal.shares`)."""
 
 
 @frozen(kw_only=True)
@@ -28,6 +33,8 @@ class IndexFeed:
     batch_size: int | None
     single: bool = False
     """The loader does not batch: it takes an index where others take a list of indices."""
+    everyone: bool = False
+    """Feed a process that reads for all: each round gives the batches of all readers, in turn."""
     _begun: list[Progress] = field(factory=lambda: [Progress()], init=False)
 
     def begin(self, progress: Progress) -> None:
@@ -45,47 +52,67 @@ class IndexFeed:
         return self.deal.length(batches, items)
 
     def _batches(self, progress: Progress) -> Iterator[Any]:
-        head, items = self.draw.open(progress, self.deal.wanted)
-        batches = (
-            items if self.batch_size is None else cut(items, self.batch_size, drop_last=self.deal.drop_last)
-        )
-        number, held = 0, None
-        for share, real in self.deal.shares(batches, head):
-            if held is not None:
-                yield held
+        head, batches = self._opened(progress)
+        number, held = 0, list[Any]()
+        for shares, real in self.deal.shares(batches, head, everyone=self.everyone):
+            yield from held
             number += 1
-            held = share[0] if self.single else share
+            held = [share[0] for share in shares] if self.single else shares
             if real != COMPLETE:
                 progress.padded[number] = real
+            if self.everyone and len(shares) < self.deal.readers:
+                progress.takers[number] = len(shares)
         progress.total = number
-        if held is not None:
-            yield held
+        yield from held
+
+    def _opened(self, progress: Progress) -> tuple[list[Any], Iterator[Any]]:
+        """(what the padding is taken from, the batches of the order)."""
+        deal, size = self.deal, self.batch_size
+        if size is not None:
+            head, items = self.draw.open(progress, deal.wanted)
+            return head, cut(items, size, drop_last=deal.drop_last)
+        head, batches = self.draw.open(progress, deal.wanted and deal.batches)
+        return head if deal.batch_size is None else list(chain(*head)), batches
 
 
 class ShardedIterable(IterableDataset[Any]):
     """A reader's share of an iterable dataset: reads all of it, keeps every readers-th batch.
 
-    Yields (samples of a batch, real samples in its round); collated by `ShareCollate`.
+    Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
+    round for a process that reads for all; collated by `ShareCollate`.
+    skip: batches that the next iteration leaves out, of all readers.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], deal: Deal, batch_size: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], deal: Deal, batch_size: int, *, everyone: bool, stateful: bool
+    ) -> None:
         self.dataset, self.deal, self.batch_size = dataset, deal, batch_size
+        self.everyone, self.stateful, self.skip = everyone, stateful, 0
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        head, samples = opening(self.dataset, self.deal.wanted, 0)
-        return self.deal.shares(cut(samples, self.batch_size, drop_last=self.deal.drop_last), head)
+    def __iter__(self) -> Iterator[Shares]:
+        skip, self.skip = self.skip, 0
+        source = iter(self.dataset)
+        if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
+            return StatefulShares(self, source)
+        head, samples = opening(source, self.deal.wanted, skip * self.batch_size)
+        return self.share(samples, head)
+
+    def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
+        """The shares of these samples."""
+        batches = cut(samples, self.batch_size, drop_last=self.deal.drop_last)
+        return self.deal.shares(batches, head, everyone=self.everyone)
 
 
 @frozen
 class ShareCollate:
-    """Collates the samples of a share as the user's loader would, and passes their real number on."""
+    """Collates the samples of shares as the user's loader would, and passes their real number on."""
 
     collate: Callable[[Any], Any]
     single: bool
 
-    def __call__(self, share: tuple[Any, int]) -> tuple[Any, int]:
-        samples, real = share
-        return self.collate(samples[0] if self.single else samples), real
+    def __call__(self, found: Shares) -> Shares:
+        shares, real = found
+        return [self.collate(samples[0] if self.single else samples) for samples in shares], real
 
 
 @frozen

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import define, evolve, field
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
-from accel_core.data.draw import Draw, decode, encode, unmoved
-from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
-from accel_core.data.order import COMPLETE, Deal, with_last
+from accel_core.data import settings
+from accel_core.data.dispatch import SOURCE, Round, dispatched
+from accel_core.data.draw import decode, encode, unmoved
+from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, Shares, ShareWorker
+from accel_core.data.moving import mover
+from accel_core.data.order import COMPLETE, Deal, cut, with_last
 from accel_core.data.position import Kind, Position, Progress
-from accel_core.errors import ConfigError
+from accel_core.data.stateful import is_stateful
+from accel_core.errors import CheckpointError
 from accel_core.random import synchronize_rng_states
 
 if TYPE_CHECKING:
-    from accel_core.config.schema import DataLoaderConfiguration
     from accel_core.run import Run
-    from accel_core.world import Topology
 
 __all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
 
@@ -61,21 +63,25 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self.__dict__["_iterator"] = None
         self._run = run
-        self._place = _placement(run, device_placement)
         # "generator" is what the order is drawn from, which is agreed on anyway.
         self._synchronized = tuple(name for name in run.config.rng_types if name != "generator")
         self._cursor = _Cursor()
         self._skip = 0
-        self._deal, self._draw = _deal(loader, run), _draw(loader, run)
-        self._feed: IndexFeed | None = None
-        self._kind: Kind = "replay"
-        self._inner = copy.copy(loader)
+        self._deal, self._draw = settings.deal_of(loader, run), settings.draw_of(loader, run)
+        self._dispatches = settings.dispatches(loader, run)
+        self._reads = not self._dispatches or run.collectives("control").rank == SOURCE
+        self._inner = settings.inner_of(loader, run)
         """The user's loader, of the user's class, with our order in place of its own."""
         self._inner.__dict__["_iterator"] = None
-        if isinstance(loader.dataset, IterableDataset):
+        self._feed: IndexFeed | None = None
+        self._kind = _kind(loader, self._inner)
+        if settings.is_iterable(loader):
             self._shard_iterable(loader)
         else:
             self._feed_indices(loader)
+        # Reading ahead in this very process would draw random numbers before their time.
+        ahead = loader.num_workers > 0 and self._kind != "stateful"
+        self._move = mover(run, moves=device_placement, ahead=ahead)
 
     # -- what the user and core ask ---------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         if self._feed is not None:
             return len(self._feed)
-        if self._deal.readers == 1:
+        if not self._sharded:
             return len(self._inner)
         samples = len(self.dataset)  # type: ignore[arg-type]
         size = self._deal.batch_size or 1
@@ -140,13 +146,27 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: this loader cannot: it names what has changed.
         """
-        position = Position.from_json(state, self._position())
+        here = self._position()
+        position = Position.from_json(state, here)
+        midway = position.consumed > 0
+        if self._kind == "stateful" and self._reads and midway and position.state is None:
+            raise CheckpointError(
+                "a 'stateful' dataloader was saved mid-epoch where another process read for this one\n"
+                "resume with the same data.dispatch_batches, or at the start of an epoch"
+            )
         for role, generator in self._generators().items():
             if role in position.generators:
                 generator.set_state(decode(position.generators[role]))
-        resumed = position.consumed > 0 or position.drawn is not None
-        self._cursor.progress = Progress(position.epoch, position.consumed, position.drawn, resumed)
+        self._cursor.progress = Progress(
+            epoch=position.epoch,
+            start=position.consumed,
+            drawn=position.drawn,
+            resumed=midway or position.drawn is not None,
+            workers=position.workers if position.dealt == here.dealt else None,
+            state=position.state,
+        )
         self._cursor.pending = True
+        self._inner.__dict__["_iterator"] = None  # workers that persist stand elsewhere
 
     @contextmanager
     def dealing(self, *, even: bool) -> Iterator[None]:
@@ -168,75 +188,157 @@ class PreparedLoader(DataLoader[Any]):
         if not progress.resumed:
             synchronize_rng_states(self._synchronized, run=self._run)
         _announce(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
-        if self._feed is not None:
-            self._feed.begin(progress)
-        # A resumed epoch was begun before the save: beginning it again must not draw anything anew.
-        with unmoved(self._generators()) if progress.resumed else nullcontext():
-            batches: Iterator[Any] = iter(self._inner)
-        if self._feed is None:
-            batches = self._rounds(batches, progress)
+        batches: Any = None
+        if self._reads:
+            batches = self._read(progress, skip)
+        else:
+            self._follow(progress)
+        if self._dispatches:
+            pin = self.pin_memory and torch.accelerator.is_available()
+            batches = dispatched(self._run, progress, batches, pin=pin)
+        if self._move is not None:
+            batches = self._move(batches)
         return self._hand_out(batches, progress)
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
-        active, place = self._run.active_loaders, self._place
+        active = self._run.active_loaders
         active.append(self)
         try:
-            if place is None:
-                for batch in batches:
-                    progress.count += 1
-                    yield batch
-            else:
-                for batch in batches:
-                    progress.count += 1
-                    yield place(batch)
+            for batch in batches:
+                progress.count += 1
+                if active[-1] is not self:  # an iterator held by hand stood still meanwhile
+                    _remove(active, self)
+                    active.append(self)
+                yield batch
             self._cursor.finish(progress)
         finally:  # on `break` too: the generator is closed, or collected
             _remove(active, self)
 
-    def _rounds(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
-        """An iterable dataset's batches. Its end is known only by reading one batch ahead."""
-        ahead = with_last(islice(batches, progress.start, None))
-        for number, (item, last) in enumerate(ahead, start=1):
-            batch, real = item if self._deal.readers > 1 else (item, COMPLETE)
+    def _read(self, progress: Progress, skip: int) -> Iterator[Any]:
+        """This reader's batches; rounds, where this process reads for all."""
+        behind = 0
+        if self._kind == "stateful":
+            # Its loader counts from the start of the epoch, and is told in its own words where to go on.
+            progress.count, progress.start, behind = progress.start, 0, skip
+            if progress.state is not None and not skip:
+                self._inner.load_state_dict(progress.state)  # type: ignore[attr-defined]
+        if self._feed is not None:
+            self._feed.begin(progress)
+            batches = self._begin(progress)
+            if behind:
+                batches = islice(batches, behind * (self._deal.readers if self._dispatches else 1), None)
+            return self._dealt(batches, progress) if self._dispatches else batches
+        whole, odd = divmod(progress.start, self._deal.batches)
+        if self._sharded:
+            self._inner.dataset.skip = odd  # type: ignore[attr-defined]
+        found = islice(self._begin(progress), whole + behind, None)
+        if self._sharded:
+            self._inner.dataset.skip = 0  # type: ignore[attr-defined]
+        return self._rounds(found, progress) if self._dispatches else self._counted(found, progress)
+
+    def _begin(self, progress: Progress) -> Iterator[Any]:
+        generator = self.generator or torch.default_generator
+        if not progress.resumed:
+            if self.num_workers and self._inner.__dict__["_iterator"] is None:
+                progress.workers = encode(generator.get_state())
+            return iter(self._inner)
+        # A resumed epoch was begun before the save: beginning it again must not draw anything anew.
+        with unmoved(self._generators()):
+            if progress.workers is not None:
+                generator.set_state(decode(progress.workers))
+            return iter(self._inner)
+
+    def _follow(self, progress: Progress) -> None:
+        """Draw what the process that reads draws: streams seeded alike stay alike."""
+        if progress.resumed:
+            return
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if self._feed is not None:
+            self._draw.open(progress, 0)
+
+    def _dealt(self, batches: Iterator[Any], progress: Progress) -> Iterator[Round]:
+        """Map-style data's rounds. The feed is one ahead, and knows the next one."""
+        readers, drawn = self._deal.readers, True
+        for number, group in enumerate(cut(batches, readers), start=progress.count + 1):
+            following = 0 if number == progress.total else progress.takers.get(number + 1, readers)
+            real = progress.padded.get(number, COMPLETE)
+            yield Round(group, real, following, progress.drawn if drawn else None)
+            drawn = False
+
+    def _rounds(self, found: Iterator[Shares], progress: Progress) -> Iterator[Round]:
+        """An iterable dataset's rounds. Its end is known only by reading one ahead."""
+        end: tuple[Shares, Any] = (([], COMPLETE), None)
+        for ((batches, real), state), ((after, _), _) in pairwise(chain(self._with_state(found), [end])):
+            progress.state = state
+            yield Round(batches, real, len(after))
+
+    def _counted(self, found: Iterator[Any], progress: Progress) -> Iterator[Any]:
+        """An iterable dataset's batches. The same holds of their end."""
+        ahead = with_last(self._with_state(found))
+        for number, ((item, state), last) in enumerate(ahead, start=progress.count + 1):
+            (batch,), real = item if self._sharded else ((item,), COMPLETE)
             if real != COMPLETE:
                 progress.padded[number] = real
             if last:
                 progress.total = number
+            progress.state = state
             yield batch
+
+    def _with_state(self, found: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """Each item, and the state of a stateful loader right after it."""
+        if self._kind != "stateful":
+            return ((item, None) for item in found)
+        return ((item, self._inner.state_dict()) for item in found)  # type: ignore[attr-defined]
 
     # -- set-up -----------------------------------------------------------------------------------
 
     def _feed_indices(self, loader: DataLoader[Any]) -> None:
         single = loader.batch_sampler is None
-        own_batches = not single and type(loader.batch_sampler) is not BatchSampler
-        self._kind = "batches" if own_batches else "indexed"
-        size = None if own_batches else (1 if single else loader.batch_sampler.batch_size)  # type: ignore[union-attr]
-        self._use(self._deal, IndexFeed(draw=self._draw, deal=self._deal, batch_size=size, single=single))
+        size = loader.batch_sampler.batch_size if settings.cuts(loader) else None  # type: ignore[union-attr]
+        feed = IndexFeed(
+            draw=self._draw,
+            deal=self._deal,
+            batch_size=1 if single else size,
+            single=single,
+            everyone=self._dispatches,
+        )
+        self._use(self._deal, feed)
 
     def _use(self, deal: Deal, feed: IndexFeed) -> None:
         self._deal, self._feed = deal, feed
         self._inner.__dict__["sampler" if feed.single else "batch_sampler"] = feed
 
     def _shard_iterable(self, loader: DataLoader[Any]) -> None:
-        if self._deal.readers == 1:
+        if self._deal.readers == 1 and not self._dispatches:
             return
-        single = loader.batch_size is None
-        shard = ShardedIterable(loader.dataset, self._deal, loader.batch_size or 1)  # type: ignore[arg-type]
+        shard = ShardedIterable(
+            loader.dataset,  # type: ignore[arg-type]
+            self._deal,
+            loader.batch_size or 1,
+            everyone=self._dispatches,
+            stateful=self._kind == "stateful",
+        )
         self._inner.__dict__.update(
             dataset=shard,
             batch_size=None,
             batch_sampler=None,
             drop_last=False,
-            collate_fn=ShareCollate(loader.collate_fn, single),
+            collate_fn=ShareCollate(loader.collate_fn, single=loader.batch_size is None),
             worker_init_fn=ShareWorker(loader.worker_init_fn),
         )
+
+    @property
+    def _sharded(self) -> bool:
+        return isinstance(self._inner.dataset, ShardedIterable)
 
     def _active(self) -> bool:
         return any(loader._cursor is self._cursor for loader in self._run.active_loaders)
 
     def _units_per_round(self) -> int:
         """What a round counts for in the position: samples, batches or rounds, by kind."""
-        return {"indexed": self._deal.samples or 1, "batches": self._deal.batches, "replay": 1}[self._kind]
+        if self._kind == "indexed":
+            return self._deal.samples or 1
+        return 1 if self._kind == "stateful" else self._deal.batches
 
     def _generators(self) -> dict[str, torch.Generator]:
         found = {"loader": self.generator, "order": self._draw.generator}
@@ -253,18 +355,21 @@ class PreparedLoader(DataLoader[Any]):
     def _position(self) -> Position:
         progress, length = self._cursor.progress, self._length()
         consumed = progress.start + progress.count * self._units_per_round()
+        state = progress.state
+        if self._kind == "stateful" and self._feed is not None and self._reads and progress.count:
+            state = self._inner.state_dict()  # type: ignore[attr-defined]
         return Position(
             kind=self._kind,
             epoch=progress.epoch,
             consumed=consumed if length is None else min(consumed, length),
             drawn=progress.drawn,
+            workers=progress.workers,
             generators={
                 role: encode(generator.get_state()) for role, generator in self._generators().items()
             },
             length=length,
-            per_round=(self._deal.readers, self.batch_size or 1, self.num_workers)
-            if self._feed is None
-            else (),
+            dealt=(self._deal.batches, self.batch_size or 1, self.num_workers),
+            state=state,
         )
 
 
@@ -276,7 +381,7 @@ def prepare_loader(loader: DataLoader[Any], run: Run, *, device_placement: bool 
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    _refuse(loader, run.config.data, run.topology)
+    settings.check(loader, run)
     return PreparedLoader(loader, run, device_placement)
 
 
@@ -307,78 +412,12 @@ class _SkipsOnce:
         return islice(super().__iter__(), skip, None)  # type: ignore[misc]
 
 
-def _deal(loader: DataLoader[Any], run: Run) -> Deal:
-    data, topology = run.config.data, run.topology
-    batches = loader if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
-    size = 1 if batches is None else getattr(batches, "batch_size", None)
-    return Deal(
-        reader=topology.reader,
-        readers=topology.readers,
-        batch_size=1 if size is None and batches is loader else size,
-        split=data.split_batches,
-        even=data.even_batches,
-        drop_last=bool(getattr(batches, "drop_last", False)),
-    )
-
-
-def _draw(loader: DataLoader[Any], run: Run) -> Draw:
-    data, control = run.config.data, run.collectives("control")
-    batches = loader.batch_sampler
-    plain = batches is None or type(batches) is BatchSampler
-    return Draw(
-        items=loader.sampler if batches is None else (batches.sampler if plain else batches),  # type: ignore[attr-defined]
-        # Asked for each time: what holds collectives would keep the process group alive beyond the run.
-        agree=(lambda tensor: run.collectives("control").broadcast(tensor)) if control.size > 1 else None,
-        follows=control.rank > 0,
-        seedable=data.use_seedable_sampler,
-        data_seed=data.data_seed,
-    )
-
-
-def _placement(run: Run, wanted: bool) -> Callable[[Any], Any] | None:
-    """What is done to each batch; None where nothing is."""
-    device, move, mark = run.device, run.hooks.move, run.mark_step
-    non_blocking = run.config.data.non_blocking
-    moves = wanted and device.type != "cpu"
-    if mark is None:
-        return (lambda batch: move(batch, device, non_blocking)) if moves else None
-
-    def place(batch: Any) -> Any:
-        placed = move(batch, device, non_blocking) if moves else batch
-        mark("batch")
-        return placed
-
-    return place
-
-
-def _refuse(loader: DataLoader[Any], data: DataLoaderConfiguration, topology: Topology) -> None:
-    if data.dispatch_batches:
-        raise ConfigError(
-            "data.dispatch_batches=True: a process that reads for all others is not there yet; each reads for"
-            " itself\nleave data.dispatch_batches unset"
-        )
-    if data.use_stateful_dataloader:
-        raise ConfigError(
-            "data.use_stateful_dataloader=True: torchdata's loader is not supported yet; map-style data"
-            " resumes exactly without it\nleave data.use_stateful_dataloader unset"
-        )
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ConfigError(
-            f"this dataloader is sharded already: its DistributedSampler is one of {sampler.num_replicas}"
-            " replicas, and prepare shards the data itself\n"
-            "give the DataLoader shuffle=True instead of that sampler"
-        )
-    if not data.split_batches or topology.readers == 1:
-        return
-    iterable = isinstance(loader.dataset, IterableDataset)
-    size = loader.batch_size if iterable else getattr(loader.batch_sampler, "batch_size", None)
-    if size is None or size % topology.readers:
-        raise ConfigError(
-            f"data.split_batches=True splits each batch between {topology.readers} readers, but this"
-            f" dataloader's batch size is {size}\n"
-            f"make the batch size a multiple of {topology.readers}, or leave split_batches unset"
-        )
+def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
+    if is_stateful(inner):
+        return "stateful"
+    if settings.is_iterable(loader):
+        return "replay"
+    return "indexed" if loader.batch_sampler is None or settings.cuts(loader) else "batches"
 
 
 def _announce(epoch: int, *holders: Any) -> None:

@@ -56,22 +56,29 @@ class Deal:
             return 0
         return self.samples or self.batches
 
-    def shares(self, batches: Iterable[Sequence[T]], head: Sequence[T]) -> Iterator[tuple[Sequence[T], int]]:
-        """(this reader's batch, real samples in its round) of each round it takes part in.
+    def shares(
+        self, batches: Iterable[Sequence[T]], head: Sequence[T], *, everyone: bool = False
+    ) -> Iterator[tuple[list[Sequence[T]], int]]:
+        """([this reader's batch], real samples in its round) of each round it takes part in.
 
+        everyone: the batches of all readers that take part, instead.
         The second is COMPLETE unless the round is padded. `head`: the first `wanted` samples of the
         order (without a batch size: batches).
         """
         if self.readers == 1:
-            yield from ((batch, COMPLETE) for batch in batches)
+            yield from (([batch], COMPLETE) for batch in batches)
             return
+        mine = slice(None) if everyone else slice(self.reader, self.reader + 1)
         for group, last in with_last(cut(batches, self.batches)):
-            if self._complete(group) or not (last or self.split):
-                yield self._own(group), COMPLETE
-            elif self.even and not self.drop_last:
-                yield self._padded(group, head)
-            elif not self.drop_last and (share := self._own(group)):
-                yield share, COMPLETE
+            self._check(group)
+            dealt, real = self._whole(group), COMPLETE
+            if (last or self.split) and not self._complete(group):
+                if self.drop_last:
+                    continue
+                if self.even:
+                    dealt, real = self._padded(group, head), sum(map(len, group))
+            if share := dealt[mine]:
+                yield share, real
 
     def length(self, batches: int, samples: int | None = None) -> int:
         """How many shares this reader gets of `batches` batches (of `samples` samples, where known)."""
@@ -89,21 +96,30 @@ class Deal:
         assert self.batch_size is not None
         return self.batch_size // self.readers if self.split else self.batch_size
 
+    def _check(self, group: Sequence[Sequence[T]]) -> None:
+        if self.split and self.batch_size is not None and len(group[0]) > self.batch_size:
+            raise ValueError(
+                f"data.split_batches=True: the batch sampler states batch_size={self.batch_size}, but gave a"
+                f" batch of {len(group[0])} samples\n"
+                "let it state the largest size, or leave split_batches unset"
+            )
+
     def _complete(self, group: Sequence[Sequence[T]]) -> bool:
         return len(group) == self.batches and (self.batch_size is None or len(group[-1]) == self.batch_size)
 
-    def _own(self, group: Sequence[Sequence[T]]) -> Sequence[T]:
-        if self.split:
-            return group[0][self.reader * self._slice : (self.reader + 1) * self._slice]
-        return group[self.reader] if self.reader < len(group) else ()
+    def _whole(self, group: list[Sequence[T]]) -> list[Sequence[T]]:
+        return self._slices(group[0]) if self.split else group
 
-    def _padded(self, group: Sequence[Sequence[T]], head: Sequence[T]) -> tuple[Sequence[T], int]:
-        real = sum(map(len, group))
-        if self.batch_size is None:
-            whole = list(islice(chain(group, cycle(head)), self.readers))
-            return whole[self.reader], real  # type: ignore[return-value]
-        samples = list(islice(chain(*group, cycle(head)), self.samples))
-        return samples[self.reader * self._slice : (self.reader + 1) * self._slice], real
+    def _slices(self, samples: Sequence[T]) -> list[Sequence[T]]:
+        return [samples[start : start + self._slice] for start in range(0, len(samples), self._slice)]
+
+    def _padded(self, group: list[Sequence[T]], head: Sequence[T]) -> list[Sequence[T]]:
+        samples = list(chain(*group))
+        if self.samples is None:
+            return list(islice(chain(group, cycle(head)), self.readers))  # type: ignore[arg-type]
+        if len(samples) > self.samples:  # batches are not of the size that their sampler states
+            return list(islice(cycle(group), self.readers))
+        return self._slices(list(islice(chain(samples, cycle(head or samples)), self.samples)))
 
 
 def cut(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:

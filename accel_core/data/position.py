@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
 from accel_core.errors import CheckpointError
 
 __all__ = ["Drawn", "Position", "Progress"]
 
-Kind = Literal["indexed", "batches", "replay"]
+Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
 """What an epoch's order was drawn from: a seed, a generator's state (base64), or nothing."""
 
@@ -21,35 +21,34 @@ class Position:
     """A loader's place in its data, JSON-able. Counts what was handed to the user, not what was prefetched.
 
     kind: `indexed` counts samples of the order: any number of readers and workers goes on from it.
-        `batches` counts the user's own batch sampler's batches: any number of readers.
-        `replay` counts rounds of an iterable dataset, which is read again from its start and skipped:
-        the same number of readers, batch size and workers.
+        `batches` counts the user's own batch sampler's batches: any number of readers and workers.
+        `replay` counts batches of an iterable dataset, which is read again from its start and skipped:
+        the same batch size; any number of readers, unless there are several workers.
+        `stateful` counts rounds, and holds what the loader says itself: the same `dealt`.
     epoch: iterations over the loader that were begun before this one.
     consumed: samples, batches or rounds of this epoch, without padding.
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
+    workers: state of the generator that the seeds of this epoch's workers were drawn from.
     generators: states of the generators the loader was given, by role, as they are now.
-    length: samples (or batches) of an epoch, where known. per_round: what a round is, for `replay`.
+    length: samples (or batches) of an epoch, where known.
+    dealt: (batches a round, batch size, workers).
+    state: of a `stateful` loader; None where an epoch begins, and where another process reads.
     """
 
     kind: Kind
     epoch: int = 0
     consumed: int = 0
     drawn: Drawn = None
+    workers: str | None = None
     generators: Mapping[str, str] = field(factory=dict)
     length: int | None = None
-    per_round: tuple[int, ...] = ()
+    dealt: tuple[int, ...] = ()
+    state: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of what JSON can hold."""
-        return {
-            "kind": self.kind,
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-            "drawn": self.drawn,
-            "generators": dict(self.generators),
-            "length": self.length,
-            "per_round": list(self.per_round),
-        }
+        """A dict of what JSON can hold; `state` is as its loader gave it."""
+        found = asdict(self, recurse=False)
+        return {**found, "generators": dict(self.generators), "dealt": list(self.dealt)}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], here: Position) -> Position:
@@ -58,7 +57,7 @@ class Position:
         Raises:
             CheckpointError: the loader has changed in a way that its kind does not survive.
         """
-        found = cls(**{**saved, "per_round": tuple(saved["per_round"])})
+        found = cls(**{**saved, "dealt": tuple(saved["dealt"])})
         if found.kind != here.kind:
             raise CheckpointError(
                 f"a dataloader was saved as {found.kind!r}, but the one prepared here is {here.kind!r}\n"
@@ -70,13 +69,20 @@ class Position:
                 f"a dataloader was saved in the middle of an epoch of {found.length}, but here an epoch has"
                 f" {here.length}\nresume with the dataset and sampler that it was saved with"
             )
-        if midway and found.per_round != here.per_round:
+        if midway and not _goes_on(found, here):
             raise CheckpointError(
-                f"an iterable dataset was saved mid-epoch with (readers, batch size, workers) ="
-                f" {found.per_round}, here they are {here.per_round}\n"
+                f"a {found.kind!r} dataloader was saved mid-epoch with (batches a round, batch size, workers)"
+                f" = {found.dealt}, here they are {here.dealt}\n"
                 "resume with the same, or at the start of an epoch"
             )
         return found
+
+
+def _goes_on(found: Position, here: Position) -> bool:
+    if found.kind in ("indexed", "batches") or found.dealt == here.dealt:
+        return True
+    (_, size, workers), (_, new_size, new_workers) = found.dealt, here.dealt
+    return found.kind == "replay" and size == new_size and max(workers, new_workers) <= 1
 
 
 @define(eq=False)
@@ -84,14 +90,20 @@ class Progress:
     """One iteration over a loader, while it happens. Mutable, and cheap to advance.
 
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
+    workers, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
     padded: number of a batch -> real samples in its round, for the rounds that are padded.
+    takers: number of a round -> readers that have a batch in it, where not all do (told to one that
+        reads for all).
     """
 
     epoch: int = 0
     start: int = 0
     drawn: Drawn = None
     resumed: bool = False
+    workers: str | None = None
+    state: Any = None
     count: int = 0
     total: int = -1
     padded: dict[int, int] = field(factory=dict)
+    takers: dict[int, int] = field(factory=dict)

@@ -346,18 +346,6 @@ def test_a_set_epoch_of_the_users_sampler_is_called_for_each_epoch():
     assert told == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ({"dispatch_batches": True}, "data.dispatch_batches"),
-        ({"use_stateful_dataloader": True}, "data.use_stateful_dataloader"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(data, says):
-    with pytest.raises(ConfigError, match=says):
-        prepared(numbers(4), **data)
-
-
 @pytest.mark.parametrize("make", [numbers(9, 3), lambda _: DataLoader(Numbers(9), batch_sampler=Ragged(9))])
 def test_split_batches_needs_a_batch_size_that_can_be_split(make):
     with pytest.raises(ConfigError, match="make the batch size a multiple of 2"):

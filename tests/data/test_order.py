@@ -15,7 +15,8 @@ def dealt(length, batch_size, readers, **rule):
     for reader in range(readers):
         deal = Deal(reader=reader, readers=readers, batch_size=batch_size, **rule)
         head, items = opening(range(length), deal.wanted, 0)
-        found.append(list(deal.shares(cut(items, batch_size, drop_last=deal.drop_last), head)))
+        shares = deal.shares(cut(items, batch_size, drop_last=deal.drop_last), head)
+        found.append([(batch, real) for (batch,), real in shares])
     return found
 
 
@@ -68,7 +69,7 @@ def test_batches_without_a_size_are_padded_by_whole_batches():
     own = [[0], [1, 2], [3, 4, 5]]
     for reader, expected in enumerate([[[0], [3, 4, 5]], [[1, 2], [0]]]):
         deal = Deal(reader=reader, readers=2, batch_size=None)
-        assert batches(deal.shares(own, own[: deal.wanted])) == expected
+        assert [batch for (batch,), _ in deal.shares(own, own[: deal.wanted])] == expected
 
 
 def test_an_empty_order_has_no_rounds():

@@ -287,7 +287,7 @@ def position_of(make, readers=1):
     [
         (position_of(numbers(8)), numbers(9), 1, "epoch of 8, but here an epoch has 9"),
         (position_of(numbers(8)), lambda _: DataLoader(Stream(8), 2), 1, "'indexed'.*'replay'"),
-        (position_of(lambda _: DataLoader(Stream(8), 2)), lambda _: DataLoader(Stream(8), 2), 2, "readers"),
+        (position_of(lambda _: DataLoader(Stream(8))), lambda _: DataLoader(Stream(8), 4), 1, "batch size"),
     ],
 )
 def test_a_position_that_means_nothing_here_is_refused(state, make, readers, says):

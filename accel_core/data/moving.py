@@ -1,0 +1,78 @@
+"""Batches on their way to the device: the next one moves while the user has this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.data.order import with_last
+from accel_core.nested import recursively_apply
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+
+__all__ = ["Mover", "mover"]
+
+Mover = Callable[[Iterator[Any]], Iterator[Any]]
+"""Batches -> the same batches, on the device."""
+
+
+def mover(run: Run, *, moves: bool, ahead: bool) -> Mover | None:
+    """What is done to the batches of a loader; None where nothing is.
+
+    moves: put them on the run's device. ahead: start moving a batch before it is asked for.
+    """
+    device, mark = run.device, run.mark_step
+    moves = moves and device.type != "cpu"
+    move = partial(_move, run.hooks.move, device, run.config.data.non_blocking) if moves else None
+    # A device that records its work lazily must not find the next batch in the middle of this one's graph.
+    stream = _stream(device) if moves and ahead and mark is None else None
+    if move is not None and stream is not None:
+        return partial(_ahead, move, stream)
+    if move is None and mark is None:
+        return None
+
+    def place(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            placed = batch if move is None else move(batch)
+            if mark is not None:
+                mark("batch")
+            yield placed
+
+    return place
+
+
+def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, batch: Any) -> Any:
+    return move(batch, device, non_blocking)
+
+
+def _stream(device: torch.device) -> torch.Stream | None:
+    """A stream beside the one that computes; None where the device has none."""
+    if torch.accelerator.current_accelerator() != torch.device(device.type):
+        return None
+    try:
+        return torch.Stream(device)
+    except RuntimeError:  # also NotImplementedError: devices without streams say it in either way
+        return None
+
+
+def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    def start(batch: Any) -> tuple[Any, torch.Event]:
+        with stream:
+            return move(batch), stream.record_event()
+
+    for (batch, moved), _ in with_last(map(start, batches)):
+        current = torch.accelerator.current_stream(stream.device)
+        current.wait_event(moved)
+        # Its memory was taken on the other stream, which must not reuse it before this one is through.
+        recursively_apply(_record, batch, current)
+        yield batch
+
+
+def _record(tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
+    if tensor.device == stream.device:
+        tensor.record_stream(stream)
+    return tensor

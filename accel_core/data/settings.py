@@ -1,0 +1,108 @@
+"""What the `data` section of a run means for one of the user's loaders."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from accel_core.data.draw import Draw
+from accel_core.data.order import Deal
+from accel_core.data.stateful import is_stateful, stateful
+from accel_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+
+__all__ = ["check", "cuts", "deal_of", "dispatches", "draw_of", "inner_of", "is_iterable"]
+
+
+def is_iterable(loader: DataLoader[Any]) -> bool:
+    """Whether its dataset has no indices."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def cuts(loader: DataLoader[Any]) -> bool:
+    """Whether its batches are its sampler, cut: by torch's BatchSampler, or torchdata's copy of that."""
+    batches = loader.batch_sampler
+    made_by = type(batches).__module__.partition(".")[0]
+    return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")
+
+
+def dispatches(loader: DataLoader[Any], run: Run) -> bool:
+    """Whether one process reads for all. Iterables by default: each process may read another random one."""
+    wanted = run.config.data.dispatch_batches
+    return (is_iterable(loader) if wanted is None else wanted) and run.collectives("control").size > 1
+
+
+def deal_of(loader: DataLoader[Any], run: Run) -> Deal:
+    """How its batches are shared out."""
+    data, topology = run.config.data, run.topology
+    batches = loader if is_iterable(loader) else loader.batch_sampler
+    size = 1 if batches is None else getattr(batches, "batch_size", None)
+    return Deal(
+        reader=topology.reader,
+        readers=topology.readers,
+        batch_size=1 if size is None and batches is loader else size,
+        split=data.split_batches,
+        even=data.even_batches,
+        drop_last=bool(getattr(batches, "drop_last", False)),
+    )
+
+
+def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
+    """What its order is drawn from."""
+    data, control = run.config.data, run.collectives("control")
+    batches = loader.batch_sampler
+    agrees = control.size > 1 and not dispatches(loader, run)
+    return Draw(
+        items=loader.sampler if batches is None or cuts(loader) else batches,
+        # Asked for each time: what holds collectives would keep the process group alive beyond the run.
+        agree=(lambda tensor: run.collectives("control").broadcast(tensor)) if agrees else None,
+        follows=control.rank > 0,
+        seedable=data.use_seedable_sampler,
+        data_seed=data.data_seed,
+    )
+
+
+def inner_of(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
+    """A loader like it, to be changed; torchdata's, if that is wanted.
+
+    Raises:
+        ConfigError: torchdata's cannot be had.
+    """
+    wanted = run.config.data.use_stateful_dataloader and not is_stateful(loader)
+    return stateful(loader) if wanted else copy.copy(loader)
+
+
+def check(loader: DataLoader[Any], run: Run) -> None:
+    """Raises ConfigError: the settings cannot be had for this loader; the message names the setting."""
+    data, readers = run.config.data, run.topology.readers
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ConfigError(
+            f"this dataloader is sharded already: its DistributedSampler is one of {sampler.num_replicas}"
+            " replicas, and prepare shards the data itself\n"
+            "give the DataLoader shuffle=True instead of that sampler"
+        )
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ConfigError(
+            "this dataloader has in_order=False: batches that come in any order can neither be counted for a"
+            " resume nor told from padding\nleave in_order unset, or use the DataLoader without preparing it"
+        )
+    if dispatches(loader, run) and is_iterable(loader) and loader.num_workers > 1 and not data.even_batches:
+        raise ConfigError(
+            "data.even_batches=False: several workers each read this iterable dataset for all processes, and"
+            " none knows which batch is a process's last\n"
+            "give the DataLoader one worker, or set data.even_batches or data.dispatch_batches=False"
+        )
+    if not data.split_batches or readers == 1:
+        return
+    size = loader.batch_size if is_iterable(loader) else getattr(loader.batch_sampler, "batch_size", None)
+    if size is None or size % readers:
+        raise ConfigError(
+            f"data.split_batches=True splits each batch between {readers} readers, but this"
+            f" dataloader's batch size is {size}\n"
+            f"make the batch size a multiple of {readers}, or leave split_batches unset"
+        )

@@ -1,0 +1,102 @@
+"""Loaders and datasets that know their own position: torchdata's, and whatever has the two methods."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from accel_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_core.data.feed import ShardedIterable, Shares
+
+__all__ = ["StatefulShares", "is_stateful", "stateful"]
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether it can say where it is, and go on from there."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """torchdata's loader with the options of this one.
+
+    Raises:
+        ConfigError: it cannot be made of this loader, or torchdata is not installed.
+    """
+    if type(loader) is not DataLoader:
+        raise ConfigError(
+            f"data.use_stateful_dataloader=True: {type(loader).__qualname__} is a DataLoader of your own\n"
+            "let it inherit from torchdata.stateful_dataloader.StatefulDataLoader, or leave this unset"
+        )
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(
+            "data.use_stateful_dataloader=True: torchdata is not installed (map-style data resumes exactly"
+            " without it)\npip install 'accel-core[stateful]'"
+        ) from error
+    made: DataLoader[Any] = StatefulDataLoader(())
+    made.__dict__.update(loader.__dict__)
+    return made
+
+
+class StatefulShares(Iterator["Shares"]):
+    """The shares of an iterable dataset that knows its position, or whose iterator does.
+
+    A share is given out after the next round was read; its state is from before that.
+    """
+
+    def __init__(self, sharded: ShardedIterable, source: Iterator[Any]) -> None:
+        self._sharded, self._source = sharded, source
+        self._shares: Iterator[Shares] | None = None
+        self._states: deque[Any] = deque()
+        self._state: Any = None
+
+    def __next__(self) -> Shares:
+        if self._shares is None:
+            self._shares = self._sharded.share(self._samples(), ())
+        share = next(self._shares)
+        self._state = self._states.popleft() if self._sharded.deal.readers > 1 else None
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the dataset and its iterator, after the last share."""
+        state: dict[str, Any] = self._state or self._now()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        dataset, iterator = state["dataset"], state["iterator"]
+        if dataset is not None:
+            self._sharded.dataset.load_state_dict(dataset)  # type: ignore[attr-defined]
+        self._source = iter(self._sharded.dataset)
+        if iterator is not None:
+            self._source.load_state_dict(iterator)  # type: ignore[attr-defined]
+        self._shares, self._state = None, None
+        self._states.clear()
+
+    def _samples(self) -> Iterator[Any]:
+        deal = self._sharded.deal
+        per_round = deal.batches * self._sharded.batch_size
+        for number, sample in enumerate(self._source, start=1):
+            yield sample
+            if number % per_round == 0:
+                self._states.append(self._now())
+        self._states.append(self._now())
+
+    def _now(self) -> dict[str, Any]:
+        dataset: Any = self._sharded.dataset
+        source = self._source
+        return {
+            "dataset": None if dataset is source else _state(dataset),
+            "iterator": _state(source),
+        }
+
+
+def _state(thing: Any) -> Any:
+    return copy.deepcopy(thing.state_dict()) if is_stateful(thing) else None
