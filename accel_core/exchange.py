@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -49,10 +50,14 @@ class Call:
     """One operation as this rank makes it. A context: inside, no gradients, and failures name it.
 
     objects: it moves picklable objects, for which the world has a group on the CPU.
+    at: where in the data it is made, which must be equal too.
     """
 
-    def __init__(self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False) -> None:
+    def __init__(
+        self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+    ) -> None:
         self.run, self.dim, self.operation, self.tree = run, dim, operation, tree
+        self.at = at
         self.refusal = ""
         on_cpu = run.device.type == "cpu"
         self.council = run.collectives("control" if dim == "world" and not on_cpu else dim)
@@ -74,7 +79,7 @@ class Call:
     def __str__(self) -> str:
         found = describe(self.tree)
         tensors = [place for place, text in found.items() if text.startswith("(")]
-        return _text(self.operation, found, tensors or list(found))
+        return _text(self.operation + self.at, found, tensors or list(found))
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -122,11 +127,12 @@ class Call:
             CollectiveError: they do not; it shows what each rank brought.
         """
         if self.meets:
-            _, table = self._meet(plan.digest, plan.size, lambda into: plan.pack(tensors, into))
+            mine = plan.digest ^ crc32(self.at.encode())
+            _, table = self._meet(mine, plan.size, lambda into: plan.pack(tensors, into))
             if plan.size <= table.shape[1]:
                 return table[:, : plan.size], table[0, :0]
         else:
-            self._compare(plan.digest)
+            self._compare(plan.digest ^ crc32(self.at.encode()))
         payload = torch.empty(plan.size, dtype=torch.uint8, device=self.run.device)
         plan.pack(tensors, payload)
         return None if plan.size else payload.view(self.size, 0), payload
@@ -143,7 +149,7 @@ class Call:
             return list(self.collectives.all_gather_object(value))
         payload = self._pickled(value)
         lengths, table = self._meet(
-            digest(self.operation, *agreed), len(payload), lambda into: into.copy_(payload)
+            digest(self.operation, self.at, *agreed), len(payload), lambda into: into.copy_(payload)
         )
         if max(lengths) > table.shape[1]:
             padded = torch.cat([payload, payload.new_empty(max(lengths) - len(payload))])
@@ -161,12 +167,21 @@ class Call:
         if not self.meets:
             return self.collectives.broadcast_object(value, source)
         mine = self.collectives.rank == source
-        payload = self._pickled(value) if mine else torch.empty(0, dtype=torch.uint8)
-        lengths, table = self._meet(digest(self.operation), len(payload), lambda into: into.copy_(payload))
-        sent = table[source, : lengths[source]]
-        if lengths[source] > table.shape[1]:
-            sent = self.collectives.broadcast(payload if mine else sent.new_empty(lengths[source]), source)
+        sent = self.one_payload(self._pickled(value) if mine else None, source)
         return value if mine else _unpickled(sent)
+
+    def one_payload(self, payload: Tensor | None, source: int) -> Tensor:
+        """The bytes of the group's rank `source`, where ranks meet; the others bring None.
+
+        Raises:
+            CollectiveError: ranks differ in operation.
+        """
+        mine = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        lengths, table = self._meet(digest(self.operation), len(mine), lambda into: into.copy_(mine))
+        if lengths[source] <= table.shape[1]:
+            return table[source, : lengths[source]]
+        sent = mine.new_empty(lengths[source]) if payload is None else payload
+        return self.collectives.broadcast(sent, source)
 
     def _pickled(self, value: Any) -> Tensor:
         with self.local():
@@ -194,7 +209,7 @@ class Call:
 
     def _disagreement(self) -> CollectiveError:
         """Says where the ranks differ. They all know that they do, and so all come here."""
-        every = self.council.all_gather_object((self.operation, describe(self.tree), self.refusal))
+        every = self.council.all_gather_object((self.operation + self.at, describe(self.tree), self.refusal))
         places = list(dict.fromkeys(place for _, found, _ in every for place in found))
         different = [place for place in places if len({found.get(place) for _, found, _ in every}) > 1]
         texts = [

@@ -86,8 +86,11 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
         TypeError: a leaf is no tensor.
         ValueError: the tensors are on several devices.
     """
-    run = live(run)
-    with Call(run, run.topology.gather_dim, "gather", tensor) as call:
+    return _gather(tensor, live(run), "gather")
+
+
+def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> Any:
+    with Call(run, run.topology.gather_dim, operation, tensor, at=at) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
             return rebuild(tensor, [each.detach().reshape(each.shape or 1) for each in tensors])
@@ -106,10 +109,13 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
     Raises:
         CollectiveError: another rank calls something else, or cannot pickle its object.
     """
-    run = live(run)
+    return _gather_object(object, live(run), "gather_object")
+
+
+def _gather_object(object: Any, run: Run, operation: str, at: str = "") -> Any:
     on_cpu = run.device.type == "cpu"  # elsewhere a tensor would arrive on its sender's device
     mine = object if on_cpu else recursively_apply(Tensor.cpu, object)
-    with Call(run, run.topology.gather_dim, "gather_object", object, objects=True) as call:
+    with Call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
         return _join_objects(call.all_objects(mine))
 
 
@@ -121,12 +127,14 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
     loader being iterated.
 
     Raises:
-        CollectiveError: as `gather`.
+        CollectiveError: as `gather`; also if ranks are not in the same batch of the same epoch.
     """
     run = live(run)
     as_objects = use_gather_object or not _all_tensors(input_data)
-    gathered = gather_object(input_data, run=run) if as_objects else gather(input_data, run=run)
-    remainder = run.active_loaders[-1].remainder if run.active_loaders else -1
+    loader = run.active_loaders[-1] if run.active_loaders else None
+    collect = _gather_object if as_objects else _gather
+    gathered = collect(input_data, run, "gather_for_metrics", "" if loader is None else loader.place)
+    remainder = -1 if loader is None else loader.remainder
     if remainder < 0:
         return gathered
     if as_objects:

@@ -112,12 +112,16 @@ class DataLoaderConfiguration:
     """How prepared dataloaders share out the data. Section `data`."""
 
     split_batches: bool = option(False, help="Share each batch out, instead of a batch for each process.")
-    dispatch_batches: bool | None = option(None, help="Main process reads; unset: for iterable datasets.")
+    dispatch_batches: bool | None = option(
+        None, help="Rank 0 reads for all; false: each process reads. Unset: true for iterable datasets."
+    )
     even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
     use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
     data_seed: int | None = option(None, help="Seed of the seedable sampler; unset: torch's.")
     non_blocking: bool = option(False, help="Copy batches without waiting; wants pinned memory.")
-    use_stateful_dataloader: bool = option(False, help="Use torchdata's loader, which knows its position.")
+    use_stateful_dataloader: bool = option(
+        False, help="Use torchdata's loader, whose datasets may know their own position."
+    )
 
 
 @frozen(kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from accel_core.checkpoint.codec import bytes_of, name_of, tensor_from
 from accel_core.data.order import COMPLETE
 from accel_core.data.position import Drawn, Progress
 from accel_core.errors import CollectiveError
+from accel_core.exchange import Call
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -55,7 +57,8 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
     reader, number, following = run.topology.reader, progress.count, run.topology.readers
     while following:
         found = _receive(run) if rounds is None else _read(run, rounds)
-        following, progress.drawn = found.following, found.drawn or progress.drawn
+        following = found.following
+        progress.drawn = progress.drawn if found.drawn is None else found.drawn
         if reader >= len(found.batches):
             continue  # this reader has run out, though others have not; or there is nothing at all
         number += 1
@@ -72,7 +75,8 @@ def _read(run: Run, rounds: Iterator[Round]) -> Round:
         found = next(rounds, Round())
         message = _packed(found)
     except Exception as error:  # whatever a dataset raises: the others wait, and have to be told
-        _send(run, _packed(Round(failure=f"{type(error).__name__}: {error}")))
+        told = "".join(traceback.format_exception_only(error)).strip()  # a worker's has its traceback in it
+        _send(run, _packed(Round(failure=told.splitlines()[-1])))
         raise
     _send(run, message)
     return found
@@ -133,8 +137,5 @@ class _Pickler(pickle.Pickler):
 
 
 def _send(run: Run, message: Tensor | None) -> Tensor:
-    control = run.collectives("control")
-    length = control.broadcast(torch.tensor([0 if message is None else len(message)]), SOURCE)
-    if message is None:
-        message = torch.empty(int(length), dtype=torch.uint8)
-    return control.broadcast(message, SOURCE)
+    with Call(run, "world", "the next batch (dispatch_batches)", None, objects=True) as call:
+        return call.one_payload(message, SOURCE)

@@ -55,13 +55,13 @@ class IndexFeed:
         head, batches = self._opened(progress)
         number, held = 0, list[Any]()
         for shares, real in self.deal.shares(batches, head, everyone=self.everyone):
-            yield from held
             number += 1
-            held = [share[0] for share in shares] if self.single else shares
             if real != COMPLETE:
                 progress.padded[number] = real
             if self.everyone and len(shares) < self.deal.readers:
                 progress.takers[number] = len(shares)
+            yield from held
+            held = [share[0] for share in shares] if self.single else shares
         progress.total = number
         yield from held
 

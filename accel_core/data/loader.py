@@ -98,6 +98,12 @@ class PreparedLoader(DataLoader[Any]):
         return progress.padded.get(progress.count, COMPLETE)
 
     @property
+    def place(self) -> str:
+        """Which batch the user holds, for messages."""
+        progress = self._cursor.progress
+        return f" in batch {progress.count} of epoch {progress.epoch}"
+
+    @property
     def epoch(self) -> int:
         """Iterations over this loader that were begun before the current, or next, one."""
         return self._cursor.progress.epoch + (not self._cursor.pending and not self._active())

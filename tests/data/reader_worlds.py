@@ -55,7 +55,7 @@ class Ragged(BatchSampler):
 
 
 class Told:
-    """Collectives of a rank that lives after rank 0: `broadcast` gives what rank 0 broadcast."""
+    """Collectives of a rank that lives after rank 0: it hears what rank 0 said, and nobody else."""
 
     def __init__(self, rank, size, told):
         self.rank, self.size, self.told, self.heard = rank, size, told, 0
@@ -66,6 +66,9 @@ class Told:
             return tensor
         self.heard += 1
         return tensor.copy_(self.told[self.heard - 1])
+
+    def all_gather(self, tensor):
+        return torch.cat([self.broadcast(tensor.clone()), *[tensor] * (self.size - 1)])
 
 
 def world(readers=1, *, device="cpu", move=None, mark_step=None, rng_types=("generator",), **data):
