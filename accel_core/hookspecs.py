@@ -243,12 +243,34 @@ def refuse(config: RunConfig) -> Sequence[str]:
 
 # -- prepare: once a unit, all ranks -------------------------------------------------------------
 
+PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", "post")
+"""Of `transform_model`, in order; `place_model` and `wrap_model` stand between the last two."""
+
 
 @owner
 def kind_of(object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
     """What an object given to `prepare` is; ask `below` for what you do not know. None is an error.
 
     base: torch's Module, Optimizer, LRScheduler and ReduceLROnPlateau, DataLoader.
+    """
+
+
+@everyone
+def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[str]:
+    """Reasons why the unit cannot take in these objects, each saying what to change.
+
+    Asked of all that one `prepare` was given before anything is changed. The unit may be new and empty.
+    """
+
+
+@wrapper("model")
+def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+    """Change the model in one of `PHASES`, in place or by giving another; as it is in all others.
+
+    Called once a model and phase: with the user's model up to `compile`, on the device it comes from;
+    in `post` with what `wrap_model` returned. Names are kept: tensors that are the same objects under
+    other names keep those of the user's model, and optimizers follow what is replaced under its name.
+    base compiles, as section `compile` says.
     """
 
 

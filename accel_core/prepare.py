@@ -6,17 +6,19 @@ Everything that can be wrong with what was given is found before anything is cha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core.autocasting import attach
 from accel_core.binding import LAYERS
 from accel_core.data.loader import PreparedLoader, prepare_loader
 from accel_core.errors import AccelError, ConfigError
+from accel_core.hookspecs import PHASES
+from accel_core.native.compiling import inside
 from accel_core.proxies import PreparedOptimizer, PreparedScheduler
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.run import Run
@@ -90,8 +92,11 @@ def prepare(
             f"name={name!r} needs objects of exactly one unit, got {len(groups)}; prepare them one by one"
         )
     placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
+    units: list[Unit] = []
     for group in groups:
-        group.build(run, strategy, name, placed)
+        units.append(group.check(run, strategy, name, units))
+    for group, unit in zip(groups, units, strict=True):
+        group.build(run, unit, placed)
     run.trained = [unit for unit in run.units if unit.optimizers]
     return [
         None if kind is None else _prepared(run, kind, thing, placed[id(thing)])
@@ -113,20 +118,42 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
 
 
 class _Group:
-    """New models and optimizers that belong together, and the unit they complete, if there is one."""
+    """New models and optimizers that belong together, and the units they complete and so join."""
 
-    def __init__(self, unit: Unit | None = None) -> None:
-        self.unit = unit
-        self.models: list[nn.Module] = []
+    def __init__(self, units: Sequence[Unit] = (), models: Sequence[nn.Module] = ()) -> None:
+        self.units = list(units)
+        self.models = list(models)
         self.optimizers: list[Optimizer] = []
 
-    def build(self, run: Run, strategy: str | None, name: str | None, placed: Mapping[int, bool]) -> None:
-        unit = self.unit or run.make_unit(name, strategy)
+    def join(self, other: _Group) -> None:
+        """Take over what the other has."""
+        self.units += other.units
+        self.models += other.models
+        self.optimizers += other.optimizers
+
+    def check(self, run: Run, strategy: str | None, name: str | None, made: Sequence[Unit]) -> Unit:
+        """The unit to build in. Raises what speaks against it; nothing is changed until all are checked."""
+        self.units.sort(key=lambda unit: not unit.optimizers)
+        for other in self.units[1:]:
+            if self.units[0].strategy != other.strategy or other.optimizers:
+                raise ConfigError(
+                    f"an optimizer spans the units {self.units[0].name!r} and {other.name!r}, which cannot be"
+                    " joined now\nprepare both models and all their optimizers in one call, with one strategy"
+                )
+        unit = self.units[0] if self.units else run.make_unit(name, strategy, made)
         if strategy is not None and unit.strategy != strategy:
             raise ConfigError(
                 f"prepare(strategy={strategy!r}): these objects belong to unit {unit.name!r}, prepared with"
                 f" {unit.strategy!r}\nprepare all objects of a unit with the same strategy"
             )
+        reasons = unit.hooks.refuse_unit(unit, self.models, self.optimizers)
+        if reasons:
+            raise ConfigError("\n".join(reasons), problems=reasons)
+        return unit
+
+    def build(self, run: Run, unit: Unit, placed: Mapping[int, bool]) -> None:
+        for other in self.units[1:]:
+            run.absorb(unit, other)
         if self.models:
             _add_models(run, unit, self.models, placed)
         for optimizer in self.optimizers:
@@ -137,49 +164,38 @@ class _Group:
 
 def _groups(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[_Group]:
     """Pair optimizers with models by the identity of parameters."""
-    new = [model for model in models if run.unit_of_model(model) is None]
-    home = {parameter: number for number, model in enumerate(new) for parameter in model.parameters()}
-    groups: list[_Group] = [_Group() for _ in new]
-    for group, model in zip(groups, new, strict=True):
-        group.models.append(model)
-    of_unit: dict[Unit, _Group] = {}
+    groups = [_Group(models=[m]) for m in dict.fromkeys(models) if run.unit_of_model(m) is None]
+    home: dict[object, _Group] = {p: group for group in groups for p in group.models[0].parameters()}
     for optimizer in optimizers:
         if isinstance(optimizer, PreparedOptimizer) or run.proxy_of(optimizer) is not None:
             continue
         mine: list[_Group] = []
         for parameter in _parameters(optimizer):
-            if parameter in home:
-                group = groups[home[parameter]]
-            else:
-                (unit,) = run.homes.units_of([parameter])
-                if unit is None:
-                    raise _homeless(optimizer, parameter)
-                group = of_unit.setdefault(unit, _Group(unit))
+            group = home.get(parameter) or _group_of_unit(run, optimizer, parameter, home, groups)
             if group not in mine:
                 mine.append(group)
         if not mine:
             raise AccelError(f"prepare: the {type(optimizer).__name__} holds no parameter")
-        _join(run, mine, groups, of_unit)
-        mine[0].optimizers.append(optimizer)
-    distinct: list[_Group] = []
-    for group in [*groups, *of_unit.values()]:
-        if group not in distinct:
-            distinct.append(group)
-    return distinct
+        first, *others = mine
+        first.optimizers.append(optimizer)
+        for other in others:  # one optimizer over several models makes them one unit
+            first.join(other)
+            groups.remove(other)
+            home.update({key: first for key, group in home.items() if group is other})
+    return groups
 
 
-def _join(run: Run, mine: list[_Group], groups: list[_Group], of_unit: dict[Unit, _Group]) -> None:
-    """One optimizer over several models makes them one unit."""
-    mine.sort(key=lambda group: group.unit is None)
-    first = mine[0]
-    for other in mine[1:]:
-        if other.unit is not None:
-            assert first.unit is not None
-            run.absorb(first.unit, other.unit)
-            of_unit[other.unit] = first
-        first.models += other.models
-        first.optimizers += other.optimizers
-        groups[:] = [first if group is other else group for group in groups]
+def _group_of_unit(
+    run: Run, optimizer: Optimizer, parameter: nn.Parameter, home: dict[object, _Group], groups: list[_Group]
+) -> _Group:
+    """The group that completes the unit of a parameter prepared before."""
+    (unit,) = run.homes.units_of([parameter])
+    if unit is None:
+        raise _homeless(optimizer, parameter)
+    if unit not in home:
+        home[unit] = _Group(units=[unit])
+        groups.append(home[unit])
+    return home[unit]
 
 
 def _homeless(optimizer: Optimizer, parameter: nn.Parameter) -> AccelError:
@@ -208,37 +224,71 @@ def _check_schedulers(run: Run, schedulers: Iterable[Any], optimizers: Iterable[
 
 
 def _add_models(run: Run, unit: Unit, models: Sequence[nn.Module], placed: Mapping[int, bool]) -> None:
-    unit.models += models
-    before = dict(unit.all_names())
+    first = len(unit.models)
+    unit.models += map(inside, models)
+    unit.given += models
+    unit.renamed += [{} for _ in models]
+    given = dict(unit.all_names())
     unit.record_aliases()
-    for model in models:
-        number, place = unit.models.index(model), placed.get(id(model), True)
-        here = unit.hooks.place_model(unit, model, run.device) if place else model
-        wrapped = unit.hooks.wrap_model(unit, here)
+    for number, model in enumerate(models, first):
+        before = list(_tensors(unit.models[number]))
+        wrapped = _wrap(run, unit, model, placed.get(id(model), True))
         unit.wrapped.append(wrapped)
-        unit.models[number] = inner = unit.hooks.unwrap_model(unit, wrapped, True)
-        detach = attach(inner, unit.hooks.autocast(unit))
+        unit.models[number] = inner = inside(unit.hooks.unwrap_model(unit, wrapped, True))
+        unit.renamed[number] = _renamed(before, inner)
+        detach = attach(inner, unit.hooks.autocast(unit), run.config.autocast.outputs_to_fp32)
         if detach is not None:
             unit.detach.append(detach)
-    for name, parameter in unit.all_names():
-        run.homes.add(before[name], unit, name)
+    for name, parameter in (*given.items(), *unit.all_names()):
         run.homes.add(parameter, unit, name)
     owner = unit.hooks.owner("backward")
     unit.backward_is_strategys = owner is not None and owner.layer == LAYERS["strategy"]
-    unit.scaler = unit.hooks.grad_scaler(unit)
+    if unit.scaler is None:  # a model that comes later shares the unit's scale
+        unit.scaler = unit.hooks.grad_scaler(unit)
+
+
+def _wrap(run: Run, unit: Unit, model: nn.Module, place: bool) -> nn.Module:
+    """The model through every phase of its making."""
+    hooks = unit.hooks
+    for phase in PHASES[:-1]:
+        model = hooks.transform_model(unit, model, phase)
+    if place:
+        model = hooks.place_model(unit, model, run.device)
+    wrapped: nn.Module = hooks.transform_model(unit, hooks.wrap_model(unit, model), PHASES[-1])
+    return wrapped
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _renamed(before: Sequence[tuple[str, Tensor]], model: nn.Module) -> dict[str, str]:
+    """Names that a transform or wrapper gave to tensors -> those they had in the user's model."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in before:
+        names.setdefault(id(tensor), []).append(name)
+    known = {name for name, _ in before}
+    new = [(name, tensor) for name, tensor in _tensors(model) if name not in known]
+    return {name: names[id(tensor)].pop(0) for name, tensor in new if names.get(id(tensor))}
 
 
 def _add_optimizer(run: Run, unit: Unit, optimizer: Optimizer) -> None:
     now = dict(unit.all_names())
     for group in optimizer.param_groups:
-        renewed = [now[run.homes.name_of(parameter)] for parameter in group["params"]]
-        if any(new is not old for new, old in zip(renewed, group["params"], strict=True)):
+        names = [run.homes.name_of(parameter) for parameter in group["params"]]
+        if lost := [name for name in names if name not in now]:
+            raise AccelError(
+                f"prepare: the {type(optimizer).__name__} holds {lost[0]}, which a transform of its model has"
+                " taken away\nmake the optimizer from the prepared model's parameters"
+            )
+        if any(now[name] is not old for name, old in zip(names, group["params"], strict=True)):
             if optimizer.state:
                 raise AccelError(
                     f"prepare: the {type(optimizer).__name__} already has state, and preparing its model"
                     " replaced the parameters\nprepare the optimizer before its first step, then load_state"
                 )
-            group["params"] = renewed
+            group["params"] = [now[name] for name in names]
     inner = unit.hooks.wrap_optimizer(unit, optimizer)
     unit.optimizers.append(inner)
     run.optimizers.append((optimizer, PreparedOptimizer(inner, unit)))
@@ -248,7 +298,7 @@ def _prepared(run: Run, kind: str, thing: Any, place: bool) -> Any:
     if kind == "model":
         unit = run.unit_of_model(thing)
         assert unit is not None
-        return thing if thing in unit.wrapped else unit.wrapped[unit.models.index(thing)]
+        return thing if thing in unit.wrapped else unit.wrapped[unit.given.index(thing)]
     if kind == "optimizer":
         return thing if isinstance(thing, PreparedOptimizer) else run.proxy_of(thing)
     if kind == "scheduler":
@@ -264,4 +314,9 @@ def _scheduler(run: Run, scheduler: Any) -> PreparedScheduler:
     optimizer = run.proxy_of(scheduler.optimizer)
     assert optimizer is not None
     optimizer.unit.schedulers.append(scheduler)
-    return PreparedScheduler(scheduler, [optimizer], follows=run.config.step_scheduler_with_optimizer)
+    return PreparedScheduler(
+        scheduler,
+        [optimizer],
+        follows=run.config.step_scheduler_with_optimizer,
+        each_micro_batch=not run.config.accumulation.adjust_scheduler,
+    )

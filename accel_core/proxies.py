@@ -88,19 +88,29 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler(LRScheduler):
     """A learning-rate scheduler that steps once per applied optimizer step.
 
-    Inside a window, and after a skipped step, `step` does nothing. With
-    `step_scheduler_with_optimizer=False` it is left to the user.
+    Inside a window, and after a skipped step, `step` does nothing. With `adjust_scheduler=False` it
+    steps in each micro-batch, with `step_scheduler_with_optimizer=False` it is left to the user.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], *, follows: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        *,
+        follows: bool,
+        each_micro_batch: bool = False,
+    ) -> None:
         # Not LRScheduler.__init__: it would step the inner optimizer's rate once more.
-        self.__dict__.update(scheduler=scheduler, _optimizers=tuple(optimizers), _follows=follows)
+        self.__dict__.update(scheduler=scheduler, _optimizers=tuple(optimizers))
+        self.__dict__.update(_follows=follows, _each=each_micro_batch)
+        if each_micro_batch:  # else torch warns that the optimizer has not stepped before the first
+            scheduler.optimizer._opt_called = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the inner scheduler, if its optimizer was applied at this boundary."""
         if self._follows:
             for optimizer in self._optimizers:
-                if not (optimizer.unit.window.boundary and optimizer.applied):
+                if not (optimizer.applied if optimizer.unit.window.boundary else self._each):
                     return
         self.scheduler.step(*args, **kwargs)
 
@@ -124,7 +134,7 @@ class PreparedScheduler(LRScheduler):
         return rates
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("scheduler", "_optimizers", "_follows"):
+        if name in ("scheduler", "_optimizers", "_follows", "_each"):
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

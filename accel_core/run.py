@@ -12,6 +12,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -128,11 +129,12 @@ class Run:
             self._dims[dim] = self.hooks.collectives(dim)
         return self._dims[dim]
 
-    def make_unit(self, name: str | None, strategy: str | None) -> Unit:
-        """A unit without objects, its hooks resolved for its strategy."""
+    def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
+        """A unit without objects, its hooks resolved for its strategy; `made`: others not yet the run's."""
         alias = strategy or self.stack.default
-        name = name or f"unit{len(self.units)}"
-        if any(unit.name == name for unit in self.units):
+        taken = {unit.name for unit in (*self.units, *made)}
+        name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
+        if name in taken:
             raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
         hooks = self._hooks_of(alias)
         self._check_duties(hooks)
@@ -145,7 +147,7 @@ class Run:
     def unit_of_model(self, model: nn.Module) -> Unit | None:
         """The unit of a model, given the user's module or what `prepare` returned for it."""
         for unit in self.units:
-            if any(model is known for known in (*unit.wrapped, *unit.models)):
+            if any(model is known for known in (*unit.wrapped, *unit.models, *unit.given)):
                 return unit
         return None
 
@@ -157,17 +159,10 @@ class Run:
         return None
 
     def absorb(self, unit: Unit, other: Unit) -> None:
-        """Join two units that an optimizer spans.
-
-        Raises:
-            ConfigError: their strategies differ, or both already train.
-        """
-        if unit.strategy != other.strategy or other.optimizers:
-            raise ConfigError(
-                f"an optimizer spans the units {unit.name!r} and {other.name!r}, which cannot be joined now\n"
-                "prepare both models and all their optimizers in one call, with one strategy"
-            )
+        """Join two units that an optimizer spans; `other` has none."""
+        unit.given += other.given
         unit.models += other.models
+        unit.renamed += other.renamed
         unit.wrapped += other.wrapped
         unit.detach += other.detach
         unit.record_aliases()

@@ -46,7 +46,8 @@ class Window:
 class Unit:
     """Models that an optimizer (or nothing) joins, with their optimizers, schedulers and strategy.
 
-    models: the user's own modules. wrapped: what `wrap_model` made of each, in the same order.
+    given: what the user prepared. wrapped: what became of each, which the user trains with. models:
+    the module inside, the user's own unless a transform replaced it. All three in the same order.
     optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
     plugin: the strategy's instance, for what only that strategy offers.
     """
@@ -58,6 +59,7 @@ class Unit:
     hooks: Hooks
     steps: Steps
     window: Window
+    given: list[nn.Module] = field(factory=list)
     models: list[nn.Module] = field(factory=list)
     wrapped: list[nn.Module] = field(factory=list)
     optimizers: list[Optimizer] = field(factory=list)
@@ -67,6 +69,8 @@ class Unit:
     """Whether the strategy implements `backward` itself, so that no other unit can share a loss."""
     aliases: dict[str, str] = field(factory=dict)
     """Tied weights: alias -> the name under which the weight is kept."""
+    renamed: list[dict[str, str]] = field(factory=list)
+    """For each model, its names that are not the given one's -> those."""
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
     finishes: bool = field(init=False)
@@ -101,7 +105,7 @@ class Unit:
         return inside or bool(self.waiting)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Canonical name -> parameter, tied weights once. Names are those in the user's own models.
+        """Canonical name -> parameter, tied weights once. Names are those in the models as given.
 
         A unit of several models prefixes each name with the model's number.
         """
@@ -122,5 +126,6 @@ class Unit:
                 self.aliases[name] = first[parameter]
 
     def qualify(self, number: int, name: str) -> str:
-        """The canonical form of a name in the unit's model `number`."""
+        """The canonical form of a name in the unit's model `number`: the one in the model as given."""
+        name = self.renamed[number].get(name, name)
         return name if len(self.models) == 1 else f"{number}.{name}"

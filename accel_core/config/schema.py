@@ -49,6 +49,7 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = option(True, help="Whether autocast regions are active.")
     cache_enabled: bool | None = option(None, help="Cache cast weights; unset: torch decides.")
+    outputs_to_fp32: bool = option(False, help="Convert what prepared models return to float32.")
 
 
 @frozen(kw_only=True)
@@ -129,7 +130,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated. Section `accumulation`."""
 
     num_steps: int | None = option(None, minimum=1, help="Micro-batches a step.")
-    adjust_scheduler: bool = option(True, help="Step schedulers once a window, not once a micro-batch.")
+    adjust_scheduler: bool = option(True, help="Schedulers step once a window; off: each micro-batch.")
     sync_with_dataloader: bool = option(True, help="End the window with the loader's last batch.")
     sync_each_batch: bool = option(False, help="Reduce each micro-batch: less memory, more traffic.")
 

@@ -19,6 +19,7 @@ from accel_core.binding import no_op
 from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
 from accel_core.native import process_group, state
+from accel_core.native.compiling import compile_model, uncompiled
 from accel_core.native.device import local_device
 from accel_core.nested import send_to_device
 from accel_core.random import seed_process
@@ -107,6 +108,12 @@ class Base:
             return "scheduler"
         return "dataloader" if isinstance(object, DataLoader) else None
 
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        if phase == "compile":
+            compile_model(model, self.run.config.compile)
+        return model
+
     @implements(hooks.place_model)
     def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
         return model.to(device)
@@ -121,7 +128,7 @@ class Base:
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
-        return model
+        return model if keep_compiled else uncompiled(model)
 
     # -- each step -------------------------------------------------------------------------------
 

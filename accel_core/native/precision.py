@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from accel_core.errors import AccelError, ConfigError
 from accel_core.hookspecs import implements
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.binding import Hooks
@@ -72,19 +72,14 @@ class Float16(_Autocast):
         self._stepped: WeakKeyDictionary[GradScaler, set[Unit]] = WeakKeyDictionary()
         self._steppers: dict[Optimizer, _Stepper] = {}
 
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        return _half(item for model in models for item in model.named_parameters())
+
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
-        half = [
-            name
-            for name, p in unit.named_parameters().items()
-            if p.requires_grad and p.dtype == torch.float16
-        ]
-        if half:
-            raise ConfigError(
-                f"mixed_precision fp16 trains float32 parameters, but {half[0]} is float16"
-                f" ({len(half)} such parameter(s)): their gradients could not be unscaled\n"
-                "load the model in float32 (model.float()); autocast still computes in float16"
-            )
         return GradScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
 
     @implements(hooks.backward)
@@ -97,7 +92,8 @@ class Float16(_Autocast):
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         scaler = self._scaler(unit)
-        scaler.unscale_(self._stepper(unit, optimizer))  # type: ignore[arg-type]
+        with _named(unit):
+            scaler.unscale_(self._stepper(unit, optimizer))  # type: ignore[arg-type]
         self._stepped.setdefault(scaler, set())
 
     @implements(hooks.optimizer_step)
@@ -110,7 +106,8 @@ class Float16(_Autocast):
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
         stepper.applied = False
         self.below.mark_step("host_read")
-        scaler.step(stepper)  # type: ignore[arg-type]
+        with _named(unit):
+            scaler.step(stepper)  # type: ignore[arg-type]
         self._stepped.setdefault(scaler, set()).add(unit)
         return stepper.applied
 
@@ -153,6 +150,30 @@ class Float16(_Autocast):
         if stepper is None:
             stepper = self._steppers[optimizer] = _Stepper(self.below, unit, optimizer)
         return stepper
+
+
+def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """What is wrong with those that train in float16, if any do."""
+    half = [name for name, each in parameters if each.requires_grad and each.dtype == torch.float16]
+    if not half:
+        return []
+    reason = (
+        f"mixed_precision fp16 trains float32 parameters, but {half[0]} is float16"
+        f" ({len(half)} such parameter(s)): their gradients could not be unscaled\n"
+        "load the model in float32 (model.float()); autocast still computes in float16"
+    )
+    return [reason]
+
+
+@contextmanager
+def _named(unit: Unit) -> Iterator[None]:
+    """A model that became float16 after `prepare`: torch's own error names no parameter."""
+    try:
+        yield
+    except ValueError as error:
+        for reason in _half(unit.named_parameters().items()):
+            raise ConfigError(reason) from error
+        raise
 
 
 class _Stepper:

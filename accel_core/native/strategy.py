@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core import hookspecs as hooks
-from accel_core.errors import ConfigError
 from accel_core.hookspecs import implements
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
     from accel_core.run import Run
@@ -23,12 +24,15 @@ class Single:
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
 
-    @implements(hooks.wrap_optimizer)
-    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
-        if self.run.world.size > 1:
-            raise ConfigError(
-                f"unit {unit.name!r} has an optimizer, but strategy 'single' would train"
-                f" a different copy on each of {self.run.world.size} ranks\n"
-                "prepare it with another strategy, or without its optimizer"
-            )
-        return optimizer
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        if self.run.world.size == 1 or not optimizers:
+            return ()
+        reason = (
+            f"unit {unit.name!r} has an optimizer, but strategy 'single' would train"
+            f" a different copy on each of {self.run.world.size} ranks\n"
+            "prepare it with another strategy, or without its optimizer"
+        )
+        return [reason]

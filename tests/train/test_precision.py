@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -88,6 +89,59 @@ def test_float16_parameters_are_refused_by_name(accelerator_of):
         accelerator.prepare(net().half())
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_parameters_that_become_float16_later_are_named_at_the_first_step(accelerator_of, clip):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    model.half()
+    accelerator.backward(model(X).float().sum())
+    with pytest.raises(ConfigError, match=r"0\.weight is float16 .*\n.*model.float\(\)"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0) if clip else optimizer.step()
+
+
+def test_a_refused_model_is_not_touched_and_leaves_no_unit(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    sound, half = net(), net().half()
+    with pytest.raises(ConfigError, match="is float16"):
+        accelerator.prepare(sound, half)
+    assert accelerator.run.units == []
+    assert not sound._forward_hooks
+
+
+def test_frozen_float16_parameters_may_stay(accelerator_of):
+    model = net()
+    model[0].half().requires_grad_(False)
+    accelerator_of(mixed_precision="fp16").prepare(model)
+
+
+def test_a_model_that_joins_a_unit_later_shares_its_scale(accelerator_of):
+    accelerator = fp16(accelerator_of, init_scale=8.0)
+    a, b = net(0), net(1)
+    a = accelerator.prepare(a)
+    (unit,) = accelerator.run.units
+    scaler = unit.scaler
+    a, b, optimizer = accelerator.prepare(a, b, SGD([*a.parameters(), *b.parameters()], lr=0.1))
+    assert accelerator.run.units == [unit]
+    assert unit.scaler is scaler
+    accelerator.backward((a(X) + b(X)).float().sum())
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_a_scaler_can_be_disabled(accelerator_of):
+    accelerator = fp16(accelerator_of, enabled=False)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    loss = model(X).float().sum()
+    expected = torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)[0]
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    assert torch.equal(next(model.parameters()).grad, expected)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 def test_a_closure_is_refused_under_a_scaler(accelerator_of):
     accelerator = accelerator_of(mixed_precision="fp16")
     model = net()
@@ -121,6 +175,21 @@ class Spy(nn.Module):
             raise ValueError("no input")
         self.active = torch.is_autocast_enabled("cpu")
         return x * self.weight
+
+
+class Found(NamedTuple):
+    low: torch.Tensor
+    number: torch.Tensor
+    text: str
+
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        return Found(self.inner(x), torch.arange(3), "text")
 
 
 @pytest.fixture
@@ -165,6 +234,15 @@ def test_autocast_can_be_disabled(accelerator_of):
     model = accelerator.prepare(Spy())
     model(X)
     assert not model.active
+
+
+def test_outputs_keep_their_precision_unless_float32_is_asked_for(accelerator_of):
+    assert accelerator_of(mixed_precision="bf16").prepare(net())(X).dtype == torch.bfloat16
+    handler = AutocastKwargs(outputs_to_fp32=True)
+    model = accelerator_of(mixed_precision="bf16", kwargs_handlers=[handler]).prepare(Outputs())
+    found = model(X)
+    assert type(found) is Found
+    assert (found.low.dtype, found.number.dtype, found.text) == (torch.float32, torch.int64, "text")
 
 
 def test_the_autocast_context_serves_what_is_outside_models(spied):

@@ -61,6 +61,34 @@ def test_a_late_optimizer_joins_two_prepared_models(accelerator):
     assert len(accelerator.run.units) == 1
 
 
+def test_units_that_cannot_be_joined_are_left_alone(accelerator):
+    models = [net(number) for number in range(3)]
+    first, second, third = models
+    accelerator.prepare(*models, SGD(first.parameters(), lr=0.1), SGD(second.parameters(), lr=0.1))
+    units = list(accelerator.run.units)
+    with pytest.raises(ConfigError, match="spans the units 'unit0' and 'unit1', which cannot be joined"):
+        accelerator.prepare(
+            SGD([*third.parameters(), *first.parameters(), *second.parameters()], lr=0.1), net(4)
+        )
+    assert accelerator.run.units == units
+    assert [len(unit.models) for unit in units] == [1, 1, 1]
+
+
+def test_a_check_that_fails_late_leaves_units_apart(accelerator):
+    a, b = accelerator.prepare(net(0), net(1))
+    joining = SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    with pytest.raises(AccelError, match="schedules an optimizer that was not prepared"):
+        accelerator.prepare(joining, StepLR(SGD(net(2).parameters(), lr=0.1), 1))
+    assert len(accelerator.run.units) == 2
+
+
+def test_a_joined_units_name_is_free_again(accelerator):
+    models = accelerator.prepare(net(0), net(1), net(2))
+    accelerator.prepare(SGD([p for model in models[:2] for p in model.parameters()], lr=0.1))
+    accelerator.prepare(net(3), net(4))
+    assert [unit.name for unit in accelerator.run.units] == ["unit0", "unit2", "unit1", "unit3"]
+
+
 def test_optimizers_of_two_models_make_two_units(accelerator):
     a, b = net(0), net(1)
     accelerator.prepare(SGD(b.parameters(), lr=0.1), a, SGD(a.parameters(), lr=0.1), b)

@@ -44,6 +44,38 @@ def test_the_loaders_end_can_be_ignored(accelerator_of):
     assert seen == [False, False, False, True, False, False]
 
 
+@pytest.mark.parametrize(("adjust", "steps"), [(True, 3), (False, 10)])
+def test_schedulers_step_once_a_window_or_each_micro_batch(accelerator_of, adjust, steps):
+    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=adjust)
+    accelerator = accelerator_of(gradient_accumulation_plugin=plugin)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    data = DataLoader(batches(10), batch_size=None)
+    model, optimizer, scheduler, data = accelerator.prepare(
+        model, optimizer, StepLR(optimizer, 1, gamma=0.5), data
+    )
+    for x, _ in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert scheduler.get_last_lr() == [0.5**steps]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_schedulers_can_be_left_to_the_user(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, StepLR(optimizer, 1, gamma=0.5))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batches(1)[0][0]).sum())
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+
+
 def test_an_evaluation_loop_inside_does_not_end_the_window(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model, train, evaluation = accelerator.prepare(

@@ -1,0 +1,76 @@
+"""`torch.compile` in its phase, in place: the model stays the user's object, its state keeps its names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from accel_core.config.schema import TorchDynamoPlugin
+
+__all__ = ["compile_model", "inside", "uncompiled"]
+
+
+def compile_model(model: nn.Module, config: TorchDynamoPlugin) -> None:
+    """Have the model's forward compiled when it is first run; with regions, its repeated blocks'.
+
+    A model that comes compiled stays as it is.
+    """
+    options = config.to_kwargs()
+    options.pop("use_regional_compilation", None)
+    backend = (options.pop("backend", None) or "no").lower()
+    if backend == "no" or any(map(_is_compiled, model.modules())):
+        return
+    blocks = list(_repeated(model)) if config.use_regional_compilation else []
+    for module in blocks or [model]:
+        # As nn.Module.compile does, which gives torch's own classes no frame that dynamo would look at.
+        call = _framed(module) if type(module).__module__.startswith("torch.") else module._call_impl
+        module._compiled_call_impl = torch.compile(call, backend=backend, **options)
+
+
+def _framed(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The module in what `torch.compile(model)` returned; any other as it is."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model itself if nothing in it is compiled; else a view that shares its tensors and runs eagerly."""
+    model = inside(model)
+    return _eager(model, {}) if any(map(_is_compiled, model.modules())) else model
+
+
+def _eager(module: nn.Module, views: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module not in views:
+        # A copy is never compiled (nn.Module.__getstate__), and shares the tables of its tensors.
+        views[module] = view = copy.copy(inside(module))
+        children = {
+            name: child if child is None else _eager(child, views) for name, child in view._modules.items()
+        }
+        view.__dict__["_modules"] = children
+    return views[module]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or inside(module) is not module
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Blocks of one class in a list, the outermost: the first is compiled, the others reuse that."""
+    for child in module.children():
+        blocks = list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        if len(blocks) > 1 and len(set(map(type, blocks))) == 1:
+            yield from blocks
+        else:
+            yield from _repeated(child)

@@ -1,0 +1,190 @@
+"""`torch.compile` by config: in place, in its phase, under autocast, without a trace in names and files."""
+
+from __future__ import annotations
+
+import copy
+import io
+import shutil
+
+import pytest
+import torch
+from problems import FEATURES, net, our_losses, plain_losses
+from torch import nn
+from torch.optim import SGD
+
+from accel_core import TorchDynamoPlugin
+
+# Dynamo looks at `.grad` of what flows between blocks; torch's warning of that must not be an error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+X = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def graphs():
+    """A backend that keeps the graphs it is given, and what it was told."""
+    torch._dynamo.reset()
+    found = []
+
+    def keep(graph, inputs):
+        found.append(torch.is_autocast_enabled("cpu"))
+        return graph.forward
+
+    torch._dynamo.register_backend(keep, name="keep_graphs")
+    yield found
+    torch._dynamo.backends.registry._COMPILER_FNS.pop("keep_graphs")
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=12):
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def compiled(accelerator_of, backend="keep_graphs", precision=None, **options):
+    plugin = TorchDynamoPlugin(backend=backend, **options)
+    return accelerator_of(dynamo_plugin=plugin, mixed_precision=precision)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_training_is_that_of_the_plain_loop(accelerator_of, graphs, precision):
+    ours = our_losses(compiled(accelerator_of, precision=precision), 6)
+    assert ours == pytest.approx(plain_losses(6, dtype=torch.bfloat16 if precision else None), rel=1e-5)
+    assert graphs == [precision == "bf16"]
+
+
+def test_aot_autograd_trains_too(accelerator_of, graphs):
+    assert our_losses(compiled(accelerator_of, "aot_eager"), 4) == pytest.approx(plain_losses(4), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_the_forward_is_one_graph(accelerator_of, graphs, precision):
+    accelerator = compiled(accelerator_of, precision=precision, fullgraph=True)
+    output = accelerator.prepare(Block())(X)
+    assert output.dtype == (torch.bfloat16 if precision else torch.float32)
+    assert graphs == [precision == "bf16"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_inductor_trains_too(accelerator_of, graphs):
+    assert our_losses(compiled(accelerator_of, "INDUCTOR"), 4) == pytest.approx(plain_losses(4), rel=1e-4)
+
+
+def test_the_model_stays_the_users_object_with_its_names(accelerator_of, graphs):
+    accelerator = compiled(accelerator_of)
+    model = net()
+    names = list(model.state_dict())
+    assert accelerator.prepare(model) is model
+    model(X)
+    assert len(graphs) == 1
+    assert list(model.state_dict()) == list(accelerator.run.units[0].named_parameters()) == names
+
+
+@pytest.mark.parametrize("backend", [None, "no", "NO"])
+def test_nothing_is_compiled_unless_asked_for(accelerator_of, graphs, backend):
+    model = compiled(accelerator_of, backend).prepare(net())
+    model(X)
+    assert model._compiled_call_impl is None
+
+
+def test_compiling_can_be_disabled_for_a_test(accelerator_of, graphs):
+    compiled(accelerator_of, disable=True).prepare(net())(X)
+    assert graphs == []
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_repeated_blocks_are_compiled_once(accelerator_of, graphs, precision):
+    accelerator = compiled(accelerator_of, precision=precision, use_regional_compilation=True, fullgraph=True)
+    model = accelerator.prepare(Stack())
+    model(X).float().sum().backward()
+    assert graphs == [precision == "bf16"]
+    assert model._compiled_call_impl is None
+    assert [block._compiled_call_impl is not None for block in model.blocks] == [True] * 12
+
+
+def test_a_model_without_repeated_blocks_is_compiled_whole(accelerator_of, graphs):
+    model = compiled(accelerator_of, use_regional_compilation=True).prepare(net())
+    model(X)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_the_unwrapped_model_can_be_had_eager_with_the_same_weights(accelerator_of, graphs, regional):
+    accelerator = compiled(accelerator_of, use_regional_compilation=regional)
+    model = accelerator.prepare(Stack(3))
+    assert accelerator.unwrap_model(model) is model
+    eager = accelerator.unwrap_model(model, keep_torch_compile=False)
+    expected = eager(X)
+    assert graphs == []
+    assert all(a is b for a, b in zip(eager.parameters(), model.parameters(), strict=True))
+    torch.testing.assert_close(model(X), expected)
+    assert len(graphs) == 1
+
+
+def test_a_model_that_is_not_compiled_unwraps_to_itself(accelerator):
+    model = accelerator.prepare(net())
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
+
+
+def test_copies_and_pickles_of_a_compiled_model_run(accelerator_of, graphs):
+    model = compiled(accelerator_of, precision="bf16").prepare(Stack(2))
+    output = model(X)
+    copied = copy.deepcopy(model)
+    assert copied(X).dtype == torch.bfloat16
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    torch.testing.assert_close(again(X), output.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_the_user_compiles_runs_under_autocast(accelerator_of, graphs, before, in_place):
+    accelerator = accelerator_of(mixed_precision="bf16")
+
+    def compile_it(model):
+        if in_place:
+            model.compile(backend="keep_graphs", fullgraph=True)
+            return model
+        return torch.compile(model, backend="keep_graphs", fullgraph=True)
+
+    model = Block()
+    model = accelerator.prepare(compile_it(model)) if before else compile_it(accelerator.prepare(model))
+    assert model(X).dtype == torch.bfloat16
+    assert graphs == [True]
+
+
+def test_a_model_that_the_user_compiled_keeps_its_names_and_is_not_compiled_twice(accelerator_of, graphs):
+    accelerator = compiled(accelerator_of)
+    inner = net()
+    model = torch.compile(inner, backend="keep_graphs")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X).sum())
+        optimizer.step()
+    assert len(graphs) == 1
+    (unit,) = accelerator.run.units
+    assert list(unit.named_parameters()) == [name for name, _ in inner.named_parameters()]
+    assert accelerator.unwrap_model(model) is model
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
