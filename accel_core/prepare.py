@@ -227,7 +227,6 @@ def _add_models(run: Run, unit: Unit, models: Sequence[nn.Module], placed: Mappi
     first = len(unit.models)
     unit.models += map(inside, models)
     unit.given += models
-    unit.renamed += [{} for _ in models]
     given = dict(unit.all_names())
     unit.record_aliases()
     for number, model in enumerate(models, first):
@@ -235,7 +234,7 @@ def _add_models(run: Run, unit: Unit, models: Sequence[nn.Module], placed: Mappi
         wrapped = _wrap(run, unit, model, placed.get(id(model), True))
         unit.wrapped.append(wrapped)
         unit.models[number] = inner = inside(unit.hooks.unwrap_model(unit, wrapped, True))
-        unit.renamed[number] = _renamed(before, inner)
+        unit.renamed[inner] = _renamed(before, inner)
         detach = attach(inner, unit.hooks.autocast(unit), run.config.autocast.outputs_to_fp32)
         if detach is not None:
             unit.detach.append(detach)

@@ -162,7 +162,7 @@ class Run:
         """Join two units that an optimizer spans; `other` has none."""
         unit.given += other.given
         unit.models += other.models
-        unit.renamed += other.renamed
+        unit.renamed |= other.renamed
         unit.wrapped += other.wrapped
         unit.detach += other.detach
         unit.record_aliases()

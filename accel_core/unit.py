@@ -69,8 +69,8 @@ class Unit:
     """Whether the strategy implements `backward` itself, so that no other unit can share a loss."""
     aliases: dict[str, str] = field(factory=dict)
     """Tied weights: alias -> the name under which the weight is kept."""
-    renamed: list[dict[str, str]] = field(factory=list)
-    """For each model, its names that are not the given one's -> those."""
+    renamed: dict[nn.Module, dict[str, str]] = field(factory=dict)
+    """Model -> its names that are not the given one's -> those."""
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
     finishes: bool = field(init=False)
@@ -127,5 +127,5 @@ class Unit:
 
     def qualify(self, number: int, name: str) -> str:
         """The canonical form of a name in the unit's model `number`: the one in the model as given."""
-        name = self.renamed[number].get(name, name)
+        name = self.renamed.get(self.models[number], {}).get(name, name)
         return name if len(self.models) == 1 else f"{number}.{name}"
