@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accel_core.errors import CheckpointError
 
-__all__ = ["DTYPES", "bytes_of", "decode", "encode", "name_of", "tensor_from"]
+__all__ = ["DTYPES", "bytes_of", "bytes_within", "decode", "encode", "name_of", "tensor_from"]
 
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
@@ -55,13 +55,23 @@ def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -
     Raises:
         ValueError: the buffer is too short.
     """
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if min(shape, default=0) < 0 or start < 0 or start + size > len(buffer):
-        raise ValueError(f"{dtype} of shape {list(shape)} at {start} does not fit into {len(buffer)} bytes")
+    size = bytes_within(len(buffer), dtype, shape, start)
     if size == 0:
         return torch.empty(tuple(shape), dtype=DTYPES[dtype])
     data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=start)
     return data.view(DTYPES[dtype]).reshape(tuple(shape))
+
+
+def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> int:
+    """How many bytes such a tensor has.
+
+    Raises:
+        ValueError: from `start` on, `length` bytes do not hold it.
+    """
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if min(shape, default=0) < 0 or start < 0 or start + size > length:
+        raise ValueError(f"{dtype} of shape {list(shape)} at {start} does not fit into {length} bytes")
+    return size
 
 
 def encode(value: Any, path: str, store: Store | None = None) -> Any:

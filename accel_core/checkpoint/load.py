@@ -16,7 +16,12 @@ from xxhash import xxh3_64_intdigest
 
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.codec import DTYPES, bytes_of, name_of
-from accel_core.checkpoint.collect import class_of, entry_key, modules_with_extra_state
+from accel_core.checkpoint.collect import (
+    class_of,
+    entry_key,
+    modules_with_extra_state,
+    without_collecting_garbage,
+)
 from accel_core.checkpoint.commit import locate
 from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
@@ -58,11 +63,12 @@ def load(
     control = run.collectives("control")
     if run.saver is not None:
         agree(control, run.saver.settle)
-    checkpoint = _open(run, directory, missing_ok=missing_ok)
-    if checkpoint is None:
-        return None
-    restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
-    agree(control, restoration.apply)
+    with without_collecting_garbage():
+        checkpoint = _open(run, directory, missing_ok=missing_ok)
+        if checkpoint is None:
+            return None
+        restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
+        agree(control, restoration.apply)
     if control.rank == 0 and run.config.project.automatic_checkpoint_naming:
         run.kept = history(run, checkpoint.manifest)
     return checkpoint.folder

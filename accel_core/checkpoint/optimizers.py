@@ -65,9 +65,7 @@ def restore_optimizers(
         mine = {name: left.pop(name) for name in names if name in left}
         problems.compare(f"{unit.name}: {algorithm} of ", mine, names)
         for name in [name for name in mine if mine[name].algorithm != algorithm]:
-            found = (
-                f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, which takes other state"
-            )
+            found = f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, which takes other state"
             problems.found.append(f"{unit.name}: {name} {found}")
         for number, (group, has) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
             what = f"{unit.name}: group {number} of {algorithm}"

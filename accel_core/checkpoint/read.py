@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from accel_core.checkpoint.codec import DTYPES, decode
+from accel_core.checkpoint.codec import DTYPES, bytes_within, decode
 from accel_core.checkpoint.files import MANIFEST, DataFile, damaged
 from accel_core.checkpoint.leaf import Kind, Leaf, whole
 from accel_core.checkpoint.opened import Opened
@@ -90,7 +90,7 @@ def _add_tensors(tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, An
             if stored != described:
                 raise ValueError(f"{key} is described otherwise by another rank")
             for offset, shape, start in each["boxes"]:
-                data.tensor(stored.dtype, shape, start)  # it is inside of the file
+                bytes_within(data.record.size, stored.dtype, shape, start)
                 stored.boxes.append((Box(tuple(offset), tuple(shape)), data, start))
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from accel_core import __version__
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.collect import Collected, check_names, collect
+from accel_core.checkpoint.collect import Collected, check_names, collect, without_collecting_garbage
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.flight import Flight, Share
 from accel_core.checkpoint.layout import Layout
@@ -72,7 +69,7 @@ class Saver:
     def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
         """See `save`."""
         agree(self.control, self.settle)
-        with _without_collecting_garbage():
+        with without_collecting_garbage():
             self._flight = flight = self._snapshot(directory, step, wait=wait)
         if not wait:
             flight.start()
@@ -135,20 +132,6 @@ class Saver:
         made: str = control.broadcast_object(secrets.token_hex(8))
         self._layout = Layout.of(made, state.declared, writes, state.leaves)
         return self._layout
-
-
-@contextmanager
-def _without_collecting_garbage() -> Iterator[None]:
-    """A snapshot makes some objects a leaf, and then drops them: looking for cycles meanwhile finds none,
-    and takes as long as the rest.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _share(rank: int, state: Collected, layout: Layout, *, stage: bool) -> Share:
