@@ -33,6 +33,12 @@ DEVICE = {
     "counts-kilobytes": {"test_memory_is_reported_in_bytes"},
     "narrows-floats": {"test_float64_keeps_its_precision"},
     "sound": set[str](),
+    "writes-on-each-rank": {"test_a_tracker_that_is_not_started_touches_nothing"},
+    "wants-numbers": {
+        "test_a_tracker_takes_any_config",
+        "test_a_tracker_takes_numbers_text_and_nested_values",
+    },
+    "jsonl": set[str](),
 }
 TRAINING = {
     "divides-twice": {

@@ -15,7 +15,7 @@ import pytest
 from attrs import define, field
 
 from accel_core.errors import PluginError
-from accel_core.plugins import CAPABILITIES, discover
+from accel_core.plugins import CAPABILITIES, Record, discover
 from accel_core.testing.kit.report import LEVELS, Check, Report
 from accel_core.testing.kit.stack import TestedStack
 from accel_core.testing.kit.work import Way
@@ -55,7 +55,8 @@ class Kit:
         if CARD.name in text.split("+"):
             declare(Path(temporary.name))
         try:
-            stack = TestedStack.parse(text, discover(), config.getoption("accel_simulate"))
+            simulate = config.getoption("accel_simulate")
+            stack = TestedStack.parse(text, discover(), simulate, str(Path(temporary.name, "project")))
         except PluginError as error:
             raise pytest.UsageError(str(error)) from None
         worlds = _numbers(config.getoption("accel_world") or ("1,2" if "strategy" in stack.plugins else "1"))
@@ -125,7 +126,7 @@ class Kit:
         unknown = self.xfails.keys() - {_name(item) for item in checks}
         if unknown and self.levels == LEVELS.keys():
             raise pytest.UsageError(f"--accel-xfails names what is no check: {', '.join(sorted(unknown))}")
-        dropped = [item for item in checks if _level(item) not in self.levels]
+        dropped = [item for item in checks if _level(item) not in self.levels or not self._concerns(item)]
         if dropped:
             items[:] = [item for item in items if item not in dropped]
             config.hook.pytest_deselected(items=dropped)
@@ -134,12 +135,21 @@ class Kit:
             if _name(item) in self.xfails:
                 item.add_marker(pytest.mark.xfail(reason=self.xfails[_name(item)], strict=True))
 
+    def _concerns(self, item: Any) -> bool:
+        """Whether the stack has the tracker that the check asks for."""
+        return "tracker" in self.tested.plugins or "tracker" not in item.fixturenames
+
     # -- running ---------------------------------------------------------------------------------
 
     @pytest.fixture
     def stack(self) -> TestedStack:
         """The stack under test."""
         return self.tested
+
+    @pytest.fixture
+    def tracker(self) -> Record:
+        """The tracker of the stack; checks that take it are left out of stacks without one."""
+        return self.tested.plugins["tracker"]
 
     @pytest.fixture
     def kit(self) -> Kit:

@@ -13,7 +13,7 @@ from accel_core.testing.simulated import DISTRIBUTION
 
 __all__ = ["TestedStack"]
 
-_SLOTS = ("device", "strategy", "precision")
+_SLOTS = ("device", "strategy", "precision", "tracker")
 
 
 @frozen(kw_only=True)
@@ -25,9 +25,13 @@ class TestedStack:
     plugins: Mapping[str, Record]
     simulate: str | None = None
     """Name of the communication backend where the device has to be simulated in each process."""
+    folder: str | None = None
+    """Where a tracker may write."""
 
     @classmethod
-    def parse(cls, text: str, discovery: Discovery, simulate: str | None = None) -> TestedStack:
+    def parse(
+        cls, text: str, discovery: Discovery, simulate: str | None = None, folder: str | None = None
+    ) -> TestedStack:
         """The stack that `text` names, such as sim+ddp+bf16.
 
         Raises:
@@ -54,7 +58,7 @@ class TestedStack:
                     f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s"
                 )
             plugins[record.slot] = record
-        return cls(plugins=plugins, simulate=simulate)
+        return cls(plugins=plugins, simulate=simulate, folder=folder)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -65,6 +69,8 @@ class TestedStack:
             "device": names.get("device", "cpu"),
             "strategy": names.get("strategy"),
             "mixed_precision": None if precision == "fp32" else precision,
+            "log_with": names.get("tracker"),
+            "project_dir": self.folder if "tracker" in names else None,
         }
         return {name: value for name, value in given.items() if value is not None}
 

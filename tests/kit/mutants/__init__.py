@@ -38,6 +38,13 @@ def strategy(name: str, **more: Any) -> Card:
     return Card(name=name, slot="strategy", summary="A mutant.", api_version="1.0", **{**given, **more})
 
 
+def tracker(name: str) -> Card:
+    implementation = f"mutants.trackers:{''.join(part.title() for part in name.split('-'))}"
+    return Card(
+        name=name, slot="tracker", summary="A mutant.", api_version="1.0", implementation=implementation
+    )
+
+
 SOUND = "mutants.devices:Sound"
 
 # -- level 0
@@ -59,6 +66,8 @@ LOSES_RANDOMNESS = device("loses-randomness")
 COUNTS_KILOBYTES = device("counts-kilobytes")
 NARROWS_FLOATS = device("narrows-floats")
 CLAIMS_TOO_LITTLE = device("claims-too-little", offers=DEVICE_WORDS - {"float64"}, implementation=SOUND)
+WRITES_ON_EACH_RANK = tracker("writes-on-each-rank")
+WANTS_NUMBERS = tracker("wants-numbers")
 
 # -- level 2
 DIVIDES_TWICE = strategy("divides-twice")
