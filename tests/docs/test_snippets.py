@@ -23,11 +23,11 @@ accelerator = Accelerator()
 accelerator.print(accelerator.num_processes, "trained")
 accelerator.end_training()
 """
-OURS = "accel-core,accel-ddp,accel-cuda,accel-tensorboard"
-DISTRIBUTIONS = os.environ.get("ACCEL_TEST_DISTRIBUTIONS", OURS).split(",")
+OURS = "accel-core accel-ddp accel-cuda accel-tensorboard"
+DISTRIBUTIONS = os.environ.get("ACCEL_TEST_DISTRIBUTIONS", OURS).split()
 
 needs_everything = pytest.mark.skipif(
-    not set(OURS.split(",")) <= set(DISTRIBUTIONS),
+    not set(OURS.split()) <= set(DISTRIBUTIONS),
     reason="the documentation speaks of all packages of this repository",
 )
 

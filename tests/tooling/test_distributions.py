@@ -22,13 +22,14 @@ PLUGINS = {
     "accel-cuda": {"cuda"},
     "accel-npu": {"npu"},
     "accel-xpu": {"xpu"},
+    "accel-hpu": {"hpu"},
     "accel-mps": {"mps"},
     "accel-tensorboard": {"tensorboard"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.
 EXPECTED = os.environ.get("ACCEL_TEST_DISTRIBUTIONS")
 NAMES = (
-    EXPECTED.split(",")
+    EXPECTED.split()
     if EXPECTED
     else [name for name in PLUGINS if importlib.util.find_spec(name.replace("-", "_"))]
 )

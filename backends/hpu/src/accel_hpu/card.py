@@ -1,0 +1,26 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+from accel_hpu.machine import probe
+
+__all__ = ["HPU"]
+
+HPU = Card(
+    name="hpu",
+    slot="device",
+    summary="Intel Gaudi HPUs, each process on one.",
+    api_version="1.0",
+    priority=100,
+    # Gaudi's migration toolkit pretends that its chips are CUDA devices.
+    shadows=("native", "cuda"),
+    distributed_type="MULTI_HPU",
+    torch_device="hpu",
+    offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
+    probe=probe,
+    verify="accel_hpu.device:verify",
+    launch="accel_hpu.machine:HpuLaunch",
+    config="accel_hpu.config:HpuConfig",
+    implementation="accel_hpu.device:HpuDevice",
+)

@@ -1,0 +1,84 @@
+"""Gaudi HPUs. The base layer runs them through `torch.hpu`; here is only what it cannot know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_core import hooks, implements
+from accel_hpu import machine
+from accel_hpu.config import HpuConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accel_core import Run, RunConfig, Unit
+
+__all__ = ["HpuDevice", "vendor", "verify"]
+
+FIRST_GENERATION: Final = "GAUDI"
+
+
+def vendor(module: str) -> Any:
+    """A module of Gaudi's software; the first one imported gives torch its `hpu` type."""
+    return import_module(f"habana_frameworks.torch.{module}")
+
+
+def verify() -> str | None:
+    """None if torch can really compute on an HPU here, else why not."""
+    if vendor("hpu").is_available():
+        return None
+    return "habana_frameworks loads but finds no usable HPU; hl-smi says whether the driver works"
+
+
+class HpuDevice:
+    """Device `hpu`."""
+
+    below: Any
+
+    def __init__(self, config: HpuConfig | None, run: Run) -> None:
+        self.config = config or HpuConfig()
+        self.run = run
+        self._hpu = vendor("hpu")
+        self._cut = vendor("core").mark_step if machine.lazy_mode() else None
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        if self.config.graphs and not machine.lazy_mode():
+            return [f"hpu.graphs replays what lazy mode records, and {machine.LAZY} is 0; set hpu.lazy: true"]
+        return []
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        return able - {"fp16"} if self._hpu.get_device_name() == FIRST_GENERATION else able
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        vendor("distributed.hccl")  # importing it is what makes torch know the name
+        return {device.type: "hccl"}
+
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        if self.config.graphs and phase == "post" and unit.optimizers:
+            self._hpu.ModuleCacher()(model=model, allow_unused_input=True, inplace=True)
+        return model
+
+    @implements(hooks.mark_step)
+    def mark_step(self, point: str) -> None:
+        # A value that the host reads ends a graph by itself; so does a copy of state.
+        if self._cut is not None and point in ("backward", "step"):
+            self._cut()
+
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device: torch.device) -> Mapping[str, int]:
+        stats = self._hpu.memory_stats(device)
+        return {"allocated": stats["InUse"], "peak": stats["MaxInUse"], "total": stats["Limit"]}
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {name: os.environ.get(name, "unset") for name in (machine.VISIBLE, machine.LAZY)}
+        return report | {"HPUs": f"{self._hpu.device_count()} x {self._hpu.get_device_name()}"}

@@ -1,0 +1,1 @@
+"""Stands for the module whose import registers HCCL."""

@@ -1,0 +1,34 @@
+"""Stands for torch.hpu: the kit's simulated device, under a type of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_core.testing.simulated.device import simulate
+
+_device = simulate("simhpu", "simhccl")
+CACHED: list[Any] = []
+
+
+class ModuleCacher:
+    """As documented: made without arguments, then called with the module."""
+
+    def __call__(self, *, model: Any, allow_unused_input: bool = False, inplace: bool = False) -> Any:
+        CACHED.append((model, allow_unused_input, inplace))
+        return model
+
+
+def is_available() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return 1
+
+
+def get_device_name() -> str:
+    return "GAUDI2"
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return {"InUse": _device.memory_allocated(), "MaxInUse": _device.max_memory_allocated(), "Limit": 2**36}

@@ -1,0 +1,163 @@
+"""The probe on made-up machines, and what the plugin asks of Gaudi's software."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel_core import World
+from accel_hpu import HpuConfig, device, machine
+from accel_hpu.device import HpuDevice
+from accel_hpu.machine import HpuLaunch, probe
+
+DEVICE = torch.device("cpu")  # only handed through
+
+
+class Gaudi:
+    """habana_frameworks.torch, as far as the plugin uses it."""
+
+    def __init__(self, name: str = "GAUDI2") -> None:
+        self.imported: list[str] = []
+        self.cuts = 0
+        self.cached: list[Any] = []
+        self.hpu = SimpleNamespace(
+            ModuleCacher=lambda: self._cache, get_device_name=lambda: name, device_count=lambda: 8
+        )
+        self.core = SimpleNamespace(mark_step=self._cut)
+
+    def module(self, name: str) -> Any:
+        self.imported.append(name)
+        return getattr(self, name, None)
+
+    def _cut(self) -> None:
+        self.cuts += 1
+
+    def _cache(self, *, model: Any, allow_unused_input: bool, inplace: bool) -> None:
+        self.cached.append(model)
+
+
+def plugin(monkeypatch: pytest.MonkeyPatch, gaudi: Gaudi, config: HpuConfig | None = None) -> HpuDevice:
+    monkeypatch.setattr(device, "vendor", gaudi.module)
+    run: Any = SimpleNamespace()
+    made = HpuDevice(config, run)
+    made.below = SimpleNamespace(capabilities=lambda _: frozenset({"bf16", "fp16"}))
+    return made
+
+
+# -- the probe -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with the software and the driver, and no device yet."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "find_spec", lambda name: name)
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    monkeypatch.delenv(machine.LAZY, raising=False)
+    (tmp_path / "sys/module/habanalabs").mkdir(parents=True)
+    (tmp_path / "dev/accel").mkdir(parents=True)
+    return tmp_path
+
+
+def hpus(root: Path, count: int) -> None:
+    for number in range(count):
+        (root / f"dev/accel/accel{number}").touch()
+        (root / f"dev/accel/accel_controlD{number}").touch()
+
+
+def test_a_machine_with_software_driver_and_device_is_usable(here: Path) -> None:
+    hpus(here, 8)
+
+    assert probe() is None
+
+
+def test_without_the_software_the_reason_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "habana_frameworks is not installed" in (probe() or "")
+
+
+def test_without_the_driver_the_reason_names_it(here: Path) -> None:
+    (here / "sys/module/habanalabs").rmdir()
+
+    assert "habanalabs driver is not loaded" in (probe() or "")
+
+
+def test_a_container_without_devices_is_told(here: Path) -> None:
+    assert "is given no HPU" in (probe() or "")
+
+
+@pytest.mark.parametrize(("mask", "count"), [(None, 4), ("0,1", 2), ("", 0)])
+def test_devices_are_counted_behind_the_mask(
+    here: Path, monkeypatch: pytest.MonkeyPatch, mask: str | None, count: int
+) -> None:
+    hpus(here, 4)
+    if mask is not None:
+        monkeypatch.setenv(machine.VISIBLE, mask)
+
+    assert HpuLaunch().visible_devices(None) == (machine.VISIBLE, count)  # type: ignore[arg-type]
+    assert (probe() is None) == (count > 0)
+
+
+@pytest.mark.parametrize(("lazy", "variables"), [(True, "1"), (False, "0"), (None, None)])
+def test_the_mode_is_told_before_the_software_is_imported(lazy: bool | None, variables: str | None) -> None:
+    config: Any = SimpleNamespace(plugins={"hpu": HpuConfig(lazy=lazy)})
+
+    assert HpuLaunch().launch_environment(config, World()).get(machine.LAZY) == variables
+
+
+# -- the device ----------------------------------------------------------------------------------
+
+
+def test_lazy_mode_cuts_its_graph_after_backward_and_step(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gaudi = Gaudi()
+    made = plugin(monkeypatch, gaudi)
+    for point in ("batch", "backward", "step", "host_read", "state"):
+        made.mark_step(point)
+
+    assert gaudi.cuts == 2
+
+
+def test_eager_mode_has_no_graph_to_cut(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(machine.LAZY, "0")
+    gaudi = Gaudi()
+    plugin(monkeypatch, gaudi).mark_step("step")
+
+    assert (gaudi.cuts, gaudi.imported) == (0, ["hpu"])
+
+
+def test_graphs_record_models_that_are_trained_after_wrapping(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gaudi, model = Gaudi(), torch.nn.Linear(1, 1)
+    made = plugin(monkeypatch, gaudi, HpuConfig(graphs=True))
+    for phase in ("compile", "post"):
+        made.transform_model(SimpleNamespace(optimizers=[1]), model, phase)  # type: ignore[arg-type]
+    made.transform_model(SimpleNamespace(optimizers=[]), model, "post")  # type: ignore[arg-type]
+
+    assert gaudi.cached == [model]
+
+
+def test_graphs_in_eager_mode_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(machine.LAZY, "0")
+    made = plugin(monkeypatch, Gaudi(), HpuConfig(graphs=True))
+
+    assert ["PT_HPU_LAZY_MODE is 0" in reason for reason in made.refuse(None)] == [True]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("chip", "able"), [("GAUDI", {"bf16"}), ("GAUDI3", {"bf16", "fp16"})])
+def test_fp16_depends_on_the_chip(
+    here: Path, monkeypatch: pytest.MonkeyPatch, chip: str, able: set[str]
+) -> None:
+    assert plugin(monkeypatch, Gaudi(chip)).capabilities(DEVICE) == able
+
+
+def test_hccl_is_registered_before_it_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gaudi = Gaudi()
+
+    assert plugin(monkeypatch, gaudi).communication_backend(DEVICE) == {"cpu": "hccl"}
+    assert gaudi.imported[-1] == "distributed.hccl"
