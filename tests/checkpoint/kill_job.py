@@ -21,27 +21,36 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel_core import Accelerator
+from accel_core import Accelerator, ProjectConfiguration
 from accel_core.checkpoint import commit
-from accel_core.checkpoint.load import load
-from accel_core.checkpoint.save import save
 
-TARGET = "latest"
+INPUTS = torch.ones(4, 64)
 
 
 class Job:
-    """A prepared run whose whole state can be set to a number, and read back."""
+    """A prepared run whose whole state can be set to a number, and read back.
 
-    def __init__(self) -> None:
-        self.accelerator = Accelerator(device="cpu")
+    how: words. `async`: saves do not wait. `numbered`: checkpoints are named for the user, and one is
+    kept; else they replace each other.
+    """
+
+    def __init__(self, folder: str | Path, how: str = "") -> None:
+        self.folder, self.waits = Path(folder), "async" not in how
+        self.numbered = "numbered" in how
+        self.target = None if self.numbered else self.folder / "latest"
+        project = ProjectConfiguration(
+            project_dir=str(folder), automatic_checkpoint_naming=self.numbered, total_limit=1
+        )
+        self.accelerator = Accelerator(device="cpu", project_config=project)
         model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
         self.optimizer = torch.optim.AdamW(model.parameters())
-        self.model, _ = self.accelerator.prepare(model, self.optimizer)
+        self.model, self.prepared = self.accelerator.prepare(model, self.optimizer)
         self.accelerator.register_for_checkpointing(self)
         self.step = 0
         for parameter in model.parameters():
             self.optimizer.state[parameter] = {
                 "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
                 "step": torch.tensor(0.0),
             }
 
@@ -56,20 +65,80 @@ class Job:
         weights = [leaf.shards[0][1] for leaf in unit.hooks.model_state(unit).values()]
         return weights + [value for state in self.optimizer.state.values() for value in state.values()]
 
-    def save(self, folder: Path, step: int) -> None:
-        self.step = step
+    def fill(self, value: int) -> None:
+        self.step = value
         for tensor in self.tensors():
-            tensor.fill_(step)
-        save(self.accelerator.run, folder / TARGET, step=step)
+            tensor.fill_(value)
 
-    def load(self, folder: Path) -> int:
+    def save(self, step: int) -> None:
+        self.fill(step)
+        self.accelerator.save_state(self.target, step=step, wait=self.waits)
+
+    def load(self) -> int:
         """The step at which the checkpoint was saved, which every number in it must agree with."""
-        for tensor in self.tensors():
-            tensor.fill_(-1)
-        load(self.accelerator.run, folder / TARGET)
-        found = {value for tensor in self.tensors() for value in tensor.flatten().tolist()}
-        assert found == {self.step}, f"a mixture: {found} in step {self.step}"
-        return self.step
+        self.fill(-1)
+        self.accelerator.load_state(self.target)
+        step, found = self.step, {value for tensor in self.tensors() for value in tensor.flatten().tolist()}
+        assert found == {step}, f"a mixture: {found} in step {step}"
+        losses = self.go_on()
+        self.fill(step)
+        assert self.go_on() == losses, "it goes on in another way"
+        return step
+
+    def go_on(self) -> list[float]:
+        """The losses of the next steps."""
+        losses = []
+        for _ in range(2):
+            loss = self.model(INPUTS).square().mean()
+            self.accelerator.backward(loss)
+            self.prepared.step()
+            self.prepared.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def exists(self) -> bool:
+        return (
+            bool(list((self.folder / "checkpoints").glob("checkpoint_*")))
+            if self.numbered
+            else (commit.locate(self.target).exists())
+        )
+
+    def left_behind(self) -> list[str]:
+        parent = self.folder / "checkpoints" if self.numbered else self.folder
+        return sorted(path.name for path in parent.iterdir() if path.name.startswith("."))
+
+    def committed(self) -> int:
+        """The last step whose save was known to be complete before the kill."""
+        told = self.folder / "told"
+        return int.from_bytes(told.read_bytes()[-4:], "big") if told.exists() else 0
+
+    def tell(self, step: int) -> None:
+        with (self.folder / "told").open("ab", buffering=0) as told:
+            told.write(step.to_bytes(4, "big"))
+
+    def save_for_ever(self) -> None:
+        """A save that does not wait is known to be complete when the next one has begun."""
+        for step in range(self.committed() + 1, 1 << 30):
+            self.save(step)
+            if self.accelerator.is_main_process:
+                self.tell(step if self.waits else step - 1)
+
+    def check(self) -> int:
+        """What is loaded after a kill: the last one known to be complete, or one that came after."""
+        before = self.committed()
+        step = self.load()
+        later = 1 if self.waits else 2
+        assert before <= step <= before + later, f"step {step} was loaded, {before} was the last committed"
+        self.tell(step)
+        return step
+
+    def seconds(self) -> float:
+        """What a save takes."""
+        begin = time.perf_counter()
+        for _ in range(5):
+            self.save(0)
+            self.accelerator.wait_for_checkpoint()
+        return (time.perf_counter() - begin) / 5
 
 
 def fork(action: Callable[[], object]) -> int:
@@ -99,61 +168,31 @@ def fork_ranks(action: Callable[[], object], count: int = 2) -> list[int]:
     return [fork(partial(be, rank)) for rank in range(count)]
 
 
-def committed(folder: Path) -> int:
-    """The last step whose save returned before the kill."""
-    told = folder / "told"
-    return int.from_bytes(told.read_bytes()[-4:], "big") if told.exists() else 0
-
-
-def save_for_ever(job: Job, folder: Path) -> None:
-    with (folder / "told").open("ab", buffering=0) as told:
-        for step in range(committed(folder) + 1, 1 << 30):
-            job.save(folder, step)
-            if job.accelerator.is_main_process:
-                told.write(step.to_bytes(4, "big"))
-
-
-def time_of_save(job: Job, folder: Path) -> float:
-    begin = time.perf_counter()
-    for _ in range(5):
-        job.save(folder, 0)
-    return (time.perf_counter() - begin) / 5
-
-
-def left_behind(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name not in (TARGET, "told"))
-
-
-def kill_at_random(folder: str, count: int) -> dict[str, int]:
+def kill_at_random(folder: str, how: str, count: int) -> dict[str, int]:
     """One rank, killed `count` times within its saves; each loop goes on from where the last one died."""
-    here, job, randomness = Path(folder), Job(), random.Random(4)
-    here.mkdir(parents=True, exist_ok=True)
-    seconds = time_of_save(job, here)
+    job, randomness = Job(folder, how), random.Random(how)
+    seconds = job.seconds()
     leftovers = 0
     for _ in range(count):
-        child = fork(lambda: save_for_ever(job, here))
+        child = fork(job.save_for_ever)
         time.sleep(randomness.uniform(0.0, 5 * seconds))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        leftovers += bool(left_behind(here))
-        before = committed(here)
-        step = job.load(here)
-        assert before <= step <= before + 1, f"step {step} was loaded, {before} was the last committed"
-        (here / "told").write_bytes(step.to_bytes(4, "big"))
-    job.save(here, 1 << 20)
-    return {"kills": count, "leftovers": leftovers, "left at the end": len(left_behind(here)), "saves": step}
+        leftovers += bool(job.left_behind())
+        step = job.check()
+    job.save(1 << 20)
+    job.accelerator.wait_for_checkpoint()
+    return {"kills": count, "leftovers": leftovers, "left at the end": len(job.left_behind()), "saves": step}
 
 
-def kill_ranks_at_random(folder: str, count: int) -> dict[str, int]:
+def kill_ranks_at_random(folder: str, how: str, count: int) -> dict[str, int]:
     """Two ranks, one of them killed at random, the other soon after."""
-    here, randomness = Path(folder), random.Random(5)
-    here.mkdir(parents=True, exist_ok=True)
-    job = Job()
-    seconds = time_of_save(job, here)
+    job, randomness = Job(folder, how), random.Random(how)
+    seconds = job.seconds()
     leftovers = 0
     for _ in range(count):
         ready, told = os.pipe()
-        ranks = fork_ranks(partial(_rank, here, told))
+        ranks = fork_ranks(partial(_rank, folder, how, told))
         os.read(ready, 1)
         time.sleep(randomness.uniform(0.0, 10 * seconds))
         for child in randomness.sample(ranks, 2):
@@ -163,49 +202,47 @@ def kill_ranks_at_random(folder: str, count: int) -> dict[str, int]:
             os.waitpid(child, 0)
         os.close(ready)
         os.close(told)
-        leftovers += bool(left_behind(here))
-        before = committed(here)
-        step = job.load(here)
-        assert before <= step <= before + 1, f"step {step} was loaded, {before} was the last committed"
-        (here / "told").write_bytes(step.to_bytes(4, "big"))
+        leftovers += bool(job.left_behind())
+        step = job.check()
     return {"kills": count, "leftovers": leftovers, "saves": step}
 
 
-def _rank(folder: Path, ready: int) -> None:
-    job = Job()
+def _rank(folder: str, how: str, ready: int) -> None:
+    job = Job(folder, how)
+    job.load()
     if job.accelerator.is_main_process:
         os.write(ready, b"1")
-    save_for_ever(job, folder)
+    job.save_for_ever()
 
 
-def kill_at_each_point(folder: str, exchange: bool, fresh: bool) -> dict[str, int]:
+def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> dict[str, int]:
     """One save a point: killed right before the n-th thing it does to the file system, for every n."""
-    here, job = Path(folder), Job()
-    here.mkdir(parents=True, exist_ok=True)
+    job = Job(folder, how)
     outcomes = {"points": 0, "old": 0, "new": 0, "none": 0}
     for point in range(1, 1000):
-        if fresh and (here / TARGET).exists():
-            shutil.rmtree(here / TARGET)
-        if not fresh:
-            job.save(here, 7)
-        child = fork(lambda point=point: _die_at(job, here, point, exchange=exchange))
+        if fresh:
+            for place in job.folder.iterdir():
+                shutil.rmtree(place)
+        else:
+            job.save(7)
+            job.accelerator.wait_for_checkpoint()
+            assert not job.left_behind(), job.left_behind()
+        child = fork(lambda point=point: _die_at(job, point, exchange=exchange))
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             return outcomes
         outcomes["points"] += 1
-        if fresh and not commit.locate(here / TARGET).exists():
+        if fresh and not job.exists():
             outcomes["none"] += 1
             continue
-        step = job.load(here)
+        step = job.load()
         assert step in (7, 8)
         outcomes["old" if step == 7 else "new"] += 1
-        job.save(here, 7)
-        assert not left_behind(here), left_behind(here)
     raise AssertionError("a save does more than 1000 things")
 
 
-def _die_at(job: Job, folder: Path, point: int, *, exchange: bool) -> None:
+def _die_at(job: Job, point: int, *, exchange: bool) -> None:
     left = point
 
     def happens(event: str, arguments: tuple[object, ...]) -> None:
@@ -229,7 +266,8 @@ def _die_at(job: Job, folder: Path, point: int, *, exchange: bool) -> None:
 
     os.fsync, commit._exchange = watched_sync, watched_swap
     sys.addaudithook(happens)
-    job.save(folder, 8)
+    job.save(8)
+    job.accelerator.wait_for_checkpoint()
 
 
 def exchange_works() -> bool:

@@ -28,28 +28,36 @@ def report(capsys, request):
     return say
 
 
-def test_one_rank_killed_at_random(folder, report):
-    (found,) = run_processes(kill_job.kill_at_random, folder, 120, world=1, timeout=110)
+HOW = ["same name", "same name, async", "numbered", "numbered, async"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_one_rank_killed_at_random(folder, report, how):
+    (found,) = run_processes(kill_job.kill_at_random, folder, how, 50, world=1, timeout=110)
     report(found)
-    assert found["kills"] == 120
-    assert found["leftovers"] > 10, "the kills missed the saves"
+    assert found["kills"] == 50
+    assert found["leftovers"] > 3, "the kills missed the saves"
     assert found["left at the end"] == 0, "the next save removes what killed ones left"
 
 
 @pytest.mark.together
-def test_two_ranks_killed_at_random(folder, report):
-    (found,) = run_processes(kill_job.kill_ranks_at_random, folder, 20, world=1, timeout=110)
+@pytest.mark.parametrize("how", ["same name", "numbered, async"])
+def test_two_ranks_killed_at_random(folder, report, how):
+    (found,) = run_processes(kill_job.kill_ranks_at_random, folder, how, 10, world=1, timeout=110)
     report(found)
-    assert found["kills"] == 20
-    assert found["leftovers"] > 2
+    assert found["kills"] == 10
+    assert found["leftovers"] > 0
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["first", "replacing"])
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
-def test_killed_at_each_point(folder, report, exchange, fresh):
+@pytest.mark.parametrize(
+    ("how", "exchange"),
+    [("same name", True), ("same name", False), ("same name, async", True), ("numbered", True)],
+)
+def test_killed_at_each_point(folder, report, how, exchange, fresh):
     if exchange and not kill_job.exchange_works():
         pytest.skip("this system cannot exchange two names")
-    (found,) = run_processes(kill_job.kill_at_each_point, folder, exchange, fresh, world=1, timeout=110)
+    (found,) = run_processes(kill_job.kill_at_each_point, folder, how, exchange, fresh, world=1, timeout=110)
     report(found)
     assert found["points"] > 20
     assert found["new"] > 0
