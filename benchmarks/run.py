@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+import checkpoint
 import gather
 import loader
 import startup
@@ -23,6 +24,7 @@ BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
     "step": step.measure,
     "loader": loader.measure,
     "gather": gather.measure,
+    "checkpoint": checkpoint.measure,
     "startup": startup.measure,
 }
 

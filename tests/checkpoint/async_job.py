@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -210,3 +211,39 @@ def memory(folder: str) -> list[float]:
 def _anonymous() -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def disk_full(folder: str, wait: bool) -> list[object]:
+    """On a disk of 6 MiB, with a checkpoint of 2 MiB: a save, one of 5 MiB, and one of 2 again."""
+    libc, disk = ctypes.CDLL(None, use_errno=True), Path(folder)
+    new_namespace, private = 0x20000, 0x44000  # CLONE_NEWNS; MS_REC | MS_PRIVATE: nobody else sees it
+    if (
+        libc.unshare(new_namespace)
+        or libc.mount(b"none", b"/", None, private, None)
+        or libc.mount(b"none", os.fsencode(disk), b"tmpfs", 0, b"size=6m")
+    ):
+        return []
+    accelerator = Accelerator(device="cpu")
+    small, large = (nn.ParameterList([torch.full((size << 18,), 1.0)]) for size in (2, 3))
+    accelerator.prepare(small)
+    said: list[object] = []
+
+    def save() -> None:
+        try:
+            accelerator.save_state(disk / "here", wait=wait)
+            accelerator.wait_for_checkpoint()
+        except CheckpointError as error:
+            said.append(str(error))
+
+    save()
+    accelerator.prepare(large)
+    save()
+    accelerator.run.units.pop()
+    said.append(sorted(path.name for path in disk.iterdir()))
+    with torch.no_grad():
+        small[0].fill_(2.0)
+    accelerator.load_state(disk / "here")
+    said.append(small[0].unique().tolist())
+    save()
+    accelerator.end_training()
+    return said

@@ -172,6 +172,17 @@ def test_a_copy_is_all_the_memory_it_takes(tmp_path):
     assert second < 0.1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk")
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_costs_that_save_only(tmp_path, wait):
+    (found,) = run(async_job.disk_full, tmp_path, wait, world=1)
+    if not found:
+        pytest.skip("this user may not mount a disk")
+    said, left, value = found
+    assert "rank 0: OSError: [Errno 28] No space left on device" in said
+    assert (left, value) == (["here"], [1.0])
+
+
 # -- several ranks -------------------------------------------------------------------------------
 
 
