@@ -9,7 +9,7 @@ the others wait.
 from __future__ import annotations
 
 import ctypes
-import glob
+import logging
 import os
 import platform
 import re
@@ -20,10 +20,12 @@ from typing import Any, Final
 
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.files import is_ours, sync_folder
+from accel_core.checkpoint.files import is_ours, manifest_if_any, sync_folder
 from accel_core.errors import CheckpointError
 
-__all__ = ["begin", "clean", "locate", "new_save_id", "partial_folder", "publish"]
+__all__ = ["begin", "clean", "holders", "locate", "new_save_id", "partial_folder", "publish"]
+
+logger = logging.getLogger(__name__)
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -56,16 +58,23 @@ def begin(target: Path, save_id: str) -> None:
             path=str(target),
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial_folder(target, save_id).mkdir()
+    try:
+        partial_folder(target, save_id).mkdir()
+    except FileExistsError:
+        raise CheckpointError(
+            f"{target.parent} is one folder for several nodes, though project.save_on_each_node says that"
+            " each has a disk of its own\nset project.save_on_each_node to false",
+            path=str(target),
+        ) from None
 
 
 def publish(target: Path, save_id: str, *, replace: bool) -> None:
-    """Give the complete, synced folder the name of the target. What had it before is removed.
+    """Give the complete, synced folder the name of the target. What had it before is left to `clean`.
 
     Raises:
         CheckpointError: there is a checkpoint of that name, and it is not to be replaced.
     """
-    partial = old = partial_folder(target, save_id)
+    partial = partial_folder(target, save_id)
     sync_folder(partial)
     if not is_ours(target):
         if target.exists():  # an empty folder; not every system renames over one
@@ -78,35 +87,49 @@ def publish(target: Path, save_id: str, *, replace: bool) -> None:
             path=str(target),
         )
     elif not _exchange(partial, target):  # two renames; `locate` finds the old one if we die between them
-        old = partial.with_suffix(".replaced")
-        target.rename(old)
+        target.rename(partial.with_suffix(".replaced"))
         partial.rename(target)
     sync_folder(target.parent)
-    # The new checkpoint is there, whatever happens to the old one; the next save tries again.
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def locate(target: Path) -> Path:
     """The folder that holds the checkpoint `target`: itself, but for a kill between two renames."""
-    replaced = sorted(target.parent.glob(f".{glob.escape(target.name)}.*.replaced"))
-    return next(filter(is_ours, replaced), target) if not target.exists() else target
+    replaced = [
+        left for left, found in _leftovers(target.parent) if found.group(1, 3) == (target.name, "replaced")
+    ]
+    return next(filter(is_ours, sorted(replaced)), target) if not target.exists() else target
 
 
-def clean(parent: Path, save_id: str, *, fence: bool) -> None:
-    """Remove what killed saves left in `parent`; a checkpoint among it gets its name back.
+def holders(target: Path) -> dict[str, Path]:
+    """Save id -> folder, of all that is complete and has been, or is to be, the checkpoint `target`."""
+    left = sorted(left for left, found in _leftovers(target.parent) if found[1] == target.name)
+    return {found.save_id: path for path in [*left, target] if (found := manifest_if_any(path))}
+
+
+def clean(parent: Path, save_id: str, *, fence: bool, all_is_committed: bool) -> None:
+    """Remove what saves left in `parent`; a checkpoint among it gets its name back.
 
     `fence`: no other living run has this run's id. What another process of this run is still writing,
     a late writer of an earlier incarnation, is then removed too: its rename will fail.
+    `all_is_committed`: no other disk may need what is complete here. What fails is logged.
     """
-    for left in parent.iterdir() if parent.is_dir() else ():
-        found = _LEFTOVER.fullmatch(left.name)
-        if found is None or left.is_symlink() or not _is_over(found[2], save_id, fence=fence):
+    for left, found in _leftovers(parent):
+        if not _is_over(found[2], save_id, fence=fence) or not (all_is_committed or not is_ours(left)):
             continue
         target = parent / found[1]
-        if found[3] == "replaced" and not target.exists():
-            left.rename(target)
-        else:
-            shutil.rmtree(left)
+        try:
+            if found[3] == "replaced" and not target.exists():
+                left.rename(target)
+            else:
+                shutil.rmtree(left)
+        except OSError as error:
+            logger.warning("%s, left by a save that has ended, could not be removed: %s", left, error)
+
+
+def _leftovers(parent: Path) -> list[tuple[Path, re.Match[str]]]:
+    entries = parent.iterdir() if parent.is_dir() else ()
+    named = [(path, found) for path in entries if (found := _LEFTOVER.fullmatch(path.name))]
+    return [(path, found) for path, found in named if not path.is_symlink()]
 
 
 def _is_over(found: str, save_id: str, *, fence: bool) -> bool:
@@ -118,7 +141,7 @@ def _is_over(found: str, save_id: str, *, fence: bool) -> bool:
     this_run, *here, _ = save_id.split("-")
     if place == here or (fence and run == this_run):
         return run == this_run
-    return place[0] == here[0] and _has_ended(int(place[1]))
+    return place[0] == _machine() and _has_ended(int(place[1]))
 
 
 def _machine() -> str:

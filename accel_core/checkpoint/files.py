@@ -182,15 +182,22 @@ class Manifest:
     """What this library named it; None where the user did."""
     iteration: int
     lineage: Sequence[str]
+    domains: Sequence[Sequence[int]]
+    """Where nodes have disks of their own: node -> the ranks whose files are there; else empty."""
     members: Mapping[str, Any]
     """All of it, as it stands there."""
 
 
-def write_manifest(folder: Path, members: Mapping[str, Any]) -> None:
-    """Write and sync the manifest; its last line is a checksum of all bytes before it."""
+def manifest_of(members: Mapping[str, Any]) -> bytes:
+    """The manifest's content; its last line is a checksum of all bytes before it."""
     named = {"format": FORMAT, "version": VERSION, **members}
     text = json.dumps(named, indent=2, allow_nan=False, default=repr)
-    write_file(folder / MANIFEST, [_sealed(text.removesuffix("\n}").encode())])
+    return _sealed(text.removesuffix("\n}").encode())
+
+
+def write_manifest(folder: Path, content: bytes) -> None:
+    """Write and sync the manifest."""
+    write_file(folder / MANIFEST, [content])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -225,6 +232,14 @@ def read_manifest(folder: Path) -> Manifest:
         return _CONVERTER.structure({**members, "members": members}, Manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"it cannot be understood ({error!r})") from error
+
+
+def manifest_if_any(folder: Path) -> Manifest | None:
+    """The manifest, or None where `read_manifest` raises."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
 
 
 def is_ours(folder: Path) -> bool:

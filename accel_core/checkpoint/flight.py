@@ -11,13 +11,21 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import asdict, define, field
 
-from accel_core.checkpoint.files import FileRecord, as_json, is_ours, sync_folder, write_file, write_manifest
+from accel_core.checkpoint.files import (
+    FileRecord,
+    as_json,
+    is_ours,
+    manifest_of,
+    sync_folder,
+    write_file,
+    write_manifest,
+)
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -62,7 +70,8 @@ class Share:
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder}, made by rank 0, is not visible here\n"
-                "give all ranks the same directory, on a disk that all nodes share"
+                "give all ranks the same directory, on a disk that all nodes share,"
+                " or set project.save_on_each_node"
             )
         record, blocks = write_file(folder / self.data, [self.head, *self.body])
         text = [b'{"rank":%d,"state":' % self.rank, self.own, b',"blocks":', as_json(blocks)]
@@ -104,20 +113,17 @@ class Flight:
     def run(self) -> None:
         """Write, vote, and hear the verdict. A failure is kept for `settle`."""
         try:
-            vote: dict[str, Any] = {"files": {}}
-            try:
-                records = self.share.write(self.place.folder)
-                vote = {"files": {name: asdict(record) for name, record in records.items()}}
-            except BaseException as error:  # whatever it is, the other ranks are waiting for our word
-                self._cause = error
-                vote = {"error": f"{type(error).__name__}: {error}"[:SAID_BYTES]}
-            self._tell(f"vote-{self.share.rank}", vote)
+            self._tell(f"vote-{self.share.rank}", self._vote(self._write))
             self._failure = self._lead() if self.share.rank == 0 else self._follow()
         except Exception as error:  # the store's: the process that serves it is gone
             self._failure = f"rank {self.share.rank}: {type(error).__name__}: {error}"
             self._cause = self._cause or error
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # Ctrl-C: the others know
+
+    def _write(self) -> dict[str, Any]:
+        records = self.share.write(self.place.folder)
+        return {"files": {name: asdict(record) for name, record in records.items()}}
 
     def settle(self, patience: float | None = None) -> None:
         """Wait until it is over.
@@ -141,12 +147,35 @@ class Flight:
 
     def _follow(self) -> str | None:
         # Twice: rank 0 may have written as long as this rank waits, and then waited for others.
-        verdict = self._hear("verdict", time.monotonic() + 2 * self.timeout)
+        deadline = time.monotonic() + 2 * self.timeout
+        if self.place.first:  # of a disk that rank 0 does not see
+            self._attend("manifest", deadline, lambda text: write_manifest(self.place.folder, text.encode()))
+            self._attend("publish", deadline, lambda _: self.place.publish())
+        verdict = self._hear("verdict", deadline)
         if verdict is None:
             return f"rank 0: no verdict within {2 * self.timeout:g} s; it died or hangs"
-        self._tell(f"heard-{self.share.rank}", {})
         failure: str | None = verdict["failure"]
+        self._tell(f"heard-{self.share.rank}", {})
+        if self.place.first and failure is None:
+            self.place.settle()
+        elif self.place.first and not is_ours(self.place.folder):
+            self.place.discard()
         return failure
+
+    def _attend(self, what: str, deadline: float, action: Callable[[str], object]) -> None:
+        """Do on this disk what rank 0 has done on its own, and say how it went; nothing, if it gives up."""
+        said = self._hear(what, deadline, unless="verdict")
+        if said is not None:
+            self._tell(
+                f"{what}-{self.share.rank}", self._vote(lambda: {"done": action(said["text"]) is None})
+            )
+
+    def _vote(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return action()
+        except BaseException as error:  # whatever it is, the other ranks are waiting for our word
+            self._cause = error
+            return {"error": f"{type(error).__name__}: {error}"[:SAID_BYTES]}
 
     # -- rank 0 ----------------------------------------------------------------------------------
 
@@ -166,26 +195,47 @@ class Flight:
         return failure
 
     def _decide(self, votes: Sequence[dict[str, Any] | None]) -> str | None:
-        silent = {"error": f"no vote within {self.timeout:g} s; it died or hangs"}
-        said = [(rank, (vote or silent).get("error")) for rank, vote in enumerate(votes)]
-        failures = [f"rank {rank}: {error}" for rank, error in said if error is not None]
+        failures = self._failures(dict(enumerate(votes)))
         if not failures:
             files = {name: record for vote in votes if vote for name, record in vote["files"].items()}
             failures = self._publish(dict(sorted(files.items())))
         # A rename that the disk may have forgotten could have put the old checkpoint there.
-        renaming = isinstance(self._cause, OSError) and is_ours(self.place.folder)
+        several = len(self.place.firsts) > 1
+        renaming = (several or isinstance(self._cause, OSError)) and is_ours(self.place.folder)
         if failures and not renaming:
             self.place.discard()
         return "\n".join(failures[:SAID_RANKS]) or None
 
     def _publish(self, files: Mapping[str, Any]) -> list[str]:
         try:
-            write_manifest(self.place.folder, {**self.manifest, "files": files})
-            self.place.publish()
+            manifest = manifest_of({**self.manifest, "files": files})
+            write_manifest(self.place.folder, manifest)
+            failures = self._on_other_disks("manifest", manifest.decode())
+            if not failures:
+                self.place.publish()
+                failures = self._on_other_disks("publish")
+            if not failures:
+                self.place.settle()
         except Exception as error:  # whatever it is, the other ranks are waiting for our word
             self._cause = error
             return [f"rank 0: {type(error).__name__}: {error}"]
-        return []
+        return failures
+
+    def _on_other_disks(self, what: str, text: str = "") -> list[str]:
+        """Have it done by the first rank of each other disk; what went wrong."""
+        others = self.place.firsts[1:]
+        if not others:
+            return []
+        self._tell(what, {"text": text})
+        deadline = time.monotonic() + self.timeout
+        votes = {rank: self._hear(f"{what}-{rank}", deadline) for rank in others}
+        self._forget(what, *(f"{what}-{rank}" for rank in others))
+        return self._failures(votes)
+
+    def _failures(self, votes: Mapping[int, dict[str, Any] | None]) -> list[str]:
+        silent = {"error": f"no vote within {self.timeout:g} s; it died or hangs"}
+        said = [(rank, (vote or silent).get("error")) for rank, vote in votes.items()]
+        return [f"rank {rank}: {error}" for rank, error in said if error is not None]
 
     # -- votes -----------------------------------------------------------------------------------
 
@@ -199,11 +249,11 @@ class Flight:
         for what in said:
             self.store.delete_key(self._key(what))
 
-    def _hear(self, what: str, deadline: float) -> dict[str, Any] | None:
+    def _hear(self, what: str, deadline: float, *, unless: str | None = None) -> dict[str, Any] | None:
         pause = 0.0005
         # Asked again and again: a thread that waits inside the store cannot be ended with the process.
         while not self.store.check([self._key(what)]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (unless and self.store.check([self._key(unless)])):
                 return None
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)

@@ -22,19 +22,17 @@ from accel_core.checkpoint.collect import (
     modules_with_extra_state,
     without_collecting_garbage,
 )
-from accel_core.checkpoint.commit import locate
+from accel_core.checkpoint.find import find, first_of_disk
 from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.checkpoint.series import candidates, folder_of, history
-from accel_core.errors import CheckpointError
+from accel_core.checkpoint.series import history
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
     from accel_core.run import Run
     from accel_core.unit import Unit
-    from accel_core.world import Collectives
 
 __all__ = ["Problems", "Restoration", "derived_seed", "load"]
 
@@ -64,54 +62,14 @@ def load(
     if run.saver is not None:
         agree(control, run.saver.settle)
     with without_collecting_garbage():
-        checkpoint = _open(run, directory, missing_ok=missing_ok)
+        checkpoint = find(run, directory, missing_ok=missing_ok)
         if checkpoint is None:
             return None
         restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
         agree(control, restoration.apply)
-    if control.rank == 0 and run.config.project.automatic_checkpoint_naming:
+    if first_of_disk(run) and run.config.project.automatic_checkpoint_naming:
         run.kept = history(run, checkpoint.manifest)
     return checkpoint.folder
-
-
-def _open(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool) -> Checkpoint | None:
-    control = run.collectives("control")
-    if directory is not None:
-        folder = locate(Path(os.path.realpath(directory)))
-        if missing_ok and not control.broadcast_object(folder.exists()):
-            return None
-        return _verified(control, folder)
-    found = control.broadcast_object(agree(control, lambda: candidates(run) if control.rank == 0 else None))
-    for folder in found:
-        try:
-            return _verified(control, folder)
-        except CheckpointError as error:
-            if control.rank == 0:
-                logger.warning("passed over: %s", error)
-    if missing_ok and not found:
-        return None
-    numbered = folder_of(run)
-    raise CheckpointError(
-        f"none of the {len(found)} checkpoints in {numbered} can be loaded, the log says why\n"
-        "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
-        if found
-        else f"there is no checkpoint in {numbered}\nto start without one, load_state(missing_ok=True)",
-        path=str(numbered),
-    )
-
-
-def _verified(control: Collectives, folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, once all ranks have seen the same one, and that all of it is whole."""
-    checkpoint = agree(control, lambda: Checkpoint.open(folder))
-    ids = set(control.all_gather_object(checkpoint.manifest.save_id))
-    if len(ids) > 1:
-        raise CheckpointError(
-            f"ranks see different checkpoints in {folder}: saves {', '.join(sorted(ids))}\n"
-            "give all ranks the same directory, on a disk that all nodes share",
-            path=str(folder),
-        )
-    agree(control, lambda: checkpoint.verify(control.rank, control.size))
-    return checkpoint
 
 
 @frozen
@@ -173,11 +131,12 @@ class Restoration:
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
         self._same_world = same_readers and world["size"] == run.world.size
-        self._own = ranks[run.world.rank if self._same_world else 0]
+        self._own = checkpoint.own(run.world.rank if self._same_world else 0)
         # Scope of plugins' entries -> the rank to take them from, where they mean something in this world.
-        self._scopes: dict[Scope, Any] = {"replicated": ranks[0]}
+        self._scopes: dict[Scope, Any] = {"replicated": next(iter(ranks.values()))}
         if same_readers:
-            self._scopes["per_reader"] = next(own for own in ranks if own["reader"] == reader)
+            same = [own for own in ranks.values() if own["reader"] == reader]
+            self._scopes["per_reader"] = same[0] if same else checkpoint.own(-1)
         if self._same_world:
             self._scopes["per_rank"] = self._own
         else:
@@ -241,6 +200,7 @@ class Restoration:
         self._problems.compare(what, saved, leaves)
         for name, stored in saved.items():
             if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
+                stored.require(leaves[name])
                 self._actions.append(partial(stored.fill, leaves[name]))
 
     def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -284,7 +244,7 @@ class Restoration:
         if self._same_world and streams.keys() == self.run.hooks.rng_state().keys():
             self._actions.append(partial(self.run.hooks.set_rng_state, streams))
             return
-        first = self.checkpoint.decode(self.checkpoint.ranks[0]["random"], "random")
+        first = self.checkpoint.decode(self.checkpoint.own(0)["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)
         self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
         self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))

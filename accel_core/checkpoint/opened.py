@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
 from accel_core.checkpoint.files import MANIFEST, DataFile, Manifest, damaged, read_manifest
+from accel_core.errors import CheckpointError
 
 __all__ = ["Opened"]
 
@@ -17,13 +18,14 @@ __all__ = ["Opened"]
 class Opened:
     """An opened checkpoint. Only what its manifest vouches for is ever looked at.
 
-    state: what all ranks shared, still encoded; shares: each rank's data file and index, by rank.
+    state: what all ranks shared, still encoded; shares: rank -> its data file and index. Where nodes had
+    disks of their own, the files of other nodes may be absent.
     """
 
     folder: Path
     manifest: Manifest
     state: Mapping[str, Any]
-    shares: Sequence[tuple[DataFile, Mapping[str, Any]]]
+    shares: Mapping[int, tuple[DataFile, Mapping[str, Any]]]
 
     @classmethod
     def open(cls, folder: Path) -> Opened:
@@ -38,14 +40,17 @@ class Opened:
         def opened(name: str) -> DataFile:
             return DataFile(folder / name, manifest.files[name])
 
-        shares = []
+        shares = {}
         try:
             state = opened("state.json").json()
             for rank in range(manifest.world["size"]):
-                data, file = opened(f"rank-{rank:05d}.safetensors"), opened(f"rank-{rank:05d}.json")
+                names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+                if manifest.domains and not any((folder / name).exists() for name in names):
+                    continue
+                data, file = map(opened, names)
                 path, index = file.path, file.json()
                 data.check(index["blocks"])
-                shares.append((data, index))
+                shares[rank] = data, index
         except (KeyError, ValueError, TypeError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
         return cls(folder, manifest, state, shares)
@@ -55,9 +60,33 @@ class Opened:
         """Of all data files: (file, number of the block, its digest)."""
         return [
             (data, number, digest)
-            for data, index in self.shares
+            for data, index in self.shares.values()
             for number, digest in enumerate(index["blocks"])
         ]
+
+    @property
+    def absent(self) -> str | None:
+        """In words, the files that are not in this folder since they were written on other nodes."""
+        nodes = {
+            node: lacking
+            for node, ranks in enumerate(self.manifest.domains)
+            if (lacking := [rank for rank in ranks if rank not in self.shares])
+        }
+        return (
+            "; ".join(
+                f"node {node}, with the files of rank(s) {', '.join(map(str, ranks))}"
+                for node, ranks in nodes.items()
+            )
+            or None
+        )
+
+    def lacks(self, what: str) -> CheckpointError:
+        """What to raise for a part that is on another node."""
+        return CheckpointError(
+            f"{self.folder} lacks {what}: it was saved on the disks of several nodes, and what {self.absent},"
+            f" wrote is not here\ncopy the files of {self.folder.name} on that node into this folder",
+            path=str(self.folder),
+        )
 
     def verify(self, share: int, shares: int) -> None:
         """Compare every block of this share of the data with its digest.

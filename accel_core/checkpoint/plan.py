@@ -63,10 +63,13 @@ def declare(leaf: Leaf, *, spread: bool) -> Declared:
     return Declared(leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, spread, dtypes, boxes)
 
 
-def plan(declarations: Sequence[Mapping[Key, Declared]]) -> list[dict[Key, list[Box]]]:
+def plan(
+    declarations: Sequence[Mapping[Key, Declared]], domains: Sequence[int] = ()
+) -> list[dict[Key, list[Box]]]:
     """For each rank, the boxes it writes. Every rank computes the same from all declarations.
 
     Replicas that are equal are spread, the largest first, over the ranks with the least to write.
+    `domains`: rank -> its disk, where there are several; each gets all that its ranks hold.
 
     Raises:
         CheckpointError: ranks disagree about a leaf, its boxes leave a gap, overlap, or are held
@@ -87,7 +90,11 @@ def plan(declarations: Sequence[Mapping[Key, Declared]]) -> list[dict[Key, list[
         if problem := _problem(held, holders):
             problems.append(f"{key[0]}: {key[1]}: {problem}")
         spread = held[0][1].spread
-        items += [(box.volume, key, box, ranks if spread else ranks[:1]) for box, ranks in holders.items()]
+        for box, ranks in holders.items():
+            disks: dict[int, list[int]] = defaultdict(list)
+            for rank in ranks:
+                disks[domains[rank] if domains else 0].append(rank)
+            items += [(box.volume, key, box, each if spread else each[:1]) for each in disks.values()]
     remedy = "this must be fixed in the plugin that describes it"
     refuse(problems, "the state of this run cannot be saved", remedy)
     writes: list[dict[Key, list[Box]]] = [{} for _ in declarations]

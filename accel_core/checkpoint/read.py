@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from accel_core.checkpoint.files import MANIFEST, DataFile, damaged
 from accel_core.checkpoint.leaf import Kind, Leaf, whole
 from accel_core.checkpoint.opened import Opened
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
+from accel_core.errors import CheckpointError
 
 __all__ = ["Checkpoint", "Stored"]
 
@@ -27,7 +28,9 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     layout: str | None
-    boxes: list[tuple[Box, DataFile, int]] = field(factory=list, eq=False)
+    boxes: dict[Box, tuple[DataFile, int]] = field(factory=dict, eq=False)
+    _lacks: Callable[[str], CheckpointError] | None = field(default=None, eq=False)
+    """Where some of the boxes are on other nodes: what to raise for one that is needed."""
 
     def tensor(self) -> Tensor:
         """The whole tensor, in memory of its own."""
@@ -36,40 +39,59 @@ class Stored:
         return tensor
 
     def fill(self, leaf: Leaf) -> None:
-        """Overwrite the parts of the leaf that this rank holds."""
+        """Overwrite the parts of the leaf that this rank holds.
+
+        Raises:
+            CheckpointError: one of them is on another node.
+        """
+        self.require(leaf)
         for offset, tensor in leaf.shards:
             wanted = Box(tuple(offset), tuple(tensor.shape))
-            for box, file, start in self.boxes:
+            for box, (file, start) in self.boxes.items():
                 source = file.tensor(self.dtype, box.shape, start)
                 if box == wanted:
                     tensor.copy_(source)
                 elif common := intersect(box, wanted):
                     tensor[_slices(common, wanted)].copy_(source[_slices(common, box)])
 
+    def require(self, leaf: Leaf) -> None:
+        """Raises CheckpointError if a part that this rank holds of the leaf is on another node."""
+        if self._lacks is not None:
+            wanted = [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
+            common = [intersect(box, each) for each in wanted for box in self.boxes]
+            if sum(each.volume for each in wanted) > sum(each.volume for each in common if each):
+                raise self._lacks(f"parts of a tensor of shape {list(self.shape)}")
+
 
 @frozen
 class Checkpoint(Opened):
-    """An opened checkpoint with its tensors. ranks: what each rank had of its own, still encoded, by rank."""
+    """An opened checkpoint with its tensors. ranks: what each rank had of its own, still encoded."""
 
-    ranks: Sequence[Mapping[str, Any]]
+    ranks: Mapping[int, Mapping[str, Any]]
     tensors: Mapping[Key, Stored]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         files, path = Opened.open(folder), folder / MANIFEST
-        ranks: list[Any] = []
+        ranks: dict[int, Any] = {}
         tensors: dict[Key, Stored] = {}
         try:
-            for data, index in files.shares:
+            for rank, (data, index) in files.shares.items():
                 path = data.path.with_suffix(".json")
-                _add_tensors(tensors, index["tensors"], data)
-                ranks.append(index["state"])
-            for (unit, key), stored in tensors.items():
-                if problem := tiling_problem(stored.shape, [box for box, _, _ in stored.boxes]):
+                _add_tensors(tensors, index["tensors"], data, files)
+                ranks[rank] = index["state"]
+            for (unit, key), stored in tensors.items() if files.absent is None else ():
+                if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
         return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
+
+    def own(self, rank: int) -> Mapping[str, Any]:
+        """What the rank had of its own, still encoded."""
+        if rank not in self.ranks:
+            raise self.lacks(f"what belongs to rank {rank} alone")
+        return self.ranks[rank]
 
     def decode(self, value: Any, path: str) -> Any:
         """The value that was encoded, its large tensors read from the data files."""
@@ -82,16 +104,25 @@ class Checkpoint(Opened):
         return self.tensors["", key].tensor()
 
 
-def _add_tensors(tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile) -> None:
+def _add_tensors(
+    tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile, files: Opened
+) -> None:
+    lacks = files.lacks if files.absent else None
     for unit, keys in index.items():
         for key, each in keys.items():
-            described = Stored(each["kind"], tuple(each["shape"]), each["dtype"], each.get("layout"))
+            described = Stored(
+                each["kind"], tuple(each["shape"]), each["dtype"], each.get("layout"), lacks=lacks
+            )
             stored = tensors.setdefault((unit, key), described)
             if stored != described:
                 raise ValueError(f"{key} is described otherwise by another rank")
             for offset, shape, start in each["boxes"]:
                 bytes_within(data.record.size, stored.dtype, shape, start)
-                stored.boxes.append((Box(tuple(offset), tuple(shape)), data, start))
+                box = Box(tuple(offset), tuple(shape))
+                # Each node has its own copy of what is the same on all; the lowest rank's is read.
+                if box in stored.boxes and (not files.manifest.domains or stored.boxes[box][0] is data):
+                    raise ValueError(f"{key} {box} is there twice")
+                stored.boxes.setdefault(box, (data, start))
 
 
 def _slices(part: Box, whole: Box) -> tuple[slice, ...]:

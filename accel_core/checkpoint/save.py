@@ -53,7 +53,7 @@ def save(
 
 
 class Saver:
-    """Saves one run, again and again: what a save leaves to the next is kept here."""
+    """Saves one run, again and again: what a save leaves to the next is kept here. Made by all ranks."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -65,6 +65,8 @@ class Saver:
         self._layout: Layout | None = None
         self._compared = False
         self._flight: Flight | None = None
+        each_node = run.config.project.save_on_each_node
+        self._domains = self.control.all_gather_object(run.world.node_rank if each_node else 0)
 
     def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
         """See `save`."""
@@ -85,9 +87,13 @@ class Saver:
             run.mark_step("state")
         state = agree(control, lambda: self._collect(wait=wait))
         layout = self._layout_of(state)
-        place = Place.choose(run, directory)
+        place = Place.choose(run, directory, self._domains)
         try:
-            share = agree(control, lambda: _share(control.rank, state, layout, stage=not wait))
+            shared = agree(control, lambda: as_json(state.shared) if place.first else None)
+            if len(place.firsts) > 1:  # one file, whatever disk it is on
+                said = control.broadcast_object(shared)
+                shared = said if place.first else None
+            share = agree(control, lambda: _share(control.rank, state, layout, shared, stage=not wait))
         except BaseException:  # no memory for the copy, Ctrl-C: nothing half-written stays
             if place.first:
                 place.discard()
@@ -125,7 +131,7 @@ class Saver:
         self._layout = None  # with its buffer, before the next one is made
         agree(control, lambda: check_names(self.run, state))
         declarations = control.all_gather_object(state.declared)
-        writes = plan(declarations)[control.rank]
+        writes = plan(declarations, self._domains)[control.rank]
         if control.size > 1 and not self._compared:
             compare_replicas(control, state.leaves, declarations)
             self._compared = True
@@ -134,9 +140,8 @@ class Saver:
         return self._layout
 
 
-def _share(rank: int, state: Collected, layout: Layout, *, stage: bool) -> Share:
+def _share(rank: int, state: Collected, layout: Layout, shared: bytes | None, *, stage: bool) -> Share:
     body = [layout.stage(state.leaves)] if stage else layout.read(state.leaves)
-    shared = as_json(state.shared) if rank == 0 else None
     return Share(rank, layout.head, body, layout.size, as_json(state.own), layout.index, shared)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from accel_core.checkpoint.files import Manifest, read_manifest
-from accel_core.errors import CheckpointError
+from accel_core.checkpoint.files import Manifest, manifest_if_any
 
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["candidates", "folder_of", "history", "next_number", "retain"]
+__all__ = ["candidates", "folder_of", "history", "next_number", "number_in", "retain"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +45,16 @@ def next_number(run: Run) -> int:
     return number
 
 
-def candidates(run: Run) -> list[Path]:
-    """What may be loaded, newest first: checkpoints of this run and those that resumed it, else all."""
+def number_in(name: str) -> int:
+    """N of `checkpoint_N`."""
+    return int(name.rpartition("_")[2])
+
+
+def candidates(run: Run) -> list[str]:
+    """What may be loaded, by name, newest first: what this run and those that resumed it saved, else all."""
     found: list[tuple[Path, Manifest | None]] = []
     for _, path in _numbered(folder_of(run)):
-        manifest = _manifest(path)  # None: whoever loads it finds out why, and says so
+        manifest = manifest_if_any(path)  # None: whoever loads it finds out why, and says so
         if manifest is None or manifest.name == path.name:
             found.append((path, manifest))
         else:
@@ -69,7 +72,7 @@ def candidates(run: Run) -> list[Path]:
                 "%s has checkpoints of several runs; the newest, %s, is taken, and %s is of another run",
                 *(folder_of(run), intact[0].name, strangers[0].name),
             )
-    return [path for path, _ in found]
+    return [path.name for path, _ in found]
 
 
 def history(run: Run, loaded: Manifest) -> dict[int, str]:
@@ -77,20 +80,22 @@ def history(run: Run, loaded: Manifest) -> dict[int, str]:
     return {
         number: manifest.save_id
         for number, path in _numbered(folder_of(run))
-        if number <= loaded.iteration and (manifest := _manifest(path)) and manifest.run_id in loaded.lineage
+        if number <= loaded.iteration
+        and (manifest := manifest_if_any(path))
+        and manifest.run_id in loaded.lineage
     }
 
 
 def retain(run: Run, save_id: str) -> None:
-    """Remove the oldest of what this run wrote or resumed from, down to `total_limit`.
+    """Rename aside the oldest of what this run wrote or resumed from, down to `total_limit`.
 
-    Each is renamed aside first, so that nothing half removed ever bears the name of a checkpoint. What
-    fails here is logged: the save itself is complete.
+    So nothing half removed ever bears the name of a checkpoint; `clean` removes it. What fails here is
+    logged: the save itself is complete.
     """
     folder, limit = folder_of(run), run.config.project.total_limit
     for number in sorted(run.kept)[: -limit if limit else 0]:
         path, expected = folder / f"checkpoint_{number}", run.kept.pop(number)
-        manifest = _manifest(path)
+        manifest = manifest_if_any(path)
         if (
             manifest is None
             or (manifest.name, manifest.save_id) != (path.name, expected)
@@ -98,10 +103,8 @@ def retain(run: Run, save_id: str) -> None:
         ):
             logger.warning("%s is not what this run saved; it stays", path)
             continue
-        aside = folder / f".{path.name}.{save_id}.removed"
         try:
-            path.rename(aside)
-            shutil.rmtree(aside)
+            path.rename(folder / f".{path.name}.{save_id}.removed")
         except OSError as error:
             logger.warning("%s could not be removed: %s", path, error)
 
@@ -111,10 +114,3 @@ def _numbered(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[tuple[int,
     entries = folder.iterdir() if folder.is_dir() else ()
     named = [(int(name[1]), path) for path in entries if (name := pattern.fullmatch(path.name))]
     return sorted(named, reverse=True)
-
-
-def _manifest(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except CheckpointError:
-        return None

@@ -97,7 +97,7 @@ def _short(value: float, scale: Sequence[tuple[str, float]]) -> str:
 def _parameters(opened: Opened) -> Iterator[dict[str, Any]]:
     tensors = {
         (unit, key): described
-        for _, index in opened.shares
+        for _, index in opened.shares.values()
         for unit, keys in index["tensors"].items()
         for key, described in keys.items()
     }

@@ -1,0 +1,233 @@
+"""Nodes with disks of their own: each has all that its ranks need, and all have the same save, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import nodes_job
+import pytest
+from command import ACCEL, clean_environment
+
+from accel_core.testing.processes import run_processes
+
+pytestmark = pytest.mark.together
+
+RANKS = {0: ["rank-00000.json", "rank-00000.safetensors"], 1: ["rank-00001.json", "rank-00001.safetensors"]}
+
+
+def save(folder, *values, world=2, per_node=1, **options):
+    return run_processes(nodes_job.save, str(folder), per_node, list(values), options, world=world)
+
+
+def load(folder, world=2, per_node=1, **options):
+    return run_processes(nodes_job.load, str(folder), per_node, options, world=world)
+
+
+def inside(folder, node, name="checkpoints/checkpoint_0"):
+    return folder / f"node{node}" / name
+
+
+def test_each_disk_has_all_that_its_ranks_hold_and_the_same_manifest(tmp_path):
+    save(tmp_path, 1)
+    for node in (0, 1):
+        found = sorted(path.name for path in inside(tmp_path, node).iterdir())
+        assert found == sorted(["manifest.json", "state.json", *RANKS[node]])
+        index = json.loads((inside(tmp_path, node) / RANKS[node][0]).read_bytes())
+        assert len(index["tensors"]["unit0"]) == 4 + 4 * 3, "replicas are on each disk"
+    first, second = (inside(tmp_path, node) for node in (0, 1))
+    for name in ("manifest.json", "state.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    manifest = json.loads((first / "manifest.json").read_bytes())
+    assert manifest["domains"] == [[0], [1]]
+    assert sorted(manifest["files"]) == sorted(["state.json", *RANKS[0], *RANKS[1]])
+
+
+def test_two_ranks_of_a_node_share_its_replicas(tmp_path):
+    save(tmp_path, 1, world=4, per_node=2)
+    for node, ranks in [(0, (0, 1)), (1, (2, 3))]:
+        indices = [json.loads((inside(tmp_path, node) / f"rank-{r:05d}.json").read_bytes()) for r in ranks]
+        parts = [set(index["tensors"]["unit0"]) for index in indices]
+        assert parts[0] & parts[1] == set()
+        assert len(parts[0] | parts[1]) == 4 + 4 * 3
+    assert {found for found, _ in load(tmp_path, world=4, per_node=2)} == {1.0}
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["whole", "rows"])
+def test_each_node_loads_from_its_own_disk(tmp_path, rows):
+    save(tmp_path, 1, 2, rows=rows, total_limit=1)
+    assert [found for found, _ in load(tmp_path, rows=rows)] == [2, 2]
+    assert [path.name for path in (tmp_path / "node1" / "checkpoints").iterdir()] == ["checkpoint_1"]
+
+
+def test_a_part_that_is_on_another_node_is_named_with_the_node(tmp_path):
+    save(tmp_path, 1, rows=True)
+    ((said, _),) = load(tmp_path, world=1, name="checkpoints/checkpoint_0")
+    assert "lacks parts of a tensor of shape [8, 8]" in said
+    assert (
+        "node 1, with the files of rank(s) 1, wrote is not here\ncopy the files of checkpoint_0 on that"
+        in said
+    )
+
+
+def test_one_node_is_enough_where_it_has_everything(tmp_path):
+    save(tmp_path, 1)
+    ((found, _),) = load(tmp_path, world=1)
+    assert found == 1
+    shutil.rmtree(tmp_path / "node0")
+    (tmp_path / "node1").rename(tmp_path / "node0")
+    ((said, _),) = load(tmp_path, world=1, name="checkpoints/checkpoint_0")
+    assert "lacks what belongs to rank 0 alone" in said
+    assert "node 0, with the files of rank(s) 0" in said
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["whole", "rows"])
+def test_the_folders_of_all_nodes_make_one_that_anybody_loads(tmp_path, rows):
+    save(tmp_path, 1, rows=rows)
+    shutil.copytree(inside(tmp_path, 1), inside(tmp_path, 0), dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "node0", tmp_path / "shared")
+    assert [found for found, _ in load(tmp_path, world=1, shared=True, save_on_each_node=False)] == [1]
+    assert [found for found, _ in load(tmp_path, world=2, shared=True, save_on_each_node=False)] == [1, 1]
+
+
+def test_what_is_not_on_all_disks_is_passed_over(tmp_path):
+    save(tmp_path, 1, 2)
+    shutil.rmtree(inside(tmp_path, 1, "checkpoints/checkpoint_1"))
+    found = load(tmp_path)
+    assert [value for value, _ in found] == [1, 1]
+    assert "rank 1: CheckpointError: " in found[0][1]
+    assert "checkpoint_1 is no checkpoint: it has no manifest.json" in found[0][1]
+
+
+def test_a_lost_node_is_named(tmp_path):
+    save(tmp_path, 1)
+    shutil.rmtree(tmp_path / "node1")
+    for said, _ in load(tmp_path):
+        assert "none of the 1 checkpoints in" in said
+
+
+def test_disks_with_different_saves_of_one_name_are_not_mixed(tmp_path):
+    save(tmp_path, 1, name="best")
+    inside(tmp_path, 0, "best").rename(tmp_path / "kept")
+    shutil.rmtree(inside(tmp_path, 1, "best"))
+    save(tmp_path, 2, name="best")
+    shutil.rmtree(inside(tmp_path, 0, "best"))
+    (tmp_path / "kept").rename(inside(tmp_path, 0, "best"))
+    for said, _ in load(tmp_path, name="best"):
+        assert "ranks see different checkpoints" in said
+
+
+def test_a_disk_that_nodes_share_is_told_apart(tmp_path):
+    with pytest.raises(
+        AssertionError, match="is one folder for several nodes, though project.save_on_each_node"
+    ):
+        save(tmp_path, 1, shared=True)
+
+
+def test_disks_that_nodes_do_not_share_are_named_without_the_option(tmp_path):
+    with pytest.raises(AssertionError, match="made by rank 0, is not visible here") as found:
+        save(tmp_path, 1, save_on_each_node=False)
+    assert "save_on_each_node" in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["best", None])
+@pytest.mark.parametrize("what", ["write_manifest", "publish"])
+def test_what_fails_on_one_disk_leaves_the_same_save_on_both(tmp_path, what, name):
+    found = run_processes(nodes_job.save_and_fail_on_node_1, str(tmp_path), 1, what, name, world=2)
+    for said, loaded, left, again in found:
+        assert "rank 1: OSError: [Errno 28] No space left on device" in said
+        assert loaded in (1, 2)
+        assert again == 3
+        assert [path for path in left if path.startswith(".")] == []
+    assert found[0][1] == found[1][1]
+
+
+# -- two launchers, two disks ---------------------------------------------------------------------
+
+TRAIN = """
+import sys
+import torch
+from accel_core import Accelerator, ProjectConfiguration
+project = ProjectConfiguration(
+    project_dir="disk", automatic_checkpoint_naming=True, total_limit=2, save_on_each_node=True
+)
+accelerator = Accelerator(project_config=project)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+found = accelerator.load_state(missing_ok=True)
+for _ in range(3):
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state()
+if accelerator.is_local_main_process:
+    print(found and found.name, accelerator.save_iteration)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.multinode
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs namespaces, and root")
+@pytest.mark.skipif(
+    not (shutil.which("ip") and shutil.which("unshare")), reason="iproute2 or unshare is missing"
+)
+def test_two_launchers_without_a_shared_disk(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "disk").mkdir()
+    names, addresses = (f"accel-c-{os.getpid()}", f"accel-d-{os.getpid()}"), ("10.78.0.1", "10.78.0.2")
+
+    def ip(words):
+        ended = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
+        if ended.returncode:
+            pytest.skip(f"ip {words}: {ended.stderr.strip()}")
+
+    with ExitStack() as undo:
+        for name in names:
+            ip(f"netns add {name}")
+            undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
+        ip(f"link add accel0 netns {names[0]} type veth peer name accel0 netns {names[1]}")
+        for name, address in zip(names, addresses, strict=True):
+            ip(f"-n {name} addr add {address}/24 dev accel0")
+            ip(f"-n {name} link set accel0 up")
+            ip(f"-n {name} link set lo up")
+        assert launch(tmp_path, names, addresses[0]) == ["None 3", "None 3"]
+        for node in (0, 1):
+            left = sorted(path.name for path in (tmp_path / f"disk{node}" / "checkpoints").iterdir())
+            assert left == ["checkpoint_1", "checkpoint_2"]
+            assert len(list((tmp_path / f"disk{node}" / "checkpoints" / "checkpoint_2").iterdir())) == 4
+        assert launch(tmp_path, names, addresses[0]) == ["checkpoint_2 6", "checkpoint_2 6"]
+    assert list((tmp_path / "disk").iterdir()) == [], "each node mounted its own over it"
+
+
+def launch(folder: Path, names: tuple[str, str], address: str) -> list[str]:
+    """The last line that each launcher printed."""
+    started = []
+    with ExitStack() as stack:
+        for rank in (1, 0):
+            disk = folder / f"disk{rank}"
+            disk.mkdir(exist_ok=True)
+            command = (
+                f"mount --bind {disk} {folder / 'disk'} && exec {ACCEL} launch --device cpu -n 1 --nodes 2"
+            )
+            command += f" --node-rank {rank} --rendezvous {address}:29513 train.py"
+            words = ["ip", "netns", "exec", names[rank], "unshare", "-m", "bash", "-c", command]
+            process = subprocess.Popen(
+                words,
+                cwd=folder,
+                env=clean_environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            started.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        told = [process.communicate(timeout=90) for process in started]
+        for process, (_, errors) in zip(started, told, strict=True):
+            assert process.returncode == 0, errors
+        return [output.splitlines()[-1] for output, _ in told]
