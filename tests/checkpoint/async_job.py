@@ -131,9 +131,9 @@ def plans(folder: str) -> list[int]:
     job, found, planned = Job(norm=True), [], []
     plan = save.plan
 
-    def counted(declarations):
+    def counted(*declarations):
         planned.append(1)
-        return plan(declarations)
+        return plan(*declarations)
 
     save.plan = counted
     target = Path(folder) / "here"

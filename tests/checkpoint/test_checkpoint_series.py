@@ -15,7 +15,7 @@ import series_job
 from series_job import Job
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.checkpoint import commit, flight, place, save, series
+from accel_core.checkpoint import commit, flight, place, save
 from accel_core.errors import CheckpointError
 from accel_core.testing.processes import run_processes
 
@@ -324,9 +324,9 @@ def test_what_cannot_be_removed_is_logged_and_the_save_stands(job, folder, monke
         if not ignore_errors:
             raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(series.shutil, "rmtree", denied)
+    monkeypatch.setattr(commit.shutil, "rmtree", denied)
     first.save(2)
-    assert "checkpoint_0 could not be removed" in caplog.text
+    assert "left by a save that has ended, could not be removed" in caplog.text
     assert "Permission denied" in caplog.text
     monkeypatch.undo()
     first.save(3)
@@ -453,11 +453,11 @@ def test_what_was_left_on_another_machine_is_removed_only_by_the_same_job(tmp_pa
     run, _, process, chance = commit.new_save_id("job").split("-")
     left = leftover(tmp_path, f"{run}-{'0' * 8}-{process}-{chance}")
     mine = commit.new_save_id("job")
-    commit.clean(tmp_path, mine, fence=False)
+    commit.clean(tmp_path, mine, fence=False, all_is_committed=True)
     assert left.exists(), "it may be alive there: two runs that resumed one checkpoint have one id"
-    commit.clean(tmp_path, commit.new_save_id("another"), fence=True)
+    commit.clean(tmp_path, commit.new_save_id("another"), fence=True, all_is_committed=True)
     assert left.exists()
-    commit.clean(tmp_path, mine, fence=True)
+    commit.clean(tmp_path, mine, fence=True, all_is_committed=True)
     assert not left.exists(), "the launcher vouches for it that there is one job of this id"
 
 
@@ -466,7 +466,7 @@ def test_what_was_left_on_another_machine_is_removed_only_by_the_same_job(tmp_pa
 )
 def test_what_only_looks_like_a_leftover_is_not_touched(tmp_path, name):
     (tmp_path / name).mkdir()
-    commit.clean(tmp_path, commit.new_save_id("job"), fence=True)
+    commit.clean(tmp_path, commit.new_save_id("job"), fence=True, all_is_committed=True)
     assert (tmp_path / name).exists()
 
 
@@ -474,6 +474,6 @@ def test_a_link_that_is_named_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / "precious").mkdir()
     link = tmp_path / f".x.{commit.new_save_id('job')}.partial"
     link.symlink_to(tmp_path / "precious")
-    commit.clean(tmp_path, commit.new_save_id("job"), fence=True)
+    commit.clean(tmp_path, commit.new_save_id("job"), fence=True, all_is_committed=True)
     assert link.is_symlink()
     assert (tmp_path / "precious").exists()
