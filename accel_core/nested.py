@@ -111,7 +111,14 @@ def describe(data: Any) -> dict[str, str]:
 def rebuild(data: Any, tensors: Iterable[Tensor]) -> Any:
     """The structure `data` with its tensors replaced, in the order of `leaves`."""
     following = iter(tensors)
-    return recursively_apply(lambda _: next(following), data)
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(following)
+        changed = _mapped(value, visit)
+        return value if changed is _LEAF else changed
+
+    return visit(data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:

@@ -87,6 +87,8 @@ PROCESSES = {
     "reduces-each-batch": {"test_a_window_communicates_once"},
     "own-weights": {"test_replicas_begin_and_stay_equal"},
     "reads-it-all": {
+        "test_every_kind_of_tensor_travels_whole",
+        "test_objects_travel",
         "test_each_sample_is_read_once_an_epoch",
         "test_all_readers_get_equally_many_full_batches",
         "test_metrics_see_each_sample_once_in_order",
@@ -98,6 +100,7 @@ PROCESSES = {
     },
     "gathers-backwards": {
         "test_collectives",
+        "test_every_kind_of_tensor_travels_whole",
         "test_gather_reduce_broadcast_pad",
         "test_metrics_see_each_sample_once_in_order",
     },
@@ -106,6 +109,13 @@ PROCESSES = {
         "test_gather_reduce_broadcast_pad",
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
+    },
+    "cuts-large": {"test_every_kind_of_tensor_travels_whole"},
+    "hears-itself": {
+        "test_collectives",
+        "test_gather_reduce_broadcast_pad",
+        "test_objects_travel",
+        "test_ranks_that_disagree_are_told_what_each_brought",
     },
     "clips-locally": {"test_clipping_sees_the_gradient_of_all"},
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},

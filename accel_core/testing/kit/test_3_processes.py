@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from accel_core.testing.kit import work_collectives as collectives
 from accel_core.testing.kit import work_parallel as work
 from accel_core.testing.kit.compare import assert_near
 from accel_core.testing.kit.plugin import Kit, requires
@@ -54,6 +55,40 @@ def test_gather_reduce_broadcast_pad(run: Run, world: int, readers: int) -> None
         assert found["mean"] == (readers + 1) / 2
         assert found["broadcast"] == [world - 1]
         assert found["padded"] == [[r + 1] * (r + 1) + [0] * (readers - r - 1) for r in shares]
+
+
+def test_every_kind_of_tensor_travels_whole(run: Run, world: int, readers: int) -> None:
+    for found in run(collectives.kinds, world=world):
+        for size in ("small", "large"):
+            wrong = [
+                dtype for dtype, seen in zip(collectives.DTYPES, found[size], strict=True) if not all(seen)
+            ]
+            assert not wrong, f"{size} tensors of {wrong} do not arrive as they were sent"
+        assert found["types"] == ("OrderedDict", "Pair", None)
+        assert (found["empty"], found["gradient"]) == ((0, 3), False)
+        assert found["turned"] == [number * (3 + at) for number in range(1, readers + 1) for at in range(3)]
+        assert found["least"] == [1, -readers]
+        assert found["count"] == 1
+
+
+def test_objects_travel(run: Run, world: int, readers: int) -> None:
+    for found in run(collectives.objects, world=world):
+        assert found["gathered"] == [{"reader": reader} for reader in range(readers)]
+        assert found["large"] == [collectives.LARGE * (reader + 1) for reader in range(readers)]
+        assert found["sent"] == [f"from {world - 1}", {"rank": world - 1}]
+        assert found["directly"] == world - 1
+
+
+def test_ranks_that_disagree_are_told_what_each_brought(run: Run, world: int) -> None:
+    expected = {
+        "shape": ("broadcast from 0 of (2,) float32", "broadcast from 0 of (1,) float32"),
+        "dtype": ("broadcast from 0 of (2,) float32", "broadcast from 0 of (2,) int32"),
+        "structure": ("broadcast from 0 of list; [0] (2,) float32", "broadcast from 0 of (2,) float32"),
+        "operation": ("broadcast from 0 of (2,) float32", "wait_for_everyone"),
+    }
+    for found in run(collectives.disagreement, world=world):
+        for case, (first, other) in expected.items():
+            assert found[case] == ((first, *[other] * (world - 1)) if world > 1 else ()), case
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

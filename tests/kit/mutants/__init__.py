@@ -86,6 +86,8 @@ OWN_WEIGHTS = strategy("own-weights")
 READS_IT_ALL = strategy("reads-it-all")
 GATHERS_BACKWARDS = strategy("gathers-backwards")
 MEANS_ARE_SUMS = strategy("means-are-sums")
+CUTS_LARGE = strategy("cuts-large")
+HEARS_ITSELF = strategy("hears-itself")
 CLIPS_LOCALLY = strategy("clips-locally")
 JOINS_NOBODY = strategy("joins-nobody", offers={"no_sync", "whole_weights", "join"})
 

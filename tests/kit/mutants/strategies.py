@@ -141,6 +141,33 @@ class MeansAreSums(Averages):
         return Twisted(self.below.collectives(dim), "mean") if dim == "world" else self.below.collectives(dim)
 
 
+class CutsLarge(Averages):
+    @implements(hooks.collectives)
+    def collectives(self, dim):
+        return (
+            Twisted(self.below.collectives(dim), "large") if dim == "world" else self.below.collectives(dim)
+        )
+
+
+class HearsItself(Averages):
+    @implements(hooks.collectives)
+    def collectives(self, dim):
+        return Deaf(self.below.collectives(dim)) if dim == "control" else self.below.collectives(dim)
+
+
+class Deaf:
+    """A group in which each rank takes the others for its like."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def all_gather(self, tensor):
+        return torch.cat([self.inner.all_gather(tensor).chunk(self.size)[self.rank]] * self.size)
+
+
 class Twisted:
     """A group with one wrong operation."""
 
@@ -152,6 +179,8 @@ class Twisted:
 
     def all_gather(self, tensor):
         gathered = self.inner.all_gather(tensor)
+        if self.wrong == "large" and tensor.numel() > 100_000:
+            gathered[100_000:] = gathered[0]
         return torch.cat(gathered.chunk(self.size)[::-1]) if self.wrong == "all_gather" else gathered
 
     def all_reduce(self, tensor, operation="sum"):
