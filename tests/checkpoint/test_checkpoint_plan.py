@@ -21,9 +21,9 @@ def leaf(shape, *boxes, replicated=False, spread=True, dtype="float32", kind="li
 
 
 @st.composite
-def tilings(draw):
+def tilings(draw, shape=None):
     """A shape cut into boxes, by cutting boxes again and again."""
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    shape = shape or tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 8))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
