@@ -13,7 +13,7 @@ from accel_core.config.options import RESERVED_NAMES
 
 def test_no_plugin_may_be_named_like_an_option_or_section_of_core():
     options = {field.name.replace("_", "-") for field in fields(RunConfig)}
-    assert options | {"auto", "config", "env", "no", "plugins", "schema"} == RESERVED_NAMES
+    assert options | {"all", "auto", "config", "env", "no", "plugins", "schema"} == RESERVED_NAMES
 
 
 def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path):

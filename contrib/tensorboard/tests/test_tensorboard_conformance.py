@@ -13,4 +13,4 @@ def test_the_kit_is_green_from_an_empty_folder(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "0 failed, 0 skipped" in result.stdout
+    assert "0 failed, 0 xfailed, 0 skipped" in result.stdout
