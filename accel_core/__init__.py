@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from accel_core.local_sgd import LocalSGD
     from accel_core.logging import get_logger
     from accel_core.memory import find_executable_batch_size, release_memory
+    from accel_core.native.precision import get_grad_scaler, get_mixed_precision_context_manager
     from accel_core.notebook import notebook_launcher
     from accel_core.plugins import CAPABILITIES, Card, plugin_status
     from accel_core.progress_bar import progress
@@ -99,6 +100,7 @@ _HOMES = {
     "local_sgd": ("LocalSGD",),
     "logging": ("get_logger",),
     "memory": ("find_executable_batch_size", "release_memory"),
+    "native.precision": ("get_grad_scaler", "get_mixed_precision_context_manager"),
     "notebook": ("notebook_launcher",),
     "plugins": ("CAPABILITIES", "Card", "plugin_status"),
     "progress_bar": ("progress",),
@@ -149,7 +151,9 @@ __all__ = [
     "World",
     "find_executable_batch_size",
     "flat_range",
+    "get_grad_scaler",
     "get_logger",
+    "get_mixed_precision_context_manager",
     "hooks",
     "implements",
     "leaf_of",

@@ -14,6 +14,8 @@ import torch
 from accel_core import ops, step
 from accel_core.data.loader import PreparedLoader, skip_first_batches
 from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.explaining import explain
+from accel_core.native.precision import autocast
 from accel_core.prepare import prepare
 from accel_core.profiling import profiling
 from accel_core.run import Run
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel_core.config.schema import (
+        AutocastKwargs,
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
         ProfileKwargs,
@@ -216,8 +219,8 @@ class Accelerator:
         return self.run.iteration
 
     def explain(self) -> str:
-        """Why this stack runs with these settings, in words."""
-        return self.run.explain()
+        """Why this stack runs with these settings, and what a step and an epoch are, in words."""
+        return explain(self.run)
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -342,11 +345,12 @@ class Accelerator:
         no_sync = unit.steps.no_sync
         return nullcontext() if no_sync is None else no_sync(unit, [model])
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The stack's autocast, for what is computed outside a prepared model's forward."""
-        unit = self.run.units[0] if self.run.units else self.run.make_unit(None, None)
-        factory = unit.hooks.autocast(unit)
-        return nullcontext() if factory is None else factory()
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The stack's autocast, for what is computed outside a prepared model's forward.
+
+        `autocast_handler`: other settings than the run's, within the context.
+        """
+        return autocast(self.run, autocast_handler)
 
     def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """Gradients of `loss` (0-dim). Inside `accumulate` it is divided by the window's size,

@@ -209,19 +209,6 @@ class Run:
                 "this run has ended (end_training was called)\nmake a new Accelerator for a new run"
             )
 
-    def explain(self) -> str:
-        """Why this stack: each plugin with its reason, each setting that is not a default with its origin."""
-        lines = [f"{self.stack}, rank {self.world.rank} of {self.world.size} on {self.device}"]
-        lines += [f"  {c.record.slot} {c.name} ({c.record.origin}): {c.why}" for c in self.stack.members()]
-        origins = sorted(self.resolved.origins.items())
-        lines += [f"  {path}: set by {origin}" for path, origin in origins if origin != "default"]
-        lines += [f"  environment {name}" for name in self.environment_notes]
-        lines.append(
-            f"  data: reader {self.topology.reader} of {self.topology.readers};"
-            f" a window has {self.accumulation_steps} micro-batch(es)"
-        )
-        return "\n".join(lines)
-
     def __reduce__(self) -> NoReturn:
         raise AccelError(
             "a run (and its Accelerator) lives in one process and cannot be pickled; something sent to"

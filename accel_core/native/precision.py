@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,16 +15,60 @@ from accel_core import hookspecs as hooks
 from accel_core.checkpoint.leaf import Entry
 from accel_core.errors import AccelError, ConfigError
 from accel_core.hookspecs import implements
+from accel_core.run import current
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.binding import Hooks
+    from accel_core.config.schema import AutocastKwargs
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["BFloat16", "Float16", "Unchanged"]
+__all__ = [
+    "BFloat16",
+    "Float16",
+    "Unchanged",
+    "autocast",
+    "get_grad_scaler",
+    "get_mixed_precision_context_manager",
+]
+
+
+def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    """The run's autocast, all plugins' contexts composed; with other settings inside, if given."""
+    unit = run.units[0] if run.units else run.make_unit(None, None)
+    factory = unit.hooks.autocast(unit)
+    context: AbstractContextManager[Any] = nullcontext() if factory is None else factory()
+    return context if handler is None else _adjusted(run, context, handler)
+
+
+@contextmanager
+def _adjusted(run: Run, context: AbstractContextManager[Any], handler: AutocastKwargs) -> Iterator[None]:
+    kind = run.device.type
+    with context:
+        enabled = handler.enabled and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=handler.cache_enabled):
+            yield
+
+
+def get_grad_scaler(distributed_type: str | None = None, **kwargs: Any) -> GradScaler:
+    """A loss scaler for the device of the live run. `prepare` makes its own; this is for other loops.
+
+    Args:
+        distributed_type: accepted and not needed: the device decides.
+        kwargs: for torch's GradScaler.
+    """
+    return GradScaler(current().device.type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """The autocast of the live run, or a context that does nothing, unless `native_amp`."""
+    return autocast(current(), autocast_kwargs) if native_amp else nullcontext()
 
 
 class Unchanged:

@@ -64,6 +64,7 @@ TRAINING = {
         "test_mixed_precision",
         "test_overflowing_steps_are_skipped",
     },
+    "ignores-items": {"test_sums_are_divided_by_the_items_of_the_window"},
     "sums-windows": {"test_forward_backward_equals_the_loop"},
     "copies-optimizers": {
         "test_losses_equal_the_plain_loop",
@@ -80,6 +81,7 @@ TRAINING = {
     },
 }
 PROCESSES = {
+    "schedules-per-process": {"test_schedulers_count_steps_not_processes"},
     "sums-gradients": {
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",

@@ -14,7 +14,14 @@ from torch import nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
 
-from accel_core import AccelError, AutocastKwargs, ConfigError, GradScalerKwargs
+from accel_core import (
+    AccelError,
+    AutocastKwargs,
+    ConfigError,
+    GradScalerKwargs,
+    get_grad_scaler,
+    get_mixed_precision_context_manager,
+)
 
 X = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
 
@@ -248,6 +255,24 @@ def test_outputs_keep_their_precision_unless_float32_is_asked_for(accelerator_of
 def test_the_autocast_context_serves_what_is_outside_models(spied):
     with spied[0].autocast():
         assert torch.is_autocast_enabled("cpu")
+
+
+def test_the_autocast_context_takes_settings_of_its_own(spied):
+    with spied[0].autocast(AutocastKwargs(enabled=False)):
+        assert not torch.is_autocast_enabled("cpu")
+    with spied[0].autocast(AutocastKwargs(cache_enabled=False)):
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_seeds_functions_give_the_live_runs_autocast_and_a_scaler(spied):
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert torch.is_autocast_enabled("cpu")
+    with get_mixed_precision_context_manager():
+        assert not torch.is_autocast_enabled("cpu")
+    assert get_grad_scaler(init_scale=4.0).get_scale() == 4.0
 
 
 def test_prepared_optimizers_copy_and_pickle_as_the_inner_one(accelerator):

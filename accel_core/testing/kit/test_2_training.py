@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from accel_core.testing.kit import work_items, work_units
 from accel_core.testing.kit import work_training as work
-from accel_core.testing.kit import work_units
 from accel_core.testing.kit.compare import assert_same_training
 from accel_core.testing.kit.plugin import requires
 from accel_core.testing.kit.work_training import Recipe
@@ -63,6 +63,23 @@ def test_forward_runs_in_the_precision(run: Run, precision: str) -> None:
     (found,) = run(work.forward_dtypes, precision)
     dtype = f"torch.{'bfloat16' if precision == 'bf16' else 'float16'}"
     assert found == {"inside": dtype, "unwrapped": dtype, "parameters": "torch.float32", "left": False}
+
+
+@requires("fp16")
+def test_float16_parameters_are_refused_by_name(run: Run) -> None:
+    ((said, units),) = run(work_items.float16_refusal)
+    assert "0.weight" in said, said
+    assert "model.float()" in said.splitlines()[-1], said
+    assert units == 0
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sums_are_divided_by_the_items_of_the_window(
+    run: Run, accumulation: int, clip_norm: float | None
+) -> None:
+    ((ours, plain),) = run(work_items.ragged, accumulation, clip_norm)
+    assert_same_training(ours, plain)
 
 
 @requires("fp16")

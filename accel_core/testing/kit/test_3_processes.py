@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from accel_core.testing.kit import work_collectives as collectives
+from accel_core.testing.kit import work_items
 from accel_core.testing.kit import work_parallel as work
 from accel_core.testing.kit.compare import assert_near
 from accel_core.testing.kit.plugin import Kit, requires
@@ -135,6 +136,22 @@ def test_the_global_batch_decides_not_who_computes_it(
 
 def test_clipping_sees_the_gradient_of_all(run: Run, stack: TestedStack, world: int, readers: int) -> None:
     _check_invariance(run, stack, world, readers, accumulation=2, clip_norm=0.1)
+
+
+def test_schedulers_count_steps_not_processes(run: Run, world: int) -> None:
+    recipe = Recipe(batches=8 * world, batch_size=2, accumulation=2, epochs=1, schedule=True)
+    for each in run(work.invariance, recipe, world=world):
+        assert each.rates == pytest.approx([0.1 / (1 + step) for step in range(1, len(each.rates) + 1)])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_items_of_all_decide_not_who_has_them(
+    run: Run, stack: TestedStack, world: int, accumulation: int
+) -> None:
+    low = "mixed_precision" in stack.arguments
+    for ours, plain in run(work_items.ragged, accumulation, 0.1, world=world):
+        assert_near("norms", ours.norms, plain.norms, low_precision=low)
+        assert_near("weights", ours.weights, plain.weights, low_precision=low)
 
 
 def _check_invariance(

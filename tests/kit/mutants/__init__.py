@@ -78,8 +78,10 @@ DENIES_SKIPS = strategy("denies-skips")
 LEAVES_AUTOCAST = strategy("leaves-autocast")
 SUMS_WINDOWS = strategy("sums-windows")
 COPIES_OPTIMIZERS = strategy("copies-optimizers")
+IGNORES_ITEMS = strategy("ignores-items")
 
 # -- level 3
+SCHEDULES_PER_PROCESS = strategy("schedules-per-process")
 SUMS_GRADIENTS = strategy("sums-gradients")
 REDUCES_EACH_BATCH = strategy("reduces-each-batch")
 OWN_WEIGHTS = strategy("own-weights")

@@ -41,6 +41,20 @@ class Averages:
                     self.run.collectives("world").all_reduce(parameter.grad, self.operation)
 
 
+class IgnoresItems(Averages):
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        self.reduce(unit)
+
+
+class SchedulesPerProcess(Averages):
+    @implements(hooks.after_step)
+    def after_step(self, unit, optimizer, applied):
+        for scheduler in unit.schedulers:
+            for _ in range(self.run.world.size - 1):
+                scheduler.step()
+
+
 class DividesTwice(Averages):
     @implements(hooks.backward)
     def backward(self, unit, loss, boundary, options):
@@ -110,7 +124,7 @@ class ReducesEachBatch(Averages):
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit, num_items):
-        return None
+        self.below.reduce_gradients(unit, num_items)
 
 
 class OwnWeights(Averages):
@@ -192,7 +206,7 @@ class ClipsLocally(Averages):
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit, num_items):
-        return None
+        self.below.reduce_gradients(unit, num_items)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit, optimizer, closure):

@@ -20,6 +20,7 @@ class Late(SimulatedDevice):
             for parameter in unit.named_parameters().values():
                 if parameter.grad is not None:
                     group.all_reduce(parameter.grad, "mean")
+        self.below.reduce_gradients(unit, num_items)
 
 
 class Lazy(SimulatedDevice):

@@ -1,0 +1,93 @@
+"""What a run does, in words: why this stack, and what a step and an epoch are, once objects are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_core.data.loader import PreparedLoader
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["explain"]
+
+
+def explain(run: Run) -> str:
+    """The stack with reasons, settings that are not defaults with their origins, units and loaders."""
+    return "\n".join(_lines(run))
+
+
+def _lines(run: Run) -> Iterator[str]:
+    yield f"{run.stack}, rank {run.world.rank} of {run.world.size} on {run.device}"
+    for chosen in run.stack.members():
+        yield f"  {chosen.record.slot} {chosen.name} ({chosen.record.origin}): {chosen.why}"
+    for path, origin in sorted(run.resolved.origins.items()):
+        if origin != "default":
+            yield f"  {path}: set by {origin}"
+    for note in run.environment_notes:
+        yield f"  environment {note}"
+    yield f"  data: reader {run.topology.reader} of {run.topology.readers}"
+    for unit in run.units:
+        yield from _unit(run, unit)
+    for number, loader in enumerate(run.loaders):
+        yield from _loader(run, number, loader)
+
+
+def _unit(run: Run, unit: Unit) -> Iterator[str]:
+    parts = (*unit.given, *unit.optimizers, *unit.schedulers)
+    yield f"unit {unit.name} ({unit.strategy}): {', '.join(type(part).__name__ for part in parts)}"
+    if not unit.optimizers:
+        yield "  does not train"
+        return
+    size, ends = unit.window.size, run.config.accumulation.sync_with_dataloader
+    early = ", fewer at the end of a loader" if ends and size > 1 else ""
+    yield f"  an optimizer step: after {_count(size, 'micro-batch', 'es')} of accumulate(...){early}"
+    divisor = f"a mean is divided by {size}" if size > 1 else "a mean is taken as it is"
+    yield f"  loss: {divisor}; a sum (items given to accumulate) by the items of all ranks"
+    yield f"  gradients: {_traffic(run, unit)}"
+    if unit.scaler is not None:
+        yield "  loss scale: one for the unit, updated once a window; a step that overflows is skipped"
+    if unit.schedulers:
+        yield f"  schedulers: {_schedule(run)}"
+
+
+def _traffic(run: Run, unit: Unit) -> str:
+    if run.world.size == 1:
+        return "in this process alone"
+    between = f"reduced between {run.world.size} processes"
+    if unit.steps.reduce_gradients is not None:
+        return f"{between} once a step, before they are clipped"
+    if unit.steps.no_sync is None or run.config.accumulation.sync_each_batch or unit.window.size == 1:
+        return f"{between} in each backward"
+    return f"{between} in the backward of a step's last micro-batch only"
+
+
+def _schedule(run: Run) -> str:
+    if not run.config.step_scheduler_with_optimizer:
+        return "stepped by you (step_scheduler_with_optimizer is off)"
+    once = "optimizer step that was applied" if run.config.accumulation.adjust_scheduler else "micro-batch"
+    return f"one step for each {once}, whatever the number of processes"
+
+
+def _loader(run: Run, number: int, loader: PreparedLoader) -> Iterator[str]:
+    size, together = run.accumulation_steps, loader.total_batch_size
+    shared = f" of {together} samples over {_count(run.topology.readers, 'reader')}" if together else ""
+    try:
+        batches = len(loader)
+    except TypeError:  # an iterable dataset without length
+        yield f"loader {number}: batches{shared}; how many an epoch has is not known"
+        return
+    effective = f" of {together * size} samples" if together else ""
+    whole, rest = divmod(batches, size)
+    steps, left = whole, ""
+    if rest and run.config.accumulation.sync_with_dataloader:
+        steps, left = whole + 1, f", the last of {_count(rest, 'micro-batch', 'es')}"
+    elif rest:
+        left = f", {_count(rest, 'micro-batch', 'es')} left for the next epoch's first"
+    yield f"loader {number}: an epoch has {_count(batches, 'batch', 'es')}{shared}"
+    yield f"  trained on, an epoch makes {_count(steps, 'optimizer step')}{effective}{left}"
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"

@@ -1,0 +1,92 @@
+"""Losses that are sums over items: micro-batches of unequal sizes against whole global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from accel_core import ConfigError, GradScalerKwargs
+from accel_core.testing.kit.work import make
+from accel_core.testing.kit.work_training import Trace, autocast, dataset, network, weights
+
+__all__ = ["float16_refusal", "ragged"]
+
+STEPS, GLOBAL_BATCH, SCALE = 6, 24, 64.0
+
+
+def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
+    """(with an Accelerator, the plain loop over whole batches on the same device)."""
+    scale = GradScalerKwargs(init_scale=SCALE)
+    accelerator = make(arguments, gradient_accumulation_steps=accumulation, kwargs_handlers=[scale])
+    topology, device, trace = accelerator.run.topology, accelerator.device, Trace()
+    model, optimizer = accelerator.prepare(*_parts())
+    for x, y in _batches(device):
+        for micro in range(accumulation):
+            share = _share(topology.reader * accumulation + micro, topology.readers * accumulation)
+            with accelerator.accumulate(model, items=share.stop - share.start):
+                loss = cross_entropy(model(x[share]).float(), y[share], reduction="sum")
+                accelerator.backward(loss)
+                if clip_norm is not None:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+                    if accelerator.sync_gradients:
+                        trace.norms.append(norm.item())  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+    trace.weights.extend(weights(accelerator.unwrap_model(model)))
+    reference = _whole(clip_norm, device, accelerator.mixed_precision)
+    accelerator.end_training()
+    return trace, reference
+
+
+def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Trace:
+    trace = Trace()
+    model, optimizer = _parts()
+    model.to(device)
+    scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=precision == "fp16")
+    for x, y in _batches(device):
+        with autocast(precision, device):
+            output = model(x)
+        scaler.scale(cross_entropy(output.float(), y)).backward()
+        if clip_norm is not None:
+            scaler.unscale_(optimizer)
+            trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    trace.weights.extend(weights(model))
+    return trace
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def _batches(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    x, y = dataset(STEPS * GLOBAL_BATCH).tensors
+    for start in range(0, len(x), GLOBAL_BATCH):
+        batch = slice(start, start + GLOBAL_BATCH)
+        yield x[batch].to(device), y[batch].to(device)
+
+
+def _share(number: int, count: int) -> slice:
+    """The samples of one of `count` micro-batches; each is larger than the one before."""
+    start, stop = (GLOBAL_BATCH * at * (at + 1) // (count * (count + 1)) for at in (number, number + 1))
+    return slice(start, stop)
+
+
+def float16_refusal(arguments: Mapping[str, Any]) -> tuple[str, int]:
+    """What is said of a model in float16 that mixed precision should train; how many units are left."""
+    accelerator = make(arguments, mixed_precision="fp16")
+    try:
+        accelerator.prepare(network().half())
+        said = "nothing"
+    except ConfigError as error:
+        said = str(error)
+    units = len(accelerator.run.units)
+    accelerator.end_training()
+    return said, units
