@@ -42,6 +42,7 @@ DEVICE = {
 }
 TRAINING = {
     "divides-twice": {
+        "test_sums_are_divided_by_the_items_of_the_window",
         "test_losses_equal_the_plain_loop",
         "test_clipping_by_norm",
         "test_schedulers_step_with_the_optimizer",
@@ -51,6 +52,7 @@ TRAINING = {
         "test_forward_backward_equals_the_loop",
     },
     "clips-at-one": {
+        "test_sums_are_divided_by_the_items_of_the_window",
         "test_clipping_by_norm",
         "test_two_optimizers_of_one_model",
         "test_mixed_precision",
@@ -67,6 +69,7 @@ TRAINING = {
     "ignores-items": {"test_sums_are_divided_by_the_items_of_the_window"},
     "sums-windows": {"test_forward_backward_equals_the_loop"},
     "copies-optimizers": {
+        "test_sums_are_divided_by_the_items_of_the_window",
         "test_losses_equal_the_plain_loop",
         "test_clipping_by_norm",
         "test_clipping_by_value",
@@ -83,6 +86,7 @@ TRAINING = {
 PROCESSES = {
     "schedules-per-process": {"test_schedulers_count_steps_not_processes"},
     "sums-gradients": {
+        "test_the_items_of_all_decide_not_who_has_them",
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
     },
@@ -91,6 +95,7 @@ PROCESSES = {
     "reads-it-all": {
         "test_every_kind_of_tensor_travels_whole",
         "test_objects_travel",
+        "test_the_items_of_all_decide_not_who_has_them",
         "test_each_sample_is_read_once_an_epoch",
         "test_all_readers_get_equally_many_full_batches",
         "test_metrics_see_each_sample_once_in_order",
@@ -119,7 +124,10 @@ PROCESSES = {
         "test_objects_travel",
         "test_ranks_that_disagree_are_told_what_each_brought",
     },
-    "clips-locally": {"test_clipping_sees_the_gradient_of_all"},
+    "clips-locally": {
+        "test_clipping_sees_the_gradient_of_all",
+        "test_the_items_of_all_decide_not_who_has_them",
+    },
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},
     "averages": set[str](),
 }
