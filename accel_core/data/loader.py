@@ -194,6 +194,8 @@ class PreparedLoader(DataLoader[Any]):
         if not progress.resumed:
             synchronize_rng_states(self._synchronized, run=self._run)
         _announce(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
+        if self._kind == "stateful":  # it is told in its own words where to go on
+            progress.count, progress.start = progress.start, 0
         batches: Any = None
         if self._reads:
             batches = self._read(progress, skip)
@@ -224,8 +226,7 @@ class PreparedLoader(DataLoader[Any]):
         """This reader's batches; rounds, where this process reads for all."""
         behind = 0
         if self._kind == "stateful":
-            # Its loader counts from the start of the epoch, and is told in its own words where to go on.
-            progress.count, progress.start, behind = progress.start, 0, skip
+            behind = skip
             if progress.state is not None and not skip:
                 self._inner.load_state_dict(progress.state)  # type: ignore[attr-defined]
         if self._feed is not None:
