@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         RunConfig,
         TorchDynamoPlugin,
     )
-    from accel_core.data.loader import skip_first_batches
+    from accel_core.data.skipping import skip_first_batches
     from accel_core.errors import (
         AccelError,
         CheckpointError,
@@ -87,7 +87,7 @@ _HOMES = {
         "RunConfig",
         "TorchDynamoPlugin",
     ),
-    "data.loader": ("skip_first_batches",),
+    "data.skipping": ("skip_first_batches",),
     "errors": (
         "AccelError",
         "CheckpointError",

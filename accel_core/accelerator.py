@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from accel_core import ops, step
-from accel_core.data.loader import PreparedLoader, skip_first_batches
+from accel_core.data.loader import PreparedLoader
+from accel_core.data.skipping import skip_first_batches
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.explaining import explain
 from accel_core.native.precision import autocast

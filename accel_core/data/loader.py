@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, islice, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import evolve
 from torch.utils.data import DataLoader
 
 from accel_core.data import settings
-from accel_core.data.dispatch import SOURCE, Round, dispatched
+from accel_core.data.dispatch import SOURCE, dispatched
 from accel_core.data.draw import decode, encode, unmoved
-from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, Shares, ShareWorker
+from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
 from accel_core.data.moving import mover
-from accel_core.data.order import COMPLETE, Deal, cut, with_last
-from accel_core.data.position import Kind, Position, Progress
-from accel_core.data.stateful import is_stateful
+from accel_core.data.order import COMPLETE, Deal
+from accel_core.data.position import Cursor, Position, Progress
+from accel_core.data.reading import announce, dealt, own, remove, whole_rounds
 from accel_core.errors import CheckpointError
 from accel_core.random import synchronize_rng_states
 
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
-
-L = TypeVar("L", bound=DataLoader[Any])
-
-
-@define(eq=False)
-class _Cursor:
-    """Where a loader and its views stand. pending: `progress` has yet to be iterated."""
-
-    progress: Progress = field(factory=Progress)
-    pending: bool = True
-
-    def begin(self, skip: int) -> Progress:
-        last = self.progress
-        progress = last if self.pending else Progress(epoch=last.epoch + 1)
-        if skip:
-            progress.start = skip
-        self.progress, self.pending = progress, False
-        return progress
-
-    def finish(self, progress: Progress) -> None:
-        if self.progress is progress:
-            self.progress, self.pending = Progress(epoch=progress.epoch + 1), True
+__all__ = ["PreparedLoader", "prepare_loader"]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -65,7 +42,7 @@ class PreparedLoader(DataLoader[Any]):
         self._run = run
         # "generator" is what the order is drawn from, which is agreed on anyway.
         self._synchronized = tuple(name for name in run.config.rng_types if name != "generator")
-        self._cursor = _Cursor()
+        self._cursor = Cursor()
         self._skip = 0
         self._deal, self._draw = settings.deal_of(loader, run), settings.draw_of(loader, run)
         self._dispatches = settings.dispatches(loader, run)
@@ -74,7 +51,7 @@ class PreparedLoader(DataLoader[Any]):
         """The user's loader, of the user's class, with our order in place of its own."""
         self._inner.__dict__["_iterator"] = None
         self._feed: IndexFeed | None = None
-        self._kind = _kind(loader, self._inner)
+        self._kind = settings.kind_of(loader, self._inner)
         if settings.is_iterable(loader):
             self._shard_iterable(loader)
         else:
@@ -193,7 +170,7 @@ class PreparedLoader(DataLoader[Any]):
         progress = self._cursor.begin(skip)
         if not progress.resumed:
             synchronize_rng_states(self._synchronized, run=self._run)
-        _announce(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
+        announce(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
         if self._kind == "stateful":  # it is told in its own words where to go on
             progress.count, progress.start = progress.start, 0
         batches: Any = None
@@ -215,12 +192,12 @@ class PreparedLoader(DataLoader[Any]):
             for batch in batches:
                 progress.count += 1
                 if active[-1] is not self:  # an iterator held by hand stood still meanwhile
-                    _remove(active, self)
+                    remove(active, self)
                     active.append(self)
                 yield batch
             self._cursor.finish(progress)
         finally:  # on `break` too: the generator is closed, or collected
-            _remove(active, self)
+            remove(active, self)
 
     def _read(self, progress: Progress, skip: int) -> Iterator[Any]:
         """This reader's batches; rounds, where this process reads for all."""
@@ -234,14 +211,15 @@ class PreparedLoader(DataLoader[Any]):
             batches = self._begin(progress)
             if behind:
                 batches = islice(batches, behind * (self._deal.readers if self._dispatches else 1), None)
-            return self._dealt(batches, progress) if self._dispatches else batches
+            return dealt(batches, progress, self._deal.readers) if self._dispatches else batches
         whole, odd = divmod(progress.start, self._deal.batches)
         if self._sharded:
             self._inner.dataset.skip = odd  # type: ignore[attr-defined]
         found = islice(self._begin(progress), whole + behind, None)
         if self._sharded:
             self._inner.dataset.skip = 0  # type: ignore[attr-defined]
-        return self._rounds(found, progress) if self._dispatches else self._counted(found, progress)
+        stated = ((item, self._state()) for item in found)
+        return whole_rounds(stated, progress) if self._dispatches else own(stated, progress, self._sharded)
 
     def _begin(self, progress: Progress) -> Iterator[Any]:
         generator = self.generator or torch.default_generator
@@ -263,39 +241,9 @@ class PreparedLoader(DataLoader[Any]):
         if self._feed is not None:
             self._draw.open(progress, 0)
 
-    def _dealt(self, batches: Iterator[Any], progress: Progress) -> Iterator[Round]:
-        """Map-style data's rounds. The feed is one ahead, and knows the next one."""
-        readers, drawn = self._deal.readers, True
-        for number, group in enumerate(cut(batches, readers), start=progress.count + 1):
-            following = 0 if number == progress.total else progress.takers.get(number + 1, readers)
-            real = progress.padded.get(number, COMPLETE)
-            yield Round(group, real, following, progress.drawn if drawn else None)
-            drawn = False
-
-    def _rounds(self, found: Iterator[Shares], progress: Progress) -> Iterator[Round]:
-        """An iterable dataset's rounds. Its end is known only by reading one ahead."""
-        end: tuple[Shares, Any] = (([], COMPLETE), None)
-        for ((batches, real), state), ((after, _), _) in pairwise(chain(self._with_state(found), [end])):
-            progress.state = state
-            yield Round(batches, real, len(after))
-
-    def _counted(self, found: Iterator[Any], progress: Progress) -> Iterator[Any]:
-        """An iterable dataset's batches. The same holds of their end."""
-        ahead = with_last(self._with_state(found))
-        for number, ((item, state), last) in enumerate(ahead, start=progress.count + 1):
-            (batch,), real = item if self._sharded else ((item,), COMPLETE)
-            if real != COMPLETE:
-                progress.padded[number] = real
-            if last:
-                progress.total = number
-            progress.state = state
-            yield batch
-
-    def _with_state(self, found: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Each item, and the state of a stateful loader right after it."""
-        if self._kind != "stateful":
-            return ((item, None) for item in found)
-        return ((item, self._inner.state_dict()) for item in found)  # type: ignore[attr-defined]
+    def _state(self) -> Any:
+        """What a stateful loader says of itself."""
+        return self._inner.state_dict() if self._kind == "stateful" else None  # type: ignore[attr-defined]
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -364,7 +312,7 @@ class PreparedLoader(DataLoader[Any]):
         consumed = progress.start + progress.count * self._units_per_round()
         state = progress.state
         if self._kind == "stateful" and self._feed is not None and self._reads and progress.count:
-            state = self._inner.state_dict()  # type: ignore[attr-defined]
+            state = self._state()
         return Position(
             kind=self._kind,
             epoch=progress.epoch,
@@ -390,54 +338,3 @@ def prepare_loader(loader: DataLoader[Any], run: Run, *, device_placement: bool 
         return loader
     settings.check(loader, run)
     return PreparedLoader(loader, run, device_placement)
-
-
-def skip_first_batches(loader: L, num_batches: int = 0) -> L:
-    """The same loader, whose next iteration (and only that) leaves out its first batches.
-
-    Counts from the start of the epoch: on a loader that is to resume mid-epoch it says where, and
-    does not skip on top. A prepared loader of map-style data does not read what
-    it skips.
-    """
-    if isinstance(loader, PreparedLoader):
-        view = copy.copy(loader)
-        view.__dict__["_skip"] = num_batches
-        return view
-    kind = type(loader)
-    skipping: L = object.__new__(type(kind.__name__, (_SkipsOnce, kind), {}))
-    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=num_batches)
-    return skipping
-
-
-class _SkipsOnce:
-    """Mixed into the class of a loader that is not prepared."""
-
-    _skip: int
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        return islice(super().__iter__(), skip, None)  # type: ignore[misc]
-
-
-def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
-    if is_stateful(inner):
-        return "stateful"
-    if settings.is_iterable(loader):
-        return "replay"
-    return "indexed" if loader.batch_sampler is None or settings.cuts(loader) else "batches"
-
-
-def _announce(epoch: int, *holders: Any) -> None:
-    """Tell datasets and samplers that shuffle by epoch which one begins."""
-    seen: list[Any] = []
-    for holder in (*holders, *(getattr(holder, "sampler", None) for holder in holders)):
-        if hasattr(holder, "set_epoch") and not any(holder is other for other in seen):
-            seen.append(holder)
-            holder.set_epoch(epoch)
-
-
-def _remove(active: list[Any], loader: PreparedLoader) -> None:
-    for place in reversed(range(len(active))):
-        if active[place] is loader:
-            del active[place]
-            return

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.data.order import with_last
-from accel_core.nested import recursively_apply
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -61,18 +60,11 @@ def _stream(device: torch.device) -> torch.Stream | None:
 
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:
     def start(batch: Any) -> tuple[Any, torch.Event]:
+        # Batches that the user has let go leave their memory to this one: what still reads them comes first.
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             return move(batch), stream.record_event()
 
     for (batch, moved), _ in with_last(map(start, batches)):
-        current = torch.accelerator.current_stream(stream.device)
-        current.wait_event(moved)
-        # Its memory was taken on the other stream, which must not reuse it before this one is through.
-        recursively_apply(_record, batch, current)
+        torch.accelerator.current_stream(stream.device).wait_event(moved)
         yield batch
-
-
-def _record(tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-    if tensor.device == stream.device:
-        tensor.record_stream(stream)
-    return tensor

@@ -9,7 +9,7 @@ from attrs import asdict, define, field, frozen
 
 from accel_core.errors import CheckpointError
 
-__all__ = ["Drawn", "Position", "Progress"]
+__all__ = ["Cursor", "Drawn", "Kind", "Position", "Progress"]
 
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
@@ -107,3 +107,23 @@ class Progress:
     total: int = -1
     padded: dict[int, int] = field(factory=dict)
     takers: dict[int, int] = field(factory=dict)
+
+
+@define(eq=False)
+class Cursor:
+    """Where a loader and its views stand. pending: `progress` has yet to be iterated."""
+
+    progress: Progress = field(factory=Progress)
+    pending: bool = True
+
+    def begin(self, skip: int) -> Progress:
+        last = self.progress
+        progress = last if self.pending else Progress(epoch=last.epoch + 1)
+        if skip:
+            progress.start = skip
+        self.progress, self.pending = progress, False
+        return progress
+
+    def finish(self, progress: Progress) -> None:
+        if self.progress is progress:
+            self.progress, self.pending = Progress(epoch=progress.epoch + 1), True

@@ -9,13 +9,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from accel_core.data.draw import Draw
 from accel_core.data.order import Deal
+from accel_core.data.position import Kind
 from accel_core.data.stateful import is_stateful, stateful
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["check", "cuts", "deal_of", "dispatches", "draw_of", "inner_of", "is_iterable"]
+__all__ = ["check", "cuts", "deal_of", "dispatches", "draw_of", "inner_of", "is_iterable", "kind_of"]
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -74,6 +75,15 @@ def inner_of(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
     """
     wanted = run.config.data.use_stateful_dataloader and not is_stateful(loader)
     return stateful(loader) if wanted else copy.copy(loader)
+
+
+def kind_of(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
+    """How its position is told; `inner`: what `inner_of` made of it."""
+    if is_stateful(inner):
+        return "stateful"
+    if is_iterable(loader):
+        return "replay"
+    return "indexed" if loader.batch_sampler is None or cuts(loader) else "batches"
 
 
 def check(loader: DataLoader[Any], run: Run) -> None:

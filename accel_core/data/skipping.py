@@ -1,0 +1,43 @@
+"""Leaving out the first batches of one iteration."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from accel_core.data.loader import PreparedLoader
+
+__all__ = ["skip_first_batches"]
+
+L = TypeVar("L", bound=DataLoader[Any])
+
+
+def skip_first_batches(loader: L, num_batches: int = 0) -> L:
+    """The same loader, whose next iteration (and only that) leaves out its first batches.
+
+    Counts from the start of the epoch: on a loader that is to resume mid-epoch it says where, and
+    does not skip on top. A prepared loader of map-style data does not read what
+    it skips.
+    """
+    if isinstance(loader, PreparedLoader):
+        view = copy.copy(loader)
+        view.__dict__["_skip"] = num_batches
+        return view
+    kind = type(loader)
+    skipping: L = object.__new__(type(kind.__name__, (_SkipsOnce, kind), {}))
+    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=num_batches)
+    return skipping
+
+
+class _SkipsOnce:
+    """Mixed into the class of a loader that is not prepared."""
+
+    _skip: int
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        return islice(super().__iter__(), skip, None)  # type: ignore[misc]

@@ -1,0 +1,103 @@
+"""Batches are put on the device, the next one while the user has this one; positions do not notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reader_worlds import Numbers, Stream, plain, prepared, world
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core import Accelerator, DataLoaderConfiguration
+from accel_core.data import moving
+from accel_core.data.loader import prepare_loader
+from accel_core.testing.processes import run_processes
+
+
+def recorded(monkeypatch, data, *, workers, **options):
+    """What happens, in order: a batch is moved, a batch is handed out (with what the loader then says)."""
+    events = []
+
+    class Stream:
+        device = torch.device("meta")
+
+        def __enter__(self):
+            events.append("beside")
+
+        def __exit__(self, *_):
+            pass
+
+        def record_event(self):
+            return "moved"
+
+        def wait_event(self, event):
+            events.append("waits")
+
+        def wait_stream(self, stream):
+            events.append("follows")
+
+    def move(batch, device, non_blocking):
+        events.append(f"moves {batch}")
+        return batch
+
+    monkeypatch.setattr(moving, "_stream", lambda _: Stream())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
+    (run,) = world(device="meta", move=move, **options)
+    loader = prepare_loader(DataLoader(data, 2, num_workers=workers, collate_fn=plain), run)
+    events.extend((batch, loader.last, loader.state_dict()["consumed"]) for batch in loader)
+    return [event for event in events if event not in ("beside", "waits", "follows")], events
+
+
+def test_the_next_batch_moves_beside_the_computing_before_this_one_is_handed_out(monkeypatch):
+    found, everything = recorded(monkeypatch, Numbers(5), workers=1)
+    assert found == [
+        "moves [0, 1]",
+        "moves [2, 3]",
+        ([0, 1], False, 2),
+        "moves [4]",
+        ([2, 3], False, 4),
+        ([4], True, 5),
+    ]
+    aside = ["follows", "beside"]
+    assert [each for each in everything if each in (*aside, "waits")] == [
+        *aside, *aside, "waits", *aside, "waits", "waits"
+    ]  # fmt: skip
+
+
+def test_an_iterables_last_batch_is_told_though_it_was_moved_before(monkeypatch):
+    found, _ = recorded(monkeypatch, Stream(4), workers=1)
+    assert found == ["moves [0, 1]", "moves [2, 3]", ([0, 1], False, 1), ([2, 3], True, 2)]
+
+
+def test_what_is_read_in_this_process_is_not_read_before_its_time(monkeypatch):
+    found, _ = recorded(monkeypatch, Numbers(4), workers=0)
+    assert found == ["moves [0, 1]", ([0, 1], False, 2), "moves [2, 3]", ([2, 3], True, 4)]
+
+
+def test_a_device_that_torch_does_not_compute_on_has_no_stream():
+    assert moving._stream(torch.device("meta")) is None
+
+
+def on_a_simulated_device(workers):
+    from accel_core.testing.simulated.device import simulate
+
+    simulate("sim")
+    options = DataLoaderConfiguration(non_blocking=True)
+    accelerator = Accelerator(device="sim", dataloader_config=options)
+    data = TensorDataset(torch.arange(7.0))
+    loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers))
+    seen = []
+    for (batch,) in loader:
+        assert batch.device == accelerator.device
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    accelerator.end_training()
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_on_a_device_with_streams(workers):
+    assert run_processes(on_a_simulated_device, workers, world=1) == [[float(each) for each in range(7)]]
+
+
+def test_nothing_is_done_on_a_cpu():
+    (loader,) = prepared(lambda _: DataLoader(Numbers(4), 2, num_workers=1))
+    assert loader._move is None
