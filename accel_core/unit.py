@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from accel_core.run import Run
 
 __all__ = ["Unit", "Window"]
+
+_WRAPPERS: Final = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.")
+"""What torch.compile and activation checkpointing put into the names of what they wrap."""
 
 
 class Window:
@@ -126,6 +130,8 @@ class Unit:
                 self.aliases[name] = first[parameter]
 
     def qualify(self, number: int, name: str) -> str:
-        """The canonical form of a name in the unit's model `number`: the one in the model as given."""
-        name = self.renamed.get(self.models[number], {}).get(name, name)
+        """The canonical form of a name in the unit's model `number`: the one in the model as given, without
+        what torch's own wrappers add to it, so that a part of a model may be wrapped or not.
+        """
+        name = _WRAPPERS.sub("", self.renamed.get(self.models[number], {}).get(name, name))
         return name if len(self.models) == 1 else f"{number}.{name}"

@@ -42,15 +42,14 @@ def weights_of(
     """
     unit, number = _home(run, model)
     names: dict[str, Names] = {}
-    for name, _ in unit.models[number].named_parameters(remove_duplicate=False):
-        canonical = unit.qualify(number, name)
-        names.setdefault(unit.aliases.get(canonical, canonical), []).append(name)
-    prefix = unit.qualify(number, "")
+    module = unit.models[number]
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, _ in tensors(remove_duplicate=False):
+            canonical = unit.qualify(number, name)
+            names.setdefault(unit.aliases.get(canonical, canonical), []).append(name)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         if canonical in names:
             yield names[canonical], tensor
-        elif canonical.startswith(prefix):  # a buffer
-            yield [canonical.removeprefix(prefix)], tensor
 
 
 def full_parameters(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
@@ -436,6 +437,36 @@ def test_names_may_hold_anything(prepared, tmp_path):
     first.accelerator.save_state(tmp_path / "here")
     second.accelerator.load_state(tmp_path / "here")
     assert second.step(2) == first.step(2)
+
+
+def network_in_parts(wrap):
+    part = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
+    part.register_buffer("kept", torch.ones(2))
+    return nn.Sequential(nn.Linear(6, 6), wrap(part), nn.Linear(5, 4))
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+WRAPPED = {
+    "plain": lambda: network_in_parts(lambda part: part),
+    "part compiled": lambda: network_in_parts(compiled),
+    "part checkpointed": lambda: network_in_parts(checkpoint_wrapper),
+    "compiled": lambda: compiled(network_in_parts(checkpoint_wrapper)),
+}
+
+
+@pytest.mark.parametrize("saved", WRAPPED)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile, which looks at everything
+def test_wrapped_differently_it_just_loads(prepared, tmp_path, saved):
+    first = prepared(WRAPPED[saved], steps=2)
+    first.accelerator.save_state(tmp_path / "here")
+    expected = [first.step(number) for number in range(2, 4)]
+    for here in WRAPPED.values():
+        second = prepared(here)
+        second.accelerator.load_state(tmp_path / "here")
+        assert [second.step(number) for number in range(2, 4)] == expected
 
 
 def test_two_units_in_one_checkpoint(tmp_path):
