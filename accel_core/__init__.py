@@ -64,6 +64,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "accelerator": ("Accelerator",),
     "binding": ("no_op",),
+    "checkpoint.contents": ("CheckpointContents",),
     "checkpoint.leaf": (
         "Entry",
         "Leaf",
@@ -119,6 +120,7 @@ __all__ = [
     "Accelerator",
     "AutocastKwargs",
     "Card",
+    "CheckpointContents",
     "CheckpointError",
     "CollectiveError",
     "Collectives",

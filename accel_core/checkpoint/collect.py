@@ -148,6 +148,7 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters)
     return {
         "strategy": unit.strategy,
+        "models": len(unit.models),
         "aliases": dict(unit.aliases),
         "extra": {
             name: found.encode(module.get_extra_state(), f"{path}.{name} (get_extra_state)")

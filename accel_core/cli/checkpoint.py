@@ -171,23 +171,25 @@ def _first_line(error: Exception) -> str:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--format", "form", default="safetensors", show_default=True, help="Or torch, or a plugin's.")
 @click.option("--unit", help="Whose weights; default: every unit's, each in a folder if there are several.")
-@click.option("--max-shard-size", "limit", default="10GB", show_default=True, help="Of a file.")
+@click.option("--max-shard-size", "limit", help="Of a file; default: 10GB.")
 @_more
 def export(
-    folder: Path, target: Path, form: str, unit: str | None, limit: str, more: tuple[str, ...]
+    folder: Path, target: Path, form: str, unit: str | None, limit: str | None, more: tuple[str, ...]
 ) -> None:
     """Write the weights in the checkpoint FOLDER to the folder TARGET, whole, for other libraries.
 
     A --format that a plugin adds may have more options: --format NAME --help.
     """
     if form not in ("safetensors", "torch"):
-        _hand_over(form, "export", folder, target, *more)
+        ours = {"--unit": unit, "--max-shard-size": limit}
+        given = [word for option, value in ours.items() if value for word in (option, value)]
+        _hand_over(form, "export", folder, target, *given, *more)
         return
     if more:
         raise click.UsageError(f"No such option: {more[0]}")
     from accel_core.checkpoint import export as exporting
 
-    for home in exporting.export(folder, target, unit, limit, safe=form == "safetensors"):
+    for home in exporting.export(folder, target, unit, limit or "10GB", safe=form == "safetensors"):
         print(home)
 
 

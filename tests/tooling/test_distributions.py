@@ -20,6 +20,7 @@ PLUGINS = {
     "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun", "jsonl"},
     "accel-ddp": {"ddp"},
     "accel-cuda": {"cuda"},
+    "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp"},
     "accel-npu": {"npu"},
     "accel-xpu": {"xpu"},
     "accel-hpu": {"hpu"},

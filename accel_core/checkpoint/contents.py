@@ -1,0 +1,85 @@
+"""A checkpoint as plain values, to be read, changed and written where no run is: by converters."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, define, evolve
+
+from accel_core.checkpoint.collect import Collected
+from accel_core.checkpoint.commit import begin, locate, new_save_id, partial_folder, publish
+from accel_core.checkpoint.files import as_json, write_manifest
+from accel_core.checkpoint.flight import Share
+from accel_core.checkpoint.layout import Layout
+from accel_core.checkpoint.leaf import Leaf, whole
+from accel_core.checkpoint.read import Checkpoint
+
+__all__ = ["CheckpointContents"]
+
+
+@define
+class CheckpointContents:
+    """What docs/checkpoint-format.md lists, decoded.
+
+    members: of the manifest. state: of `state.json`. ranks: the `state` of each rank. leaves: whole tensors
+    by (unit, key), without those that `state` and `ranks` hold themselves.
+    """
+
+    members: dict[str, Any]
+    state: dict[str, Any]
+    ranks: list[dict[str, Any]]
+    leaves: dict[tuple[str, str], Leaf]
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> CheckpointContents:
+        """All of the checkpoint `folder`, verified, in memory.
+
+        Raises:
+            CheckpointError: it is none, or is damaged.
+        """
+        checkpoint = Checkpoint.open(locate(Path(folder)))
+        checkpoint.verify(0, 1)
+        leaves = {
+            key: evolve(whole(stored.tensor(), kind=stored.kind), layout=stored.layout)
+            for key, stored in checkpoint.tensors.items()
+            if key[0]
+        }
+        ranks = [checkpoint.decode(own, f"rank[{rank}]") for rank, own in enumerate(checkpoint.ranks)]
+        members = {key: value for key, value in checkpoint.manifest.members.items() if key != "checksum"}
+        return cls(members, checkpoint.decode(checkpoint.state, "state"), ranks, leaves)
+
+    def write(self, folder: str | os.PathLike[str]) -> Path:
+        """Save as the checkpoint `folder`, as atomically as a run does. Returns the folder.
+
+        Raises:
+            CheckpointError: something is no plain data, or the folder is there and is no checkpoint.
+        """
+        target, save_id = Path(os.path.realpath(folder)), new_save_id(self.members["run_id"])
+        shares = [self._share(rank, save_id) for rank in range(len(self.ranks))]
+        begin(target, save_id)
+        beside = partial_folder(target, save_id)
+        try:
+            files = {name: asdict(made) for share in shares for name, made in share.write(beside).items()}
+            time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            named = {"save_id": save_id, "name": None, "time": time, "files": files}
+            write_manifest(beside, {**self.members, **named})
+            publish(target, save_id, replace=True)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)  # published, or of no use
+        return target
+
+    def _share(self, rank: int, save_id: str) -> Share:
+        found, shared = Collected(), None
+        if rank == 0:
+            for key, leaf in self.leaves.items():
+                found.add(key, leaf)
+            shared = as_json(found.encode(self.state, "state"))
+        own = as_json(found.encode(self.ranks[rank], f"rank[{rank}]"))
+        writes = {key: list(declared.boxes) for key, declared in found.declared.items()}
+        layout = Layout.of(save_id, found.declared, writes, found.leaves)
+        body = layout.read(found.leaves)
+        return Share(rank, layout.head, body, layout.size, own, layout.index, shared)

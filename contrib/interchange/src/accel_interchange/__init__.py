@@ -1,0 +1,22 @@
+"""Checkpoints of Accelerate 1.x and torch.distributed.checkpoint, in and out of accel-core.
+
+Importing this package imports neither torch nor its own modules (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_interchange.live import load_accelerate, load_dcp
+
+__all__ = ["load_accelerate", "load_dcp"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'accel_interchange' has no attribute {name!r}", name=name)
+    from accel_interchange import live
+
+    return getattr(live, name)

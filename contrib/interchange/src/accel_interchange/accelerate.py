@@ -1,0 +1,205 @@
+"""The folders that Accelerate 1.x's `save_state` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from accel_core import CheckpointContents, CheckpointError
+from accel_interchange.fitting import optimizer_tensors, put_optimizer, put_weights, scalers, split
+from accel_interchange.streams import from_foreign, to_foreign
+from accel_interchange.trusted import read_torch
+
+__all__ = ["read", "write"]
+
+
+def read(folder: Path, contents: CheckpointContents) -> list[str]:
+    """Put what `folder` holds into the contents of a checkpoint of the same run. Gives what is left out.
+
+    Raises:
+        CheckpointError: a file is damaged, holds code, or does not fit the run.
+    """
+    for child in folder.iterdir():
+        if child.is_dir():
+            raise CheckpointError(
+                f"{child} is a folder: a sharded strategy saved this\n"
+                "where it has a file .metadata, import it with --format dcp",
+                path=str(child),
+            )
+    used = _weights(folder, contents)
+    for file, unit, number in _paired(folder, "optimizer", contents, "optimizers"):
+        _optimizer(file, contents, unit, number)
+        used.add(file)
+    for file, unit, number in _paired(folder, "scheduler", contents, "schedulers"):
+        contents.state["units"][unit]["schedulers"][number]["state"] = read_torch(file, str(file))
+        used.add(file)
+    registered = [folder / f"custom_checkpoint_{number}.pkl" for number in range(1000)]
+    registered = [file for file in registered if file.exists()]
+    _same_number(folder, "registered objects", registered, contents.state["registered"])
+    for file, item in zip(registered, contents.state["registered"], strict=True):
+        item["state"] = read_torch(file, str(file))
+    used |= {*registered, *_scaler(folder, contents), *_random(folder, contents)}
+    left = sorted(str(file) for file in folder.iterdir() if file not in used)
+    if (folder / "random_states_1.pkl").exists() and (folder / "scheduler.bin").exists():
+        left.append("that Accelerate steps schedulers once a process: they count that many times the steps")
+    return left
+
+
+def _series(folder: Path, stem: str, suffix: str) -> list[Path]:
+    """STEM.SUFFIX, STEM_1.SUFFIX, ... as far as they are there."""
+    found: list[Path] = []
+    while (file := folder / f"{stem}{f'_{len(found)}' if found else ''}{suffix}").exists():
+        found.append(file)
+    return found
+
+
+def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
+    files = _series(folder, "model", ".safetensors") or _series(folder, "pytorch_model", ".bin")
+    if not files:
+        raise CheckpointError(
+            f"{folder} has neither model.safetensors nor pytorch_model.bin\n"
+            "give a folder that Accelerate's save_state wrote",
+            path=str(folder),
+        )
+    left = list(files)
+    for unit, described in contents.state["units"].items():
+        count = described.get("models", 1)
+        mine, left = left[:count], left[count:]
+        _same_number(folder, f"models of unit {unit!r}", mine, range(count))
+        tensors = {
+            f"{number}.{name}" if count > 1 else name: tensor
+            for number, file in enumerate(mine)
+            for name, tensor in _load(file).items()
+        }
+        put_weights(contents, unit, tensors, ", ".join(map(str, mine)))
+    _same_number(folder, "further models", left, ())
+    return set(files)
+
+
+def _load(file: Path) -> Mapping[str, Tensor]:
+    if file.suffix == ".bin":
+        found: Mapping[str, Tensor] = read_torch(file, str(file))
+        return found
+    try:
+        return load_file(file)
+    except Exception as error:  # the library's own exception class is not a public name
+        raise CheckpointError(f"{file} is damaged: {error}\nrestore this file", path=str(file)) from error
+
+
+def _paired(
+    folder: Path, stem: str, contents: CheckpointContents, sort: str
+) -> Iterator[tuple[Path, str, int]]:
+    """Each file of a series with the unit, and its number there, of what it belongs to."""
+    units = contents.state["units"].items()
+    places = [(unit, number) for unit, described in units for number in range(len(described[sort]))]
+    files = _series(folder, stem, ".bin")
+    _same_number(folder, sort, files, places)
+    return ((file, *place) for file, place in zip(files, places, strict=True))
+
+
+def _same_number(folder: Path, what: str, there: Any, here: Any) -> None:
+    if len(there) != len(here):
+        raise CheckpointError(
+            f"{folder} has {len(there)} {what}, this run {len(here)}\n"
+            "prepare and register what was there when it was saved, in the same order",
+            path=str(folder),
+        )
+
+
+def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int) -> None:
+    saved = read_torch(file, str(file))
+    here = [group["params"] for group in contents.state["units"][unit]["optimizers"][number]["groups"]]
+    try:
+        there = [group["params"] for group in saved["param_groups"]]
+        if [*map(len, there)] != [*map(len, here)]:
+            raise CheckpointError(
+                f"{file}: its groups have {[*map(len, there)]} parameters, here {[*map(len, here)]}\n"
+                "make the optimizer's groups as they were when it was saved",
+                path=str(file),
+            )
+        # The file numbers parameters, and names none: the order is the run's.
+        names = dict(zip(chain(*there), chain(*here), strict=True))
+        groups = [
+            (mine, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+            for group, mine in zip(saved["param_groups"], here, strict=True)
+        ]
+        state = {names[number]: values for number, values in saved["state"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is no optimizer's state: {error!r}\nrestore this file", path=str(file)
+        ) from error
+    put_optimizer(contents, unit, number, groups, state, str(file))
+
+
+def _scaler(folder: Path, contents: CheckpointContents) -> list[Path]:
+    file, found = folder / "scaler.pt", scalers(contents)
+    if not (file.exists() and found):
+        return []
+    for entries in found:
+        entries["scaler"] = read_torch(file, str(file))
+    return [file]
+
+
+def _random(folder: Path, contents: CheckpointContents) -> list[Path]:
+    """Random streams of each rank, if there are as many as there were."""
+    files = [folder / f"random_states_{rank}.pkl" for rank in range(len(contents.ranks))]
+    more = folder / f"random_states_{len(files)}.pkl"
+    if more.exists() or not all(file.exists() for file in files):
+        return []
+    for rank, (file, own) in enumerate(zip(files, contents.ranks, strict=True)):
+        states = read_torch(file, str(file))
+        own["random"] = from_foreign(states, own["random"], rank)
+        contents.members["step"] = states.get("step", contents.members["step"])
+    return files
+
+
+# -- export --------------------------------------------------------------------------------------
+
+
+def write(contents: CheckpointContents, folder: Path) -> list[str]:
+    """Write what Accelerate's `load_state` reads into the empty `folder`. Gives what is left out."""
+    models, optimizers, schedulers = 0, 0, 0
+    for unit, described in contents.state["units"].items():
+        for tensors in split(contents, unit):
+            save_file(tensors, folder / f"{_name('model', models)}.safetensors", metadata={"format": "pt"})
+            models += 1
+        for optimizer in described["optimizers"]:
+            torch.save(_numbered(contents, unit, optimizer), folder / f"{_name('optimizer', optimizers)}.bin")
+            optimizers += 1
+        for scheduler in described["schedulers"]:
+            torch.save(scheduler["state"], folder / f"{_name('scheduler', schedulers)}.bin")
+            schedulers += 1
+    for number, item in enumerate(contents.state["registered"]):
+        torch.save(item["state"], folder / f"custom_checkpoint_{number}.pkl")
+    for entries in scalers(contents)[:1]:
+        torch.save(entries["scaler"], folder / "scaler.pt")
+    for rank, own in enumerate(contents.ranks):
+        states = {"step": contents.members["step"] or 0, **to_foreign(own["random"], rank)}
+        torch.save(states, folder / f"random_states_{rank}.pkl")
+    return ["the position of dataloaders"] if any(own["loaders"] for own in contents.ranks) else []
+
+
+def _name(stem: str, number: int) -> str:
+    return f"{stem}_{number}" if number else stem
+
+
+def _numbered(contents: CheckpointContents, unit: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as torch's `state_dict` has it: parameters are numbers."""
+    names = [name for group in optimizer["groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[int, dict[str, Any]] = {
+        numbers[name]: dict(values) for name, values in optimizer["plain"].items()
+    }
+    for name, key, tensor in optimizer_tensors(contents, unit):
+        if name in numbers:
+            state.setdefault(numbers[name], {})[key] = tensor
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["groups"]
+    ]
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,23 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+
+__all__ = ["ACCELERATE", "DCP"]
+
+ACCELERATE = Card(
+    name="checkpoint-accelerate",
+    slot="command",
+    summary="Import and export what Accelerate 1.x's save_state writes.",
+    api_version="1.0",
+    implementation="accel_interchange.commands:accelerate",
+)
+
+DCP = Card(
+    name="checkpoint-dcp",
+    slot="command",
+    summary="Import and export what torch.distributed.checkpoint writes.",
+    api_version="1.0",
+    implementation="accel_interchange.commands:dcp",
+)

@@ -1,0 +1,210 @@
+"""The folders that `torch.distributed.checkpoint` writes, read without its code, which runs what it finds."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from accel_core import CheckpointContents, CheckpointError
+from accel_interchange.fitting import HOW, Group, optimizer_tensors, put_optimizer, put_weights, tensor
+from accel_interchange.trusted import Fields, read_metadata, read_torch
+
+__all__ = ["Folder", "read", "write"]
+
+
+@frozen
+class Folder:
+    """Such a folder: what is stored under which path of the nested state that was saved."""
+
+    path: Path
+    items: Mapping[str, Any]
+    """Flat name -> description."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Flat name -> its place in the nested state."""
+    chunks: Mapping[str, list[tuple[tuple[int, ...], Any]]]
+    """Flat name -> (offset of a part, where it is stored)."""
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Raises CheckpointError if it is none, is damaged, or names code."""
+        metadata = read_metadata(path / ".metadata")
+        try:
+            chunks: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
+            for index, place in metadata.storage_data.items():
+                chunks.setdefault(index.fqn, []).append((tuple(getattr(index, "offset", None) or ()), place))
+            paths = {name: tuple(found) for name, found in metadata.planner_data.items()}
+            return cls(path, metadata.state_dict_metadata, paths, chunks)
+        except (AttributeError, TypeError) as error:
+            raise _odd(path / ".metadata", repr(error)) from error
+
+    def nested(self, *start: str) -> dict[str | int, Any]:
+        """All that lies under `start`, nested as it was saved; lists are dicts by number."""
+        found: dict[str | int, Any] = {}
+        for name, path in self.paths.items():
+            if path[: len(start)] == start and len(path) > len(start):
+                place = found
+                for part in path[len(start) : -1]:
+                    place = place.setdefault(part, {})
+                place[path[-1]] = self.load(name)
+        return found
+
+    def load(self, name: str) -> Any:
+        """One item: a tensor put together from its parts, or plain data."""
+        try:
+            described, chunks = self.items[name], self.chunks[name]
+            if type(described).__name__ == "BytesStorageMetadata":
+                ((_, place),) = chunks
+                return read_torch(io.BytesIO(self._bytes(place)), f"{self.path}: {name}")
+            return self._tensor(name, described, dict(chunks))
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            raise _odd(self.path / ".metadata", f"{name}: {error!r}") from error
+
+    def _tensor(self, name: str, described: Any, places: Mapping[tuple[int, ...], Any]) -> Tensor:
+        state: Any = described.properties
+        dtype = state.arguments[0]
+        shape = tuple(described.size)
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+        _check_cover(shape, boxes)
+        for offset, sizes in boxes:
+            if places[offset].length < math.prod(sizes) * dtype.itemsize:
+                raise ValueError(f"{math.prod(sizes)} elements cannot be in {places[offset].length} bytes")
+        whole = torch.empty(shape, dtype=dtype)
+        for offset, sizes in boxes:
+            part = read_torch(io.BytesIO(self._bytes(places[offset])), f"{self.path}: {name}")
+            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (sizes, dtype):
+                raise ValueError(f"the part at {list(offset)} is not {dtype} of shape {list(sizes)}")
+            region = tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
+            whole[region] = part
+        return whole
+
+    def _bytes(self, place: Fields) -> bytes:
+        info: Any = place
+        name = str(info.relative_path)
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no file in this folder")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"it is stored as {info.transform_descriptors}, which is not read here")
+        file = self.path / name
+        if file.is_symlink() or not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
+            raise ValueError(f"{info.length} bytes at {info.offset} are not in {name}")
+        with file.open("rb") as opened:
+            opened.seek(info.offset)
+            return opened.read(info.length)
+
+
+def _check_cover(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raises ValueError unless the parts are inside of the tensor, and as many elements as it has."""
+    for offset, sizes in boxes:
+        if not len(offset) == len(sizes) == len(shape) or any(
+            start < 0 or size < 0 or start + size > end
+            for start, size, end in zip(offset, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"a part {list(sizes)} at {list(offset)} is not inside of {list(shape)}")
+    held, distinct = sum(math.prod(sizes) for _, sizes in boxes), {offset for offset, _ in boxes}
+    if held != math.prod(shape) or len(distinct) != len(boxes):
+        raise ValueError(f"its parts have {held} elements, the tensor {math.prod(shape)}")
+
+
+def _odd(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} does not describe what is there: {problem}\n"
+        "it is damaged, or of a version of torch that is not known here",
+        path=str(path),
+    )
+
+
+def read(folder: Path, contents: CheckpointContents, unit: str, model: str, optimizer: str) -> list[str]:
+    """Put what `folder` holds into a unit of a checkpoint of the same run. Gives what is left out.
+
+    model, optimizer: the keys under which they were saved; optimizers as
+    `torch.distributed.checkpoint.state_dict` gives them, by parameter name.
+
+    Raises:
+        CheckpointError: it is damaged, names code, or does not fit the run.
+    """
+    opened = Folder.open(folder)
+    tops = sorted({str(path[0]) for path in opened.paths.values()})
+    if model not in tops:
+        raise CheckpointError(
+            f"{folder} has no {model!r}; it has {', '.join(tops)}\nsay which one is the model with --model",
+            path=str(folder),
+        )
+    names = {name: path[1:] for name, path in opened.paths.items() if path[0] == model}
+    weights = {".".join(map(str, path)): opened.load(name) for name, path in names.items()}
+    put_weights(contents, unit, weights, f"{folder}: {model}")
+    described = contents.state["units"][unit]["optimizers"]
+    if optimizer not in tops or len(described) != 1:
+        return [top for top in tops if top != model]
+    saved = opened.nested(optimizer)
+    groups, state = _optimizer(saved, described[0], folder)
+    put_optimizer(contents, unit, 0, groups, state, f"{folder}: {optimizer}")
+    return [top for top in tops if top not in (model, optimizer)]
+
+
+def _optimizer(
+    saved: Mapping[Any, Any], described: Mapping[str, Any], folder: Path
+) -> tuple[list[Group], dict[str, dict[str, Any]]]:
+    """(groups, state by name) from what torch's `get_optimizer_state_dict` gave, flattened or not."""
+    if "param_groups" in saved:
+        found = [dict(saved["param_groups"][number]) for number in sorted(saved["param_groups"])]
+        return [(_names(group.pop("params")), group) for group in found], saved.get("state", {})
+    groups: list[Group] = []
+    state: dict[str, dict[str, Any]] = {}
+    for group in described["groups"]:
+        first = f"param_groups.{group['params'][0]}."
+        hyper = {key.removeprefix(first): value for key, value in saved.items() if str(key).startswith(first)}
+        groups.append((group["params"], hyper))
+        for name in group["params"]:
+            start = f"state.{name}."
+            state[name] = {
+                key.removeprefix(start): value for key, value in saved.items() if str(key).startswith(start)
+            }
+    if not any(hyper for _, hyper in groups):
+        raise CheckpointError(
+            f"{folder}: its optimizer has no parameter groups by name\n"
+            "save it as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it",
+            path=str(folder),
+        )
+    return groups, state
+
+
+def _names(params: Any) -> list[str]:
+    return [params[number] for number in sorted(params)] if isinstance(params, dict) else list(params)
+
+
+# -- export --------------------------------------------------------------------------------------
+
+
+def write(contents: CheckpointContents, folder: Path, unit: str, model: str, optimizer: str) -> list[str]:
+    """Write a unit's weights and optimizer as torch itself does, by name. Gives what is left out."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    described = contents.state["units"][unit]
+    keys = [key.partition("/") for owner, key in contents.leaves if owner == unit]
+    state: dict[str, Any] = {
+        model: {name: tensor(contents, unit, f"model/{name}") for sort, _, name in keys if sort == "model"}
+    }
+    for alias, name in described["aliases"].items():
+        state[model][alias] = state[model][name]
+    left = ["schedulers, random streams, registered objects and the position of dataloaders"]
+    if len(described["optimizers"]) == 1:
+        (saved,) = described["optimizers"]
+        values: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in saved["plain"].items()}
+        for name, key, found in optimizer_tensors(contents, unit):
+            values.setdefault(name, {})[key] = found
+        # Torch loads the keys that a program asks for, and fails for one that is not there.
+        state[optimizer] = {"state": values, "param_groups": [{**HOW, **group} for group in saved["groups"]]}
+    elif described["optimizers"]:
+        left.append(f"the {len(described['optimizers'])} optimizers of the unit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is distributed here
+        save(state, checkpoint_id=folder, no_dist=True)
+    return left

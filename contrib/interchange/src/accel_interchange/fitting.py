@@ -1,0 +1,167 @@
+"""Foreign state put into the place that a checkpoint of the same run has for it, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from accel_core import CheckpointContents, CheckpointError, whole
+
+__all__ = [
+    "HOW",
+    "Group",
+    "names_of",
+    "optimizer_tensors",
+    "put_optimizer",
+    "put_weights",
+    "scalers",
+    "split",
+    "tensor",
+]
+
+HOW: Final = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+"""Hyperparameters that say how a step is computed, not what: they are not stored. Torch's defaults."""
+
+Group = tuple[Sequence[str], Mapping[str, Any]]
+"""The names of a group's parameters, and its hyperparameters."""
+
+
+def names_of(contents: CheckpointContents, unit: str) -> list[str]:
+    """The names of the unit's weights and buffers."""
+    keys = [key.partition("/") for owner, key in contents.leaves if owner == unit]
+    return [name for sort, _, name in keys if sort == "model"]
+
+
+def tensor(contents: CheckpointContents, unit: str, key: str) -> Tensor:
+    """One tensor of the unit, whole."""
+    found: Tensor = contents.leaves[unit, key].shards[0][1]
+    return found
+
+
+def split(contents: CheckpointContents, unit: str) -> list[dict[str, Tensor]]:
+    """The weights and buffers of each of the unit's models, by the model's own names, tied ones once."""
+    count: int = contents.state["units"][unit].get("models", 1)
+    names = names_of(contents, unit)
+    if count == 1:
+        return [{name: tensor(contents, unit, f"model/{name}") for name in names}]
+    found: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name in names:
+        number, _, own = name.partition(".")
+        found[int(number)][own] = tensor(contents, unit, f"model/{name}")
+    return found
+
+
+def optimizer_tensors(contents: CheckpointContents, unit: str) -> Iterator[tuple[str, str, Tensor]]:
+    """(parameter, key, tensor) of the unit's optimizers."""
+    for owner, key in contents.leaves:
+        sort, _, rest = key.partition("/")
+        if (owner, sort) == (unit, "optimizer"):
+            name, _, part = rest.rpartition("/")
+            yield name, part, tensor(contents, unit, key)
+
+
+def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
+    """The entries of plugins that hold the state of a loss scaler, as `scaler`."""
+    return [
+        entries
+        for own in contents.ranks
+        for scopes in own["plugins"].values()
+        for plugins in scopes.values()
+        for entries in plugins.values()
+        if "scaler" in entries
+    ]
+
+
+def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Replace the unit's weights and buffers by tensors of their names, or of those they are tied to.
+
+    Raises:
+        CheckpointError: names or shapes differ; all are named.
+    """
+    ties: Mapping[str, str] = contents.state["units"][unit]["aliases"]
+    given = {ties.get(name, name): tensor for name, tensor in reversed([*tensors.items()])}
+    names = names_of(contents, unit)
+    problems = [f"{name} is not in it" for name in names if name not in given]
+    problems += [f"{name} is in it, but not in this run" for name in given if name not in names]
+    for name in names:
+        leaf = contents.leaves[unit, f"model/{name}"]
+        if name in given and tuple(given[name].shape) != tuple(leaf.global_shape):
+            problems.append(f"{name} has shape {list(given[name].shape)}, here {list(leaf.global_shape)}")
+    if problems:
+        raise CheckpointError(
+            f"{source} does not fit unit {unit!r}: {'; '.join(problems[:10])}\n"
+            "give a checkpoint of the model that it was saved from",
+            path=source,
+        )
+    for name in names:
+        contents.leaves[unit, f"model/{name}"] = whole(given[name])
+
+
+def put_optimizer(
+    contents: CheckpointContents,
+    unit: str,
+    number: int,
+    groups: Sequence[Group],
+    state: Mapping[str, Mapping[str, Any]],
+    source: str,
+) -> None:
+    """Replace the state of an optimizer of the unit; `state` is by parameter name.
+
+    Raises:
+        CheckpointError: its parameters are others, or its state does not look like theirs.
+    """
+    described = contents.state["units"][unit]["optimizers"][number]
+    mine = {name for group in described["groups"] for name in group["params"]}
+    given = {name for names, _ in groups for name in names}
+    if mine != given or not state.keys() <= given:
+        odd = sorted(mine ^ given | (state.keys() - given))
+        raise CheckpointError(
+            f"{source}: parameters that only one of it and optimizer {number} of unit {unit!r} has:"
+            f" {', '.join(odd[:10])}\ngive a checkpoint of the run that it was saved from",
+            path=source,
+        )
+    kinds = _kinds(contents, unit, state, source)
+    for name, key, _ in list(optimizer_tensors(contents, unit)):
+        if name in mine:
+            del contents.leaves[unit, f"optimizer/{name}/{key}"]
+    described["groups"] = [
+        {**{key: value for key, value in values.items() if key not in HOW}, "params": list(names)}
+        for names, values in groups
+    ]
+    described["plain"] = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                contents.leaves[unit, f"optimizer/{name}/{key}"] = whole(value, kind=kinds[name, key])
+            else:
+                described["plain"].setdefault(name, {})[key] = value
+
+
+def _kinds(
+    contents: CheckpointContents, unit: str, state: Mapping[str, Mapping[str, Any]], source: str
+) -> dict[tuple[str, str], Any]:
+    """What sort of tensor each is.
+
+    If parameters were in another order, some tensor would be larger than its parameter, or cut otherwise.
+    """
+    kinds: dict[tuple[str, str], Any] = {}
+    tensors = [(n, k, v) for n, values in state.items() for k, v in values.items() if isinstance(v, Tensor)]
+    for name, key, tensor in tensors:
+        here, there = tuple(tensor.shape), tuple(contents.leaves[unit, f"model/{name}"].global_shape)
+        if not here:
+            kinds[name, key] = "scalar"
+        elif here == there:
+            kinds[name, key] = "like_param"
+        elif len(here) < len(there) or (
+            len(here) == len(there) and all(size in (1, full) for size, full in zip(here, there, strict=True))
+        ):
+            kinds[name, key] = "factored"
+        else:
+            raise CheckpointError(
+                f"{source}: {key} of {name} has shape {list(here)}, the parameter {list(there)}\n"
+                "the order of parameters is not that of this run; give a checkpoint of the run that saved it",
+                path=source,
+            )
+    return kinds

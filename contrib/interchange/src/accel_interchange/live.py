@@ -1,0 +1,70 @@
+"""Foreign checkpoints straight into a running script, which knows what their files leave open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accel_core import Accelerator, CheckpointContents, ops
+from accel_interchange import accelerate, dcp
+
+__all__ = ["load_accelerate", "load_dcp"]
+
+Read = Callable[[CheckpointContents], list[str]]
+
+
+def load_accelerate(
+    accelerator: Accelerator, folder: str | os.PathLike[str], into: str | os.PathLike[str]
+) -> list[str]:
+    """Load what Accelerate 1.x's `save_state` wrote to `folder`. Collective; objects are prepared by now.
+
+    The imported state is kept as the checkpoint `into`. Runs no code found in `folder`. Returns what is
+    left out.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit what is prepared; nothing is loaded then.
+    """
+    return _load(accelerator, into, lambda contents: accelerate.read(Path(folder), contents))
+
+
+def load_dcp(
+    accelerator: Accelerator,
+    folder: str | os.PathLike[str],
+    into: str | os.PathLike[str],
+    *,
+    unit: str | None = None,
+    model: str = "model",
+    optimizer: str = "optimizer",
+) -> list[str]:
+    """As `load_accelerate`, for what `torch.distributed.checkpoint.save` wrote.
+
+    unit: to load into; default: the only one. model, optimizer: their keys in what was saved.
+    """
+
+    def read(contents: CheckpointContents) -> list[str]:
+        name = unit or next(iter(contents.state["units"]))
+        return dcp.read(Path(folder), contents, name, model, optimizer)
+
+    return _load(accelerator, into, read)
+
+
+def _load(accelerator: Accelerator, into: str | os.PathLike[str], read: Read) -> list[str]:
+    like = accelerator.save_state(f"{os.fspath(into)}.like")  # it says what this run is made of
+    told: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            contents = CheckpointContents.read(like)
+            told[0] = read(contents)
+            contents.write(into)
+        except Exception as error:  # whatever it is, the other ranks are waiting for our word
+            told[1] = error
+        shutil.rmtree(like)
+    left_out: list[str]
+    left_out, problem = ops.broadcast_object_list(told, run=accelerator.run)
+    if problem is not None:
+        raise problem
+    accelerator.load_state(into)
+    return left_out

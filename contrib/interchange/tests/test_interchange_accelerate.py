@@ -1,0 +1,219 @@
+"""Accelerate 1.x goes on where accel-core stopped, and the other way round; nothing found in files is run."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+
+import interchange_jobs as jobs
+import pytest
+import torch
+from click.testing import CliRunner
+
+from accel_core import CheckpointContents, CheckpointError
+from accel_core.cli import accel
+from accel_core.testing import run_processes
+from accel_interchange import accelerate
+
+
+def run(job, *folders, world=1, **options):
+    return run_processes(jobs.do, job.__name__, [*map(str, folders)], options, world=world, timeout=90)[-1]
+
+
+def command(*words):
+    ended = CliRunner().invoke(accel, ["checkpoint", *map(str, words)], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    return ended
+
+
+@pytest.fixture(scope="module")
+def installed():
+    pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, installed):
+    """A folder of Accelerate's, what followed there, and a checkpoint of the same script now."""
+    folder = tmp_path_factory.mktemp("saved")
+    expected = run(jobs.accelerate_saves, folder / "theirs")
+    run(jobs.core_is_fresh, folder / "fresh")
+    return folder, expected
+
+
+@pytest.fixture
+def theirs(saved, tmp_path):
+    return shutil.copytree(saved[0] / "theirs", tmp_path / "theirs")
+
+
+@pytest.fixture
+def contents(saved):
+    return CheckpointContents.read(saved[0] / "fresh")
+
+
+# -- there and back ------------------------------------------------------------------------------
+
+
+def test_a_script_goes_on_where_accelerate_stopped(saved, tmp_path):
+    folder, expected = saved
+
+    found, left_out, beside = run(jobs.core_imports, folder / "theirs", tmp_path / "imported")
+
+    assert found == expected
+    assert left_out == []
+    assert beside == ["imported"]
+
+
+@pytest.mark.together
+@pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
+def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path):
+    expected = run(jobs.accelerate_saves, tmp_path / "theirs", world=2)
+
+    found, left_out, _ = run(jobs.core_imports, tmp_path / "theirs", tmp_path / "imported", world=2)
+
+    assert found == expected
+    assert len(left_out) == 1
+    assert "steps schedulers once a process" in left_out[0]
+
+
+def test_the_command_imports_without_the_script(saved, tmp_path):
+    folder, expected = saved
+
+    folders = folder / "theirs", tmp_path / "new", "--like", folder / "fresh"
+    command("import", "--format", "accelerate", *folders)
+
+    assert run(jobs.core_loads, tmp_path / "new") == expected
+
+
+def test_two_models_and_torchs_own_files_are_imported(installed, tmp_path):
+    expected = run(jobs.accelerate_saves, tmp_path / "theirs", two=True, safe=False)
+
+    found, _, _ = run(jobs.core_imports, tmp_path / "theirs", tmp_path / "imported", two=True)
+
+    assert (tmp_path / "theirs" / "pytorch_model_1.bin").exists()
+    assert found == expected
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one model", "two"])
+def test_accelerate_goes_on_where_a_script_stopped(installed, tmp_path, two):
+    expected = run(jobs.core_saves, tmp_path / "ours", two=two)
+
+    command("export", "--format", "accelerate", tmp_path / "ours", tmp_path / "theirs")
+
+    assert run(jobs.accelerate_loads, tmp_path / "theirs", two=two) == expected
+
+
+# -- what does not fit ---------------------------------------------------------------------------
+
+
+def test_a_script_that_does_not_fit_keeps_what_it_had(theirs, tmp_path):
+    (theirs / "scheduler.bin").unlink()
+
+    said, unchanged, left = run(jobs.core_imports_what_does_not_fit, theirs, tmp_path / "here" / "imported")
+
+    assert "has 0 schedulers, this run 1\nprepare and register what was there" in said
+    assert unchanged
+    assert left == []
+
+
+def test_what_is_not_understood_is_named_as_left_out(theirs, contents):
+    (theirs / "dl_state_dict.bin").write_bytes(b"")
+    (theirs / "random_states_1.pkl").write_bytes(b"")
+
+    left_out = accelerate.read(theirs, contents)
+
+    assert left_out[:-1] == [
+        str(theirs / name) for name in ("dl_state_dict.bin", "random_states_0.pkl", "random_states_1.pkl")
+    ]
+    assert "steps schedulers once a process" in left_out[-1]
+
+
+def test_a_scaler_goes_where_one_is(theirs, contents):
+    torch.save({"scale": 4.0}, theirs / "scaler.pt")
+    contents.ranks[0]["plugins"] = {"unit0": {"replicated": {"fp16": {"scaler": {"scale": 1.0}}}}}
+
+    assert accelerate.read(theirs, contents) == []
+
+    assert contents.ranks[0]["plugins"]["unit0"]["replicated"]["fp16"]["scaler"] == {"scale": 4.0}
+
+
+def test_an_optimizer_with_other_groups_is_refused(theirs, contents):
+    optimizer = torch.load(theirs / "optimizer.bin")
+    optimizer["param_groups"][0]["params"].pop()
+    torch.save(optimizer, theirs / "optimizer.bin")
+
+    with pytest.raises(CheckpointError, match=r"its groups have \[2, 2\] parameters, here \[3, 2\]"):
+        accelerate.read(theirs, contents)
+
+
+def test_parameters_in_another_order_are_seen_by_their_shapes(theirs, contents):
+    groups = contents.state["units"]["unit0"]["optimizers"][0]["groups"]
+    groups[1]["params"].reverse()
+
+    with pytest.raises(CheckpointError, match="exp_avg of .* has shape .*\nthe order of parameters is not"):
+        accelerate.read(theirs, contents)
+
+
+def test_weights_of_another_model_are_named(theirs, contents):
+    contents.leaves["unit0", "model/more"] = contents.leaves.pop(("unit0", "model/norm.weight"))
+
+    with pytest.raises(CheckpointError, match="more is not in it; norm.weight is in it, but not in this run"):
+        accelerate.read(theirs, contents)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("model.safetensors", "neither model.safetensors nor pytorch_model.bin"),
+        ("optimizer.bin", "0 optimizers, this run 1"),
+        ("scheduler.bin", "0 schedulers, this run 1"),
+        ("custom_checkpoint_0.pkl", "0 registered objects, this run 1"),
+    ],
+)
+def test_a_file_that_lacks_is_named(theirs, contents, lacking, said):
+    (theirs / lacking).unlink()
+
+    with pytest.raises(CheckpointError, match=said):
+        accelerate.read(theirs, contents)
+
+
+def test_a_folder_of_a_sharded_strategy_is_pointed_elsewhere(theirs, contents):
+    (theirs / "pytorch_model_fsdp_0").mkdir()
+
+    with pytest.raises(CheckpointError, match="a sharded strategy saved this\nwhere .* --format dcp"):
+        accelerate.read(theirs, contents)
+
+
+class Code:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (str(self.file), "w"))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"]
+)
+def test_code_in_a_file_is_refused_and_not_run(theirs, contents, name, tmp_path):
+    torch.save({"state": Code(tmp_path / "ran")}, theirs / name)
+
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read as plain data"):
+        accelerate.read(theirs, contents)
+
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "scheduler.bin"])
+def test_a_damaged_file_is_named(theirs, contents, name):
+    content = (theirs / name).read_bytes()
+    (theirs / name).write_bytes(content[: len(content) // 2])
+
+    with pytest.raises(CheckpointError, match=name):
+        accelerate.read(theirs, contents)
+
+
+def test_an_export_replaces_nothing(saved, tmp_path):
+    (tmp_path / "there").mkdir()
+
+    with pytest.raises(CheckpointError, match="exists\nexport to another folder"):
+        command("export", "--format", "accelerate", saved[0] / "fresh", tmp_path / "there")

@@ -1,0 +1,289 @@
+"""Folders of torch.distributed.checkpoint, in and out; a crafted `.metadata` runs nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+
+import interchange_jobs as jobs
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from accel_core import Accelerator, CheckpointContents, CheckpointError
+from accel_core.cli import accel
+from accel_core.testing import run_processes
+from accel_interchange import dcp
+from accel_interchange.trusted import read_metadata
+
+PARAMETERS = {
+    "model/embedding.weight",
+    *(f"model/{module}.{name}" for module in ("norm", "hidden") for name in ("weight", "bias")),
+}
+
+
+def run(job, *folders, world=1, **options):
+    return run_processes(jobs.do, job.__name__, [*map(str, folders)], options, world=world, timeout=90)[0]
+
+
+def command(*words):
+    ended = CliRunner().invoke(accel, ["checkpoint", *map(str, words)], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    return ended
+
+
+def lists(contents):
+    return {key: dcp.tensor(contents, unit, key).tolist() for unit, key in contents.leaves}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run(jobs.torch_saves, folder / "theirs")
+    run(jobs.core_is_fresh, folder / "fresh", groups=False)
+    return folder
+
+
+@pytest.fixture
+def theirs(saved, tmp_path):
+    return shutil.copytree(saved / "theirs", tmp_path / "theirs")
+
+
+@pytest.fixture
+def contents(saved):
+    return CheckpointContents.read(saved / "fresh")
+
+
+def read(theirs, contents):
+    return dcp.read(theirs, contents, "unit0", "model", "optimizer")
+
+
+# -- there and back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_weights_and_optimizer_are_imported_by_name(saved, tmp_path, contents, flat):
+    run(jobs.torch_saves, tmp_path / "theirs", flat=flat)
+
+    assert read(tmp_path / "theirs", contents) == ["scheduler"]
+
+    assert lists(contents) == run(jobs.torch_state, saved / "theirs")
+    (group,) = contents.state["units"]["unit0"]["optimizers"][0]["groups"]
+    assert group["lr"] == 0.005
+    assert {f"model/{name}" for name in group["params"]} == PARAMETERS
+
+
+def test_the_command_imports_what_a_run_then_loads(saved, tmp_path):
+    folders = saved / "theirs", tmp_path / "new", "--like", saved / "fresh"
+    ended = command("import", "--format", "dcp", *folders)
+
+    assert "left out: scheduler" in ended.output
+    assert lists(CheckpointContents.read(tmp_path / "new")) == run(jobs.torch_state, saved / "theirs")
+    job = jobs.Job(jobs.core(), 1, groups=False)
+    job.accelerator.load_state(tmp_path / "new")
+    job.train(1)
+    job.accelerator.end_training()
+
+
+def test_a_script_imports_into_what_it_has_prepared(saved, tmp_path):
+    left_out, found = run(jobs.core_imports_dcp, saved / "theirs", tmp_path / "here")
+
+    assert left_out == ["scheduler"]
+    assert found == run(jobs.torch_state, saved / "theirs")
+
+
+def test_torch_loads_what_is_exported(tmp_path):
+    run(jobs.core_saves, tmp_path / "ours", groups=False)
+
+    ended = command("export", "--format", "dcp", tmp_path / "ours", tmp_path / "theirs")
+
+    assert "left out: schedulers, random streams" in ended.output
+    found, rate = run(jobs.torch_loads, tmp_path / "theirs")
+    assert found == lists(CheckpointContents.read(tmp_path / "ours"))
+    assert rate == 0.005
+
+
+def test_parts_of_several_ranks_are_put_together(tmp_path):
+    expected = run(jobs.shards_save, tmp_path / "theirs", world=2)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(tmp_path / "fresh")
+    accelerator.end_training()
+    contents = CheckpointContents.read(tmp_path / "fresh")
+
+    read(tmp_path / "theirs", contents)
+
+    assert lists(contents) == expected
+
+
+# -- what does not fit ---------------------------------------------------------------------------
+
+
+def test_a_key_that_is_not_there_is_answered_with_those_that_are(theirs, contents):
+    with pytest.raises(CheckpointError, match="has no 'net'; it has model, optimizer, scheduler\nsay which"):
+        dcp.read(theirs, contents, "unit0", "net", "optimizer")
+
+
+def test_a_folder_without_metadata_is_none_of_these(tmp_path, contents):
+    with pytest.raises(CheckpointError, match="was not written by torch.distributed.checkpoint"):
+        read(tmp_path, contents)
+
+
+def test_a_unit_must_be_chosen_where_there_are_several(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    accelerator.save_state(tmp_path / "fresh")
+    accelerator.end_training()
+
+    with pytest.raises(CheckpointError, match="units unit0, unit1\nchoose one of them with --unit"):
+        command("export", "--format", "dcp", tmp_path / "fresh", tmp_path / "out")
+    command("export", "--format", "dcp", tmp_path / "fresh", tmp_path / "out", "--unit", "unit1")
+
+
+# -- crafted -------------------------------------------------------------------------------------
+
+
+class Code:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+CALLS = {
+    "os.system": (os.system, "touch ran"),
+    "eval": (eval, "open('ran', 'w')"),
+    "getattr": (getattr, "text", "format"),
+    "torch.load": (torch.load, "ran"),
+    "torch.hub.load": (torch.hub.load, "ran", "ran"),
+    "open": (open, "ran", "w"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_code_in_the_metadata_is_refused_and_not_run(tmp_path, call, protocol, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Code(*CALLS[call]), protocol))
+
+    with pytest.raises(CheckpointError, match="it names .*, which no such file needs"):
+        read_metadata(tmp_path / ".metadata")
+
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"ctorch\nfloat32.__class__\n.",
+        b"ctorch\n_C\n.",
+        b"ctorch.distributed.checkpoint.metadata\nos.system\n.",
+        b"cbuiltins\neval\n.",
+        b"cpathlib\nPosixPath.write_text\n.",
+        b"\x8c\x05torch\x8c\x08hub.load\x93.",
+    ],
+)
+def test_no_other_name_is_reached_by_a_detour(tmp_path, line):
+    (tmp_path / ".metadata").write_bytes(line)
+
+    with pytest.raises(CheckpointError, match="it names"):
+        read_metadata(tmp_path / ".metadata")
+
+
+def rewrite(theirs, change):
+    """Change the metadata, and write it as torch itself would."""
+    metadata = FileSystemReader(theirs).read_metadata()
+    change(metadata)
+    with (theirs / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+def test_code_in_an_item_is_refused_and_not_run(theirs, contents, tmp_path):
+    buffer = io.BytesIO()
+    torch.save(Code(open, str(tmp_path / "ran"), "w"), buffer)
+    (theirs / "crafted").write_bytes(buffer.getvalue())
+
+    def change(metadata):
+        for index, place in metadata.storage_data.items():
+            if index.fqn.endswith("hidden.weight"):
+                place.relative_path, place.offset, place.length = "crafted", 0, len(buffer.getvalue())
+
+    rewrite(theirs, change)
+
+    with pytest.raises(CheckpointError, match="cannot be read as plain data"):
+        read(theirs, contents)
+    assert not (tmp_path / "ran").exists()
+
+
+def elsewhere(metadata):
+    for place in metadata.storage_data.values():
+        place.relative_path = "../" + place.relative_path
+
+
+def beyond(metadata):
+    for place in metadata.storage_data.values():
+        place.offset = 1 << 40
+
+
+def huge(metadata):
+    for described in metadata.state_dict_metadata.values():
+        if hasattr(described, "size"):
+            described.size = torch.Size([1 << 20] * len(described.size))
+
+
+def huge_parts(metadata):
+    for described in metadata.state_dict_metadata.values():
+        if hasattr(described, "size"):
+            described.size = torch.Size([1 << 20] * len(described.size))
+            described.chunks = [ChunkStorageMetadata(torch.Size([0] * len(described.size)), described.size)]
+
+
+def transformed(metadata):
+    for place in metadata.storage_data.values():
+        place.transform_descriptors = ["zstd"]
+
+
+def nowhere(metadata):
+    metadata.storage_data.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (elsewhere, "is no file in this folder"),
+        (beyond, "are not in"),
+        (huge, "its parts have"),
+        (huge_parts, "elements cannot be in"),
+        (transformed, "it is stored as .'zstd'"),
+        (nowhere, "does not describe what is there"),
+    ],
+)
+def test_a_description_that_lies_is_refused_before_anything_is_allocated(theirs, contents, change, said):
+    rewrite(theirs, change)
+
+    with pytest.raises(CheckpointError, match=said):
+        read(theirs, contents)
+
+
+def test_a_file_that_is_a_link_is_not_followed(theirs, contents):
+    for file in list(theirs.glob("*.distcp")):
+        file.rename(theirs.parent / file.name)
+        file.symlink_to(theirs.parent / file.name)
+
+    with pytest.raises(CheckpointError, match="are not in"):
+        read(theirs, contents)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
+def test_a_damaged_metadata_is_named(theirs, contents, part):
+    content = (theirs / ".metadata").read_bytes()
+    (theirs / ".metadata").write_bytes(content[: int(len(content) * part)])
+
+    with pytest.raises(CheckpointError, match="metadata cannot be read as plain data"):
+        read(theirs, contents)

@@ -1,0 +1,82 @@
+"""A checkpoint read, changed and written where there is no run."""
+
+from __future__ import annotations
+
+import pytest
+import ranks_job
+import torch
+
+from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
+from accel_core.checkpoint.opened import Opened
+from accel_core.testing.processes import run_processes
+
+
+@pytest.fixture
+def saved(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(Large())
+    yield accelerator, model, optimizer, accelerator.save_state(tmp_path / "here", step=7)
+    accelerator.end_training()
+
+
+class Large:
+    """Too large for JSON, and nothing that JSON can say."""
+
+    def __init__(self):
+        self.state = {("a", 1): torch.arange(20_000.0), "inf": float("inf")}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["a", 1], torch.arange(20_000.0))
+        assert state["inf"] == float("inf")
+
+
+def test_what_is_changed_is_loaded_and_all_else_too(saved, tmp_path):
+    accelerator, model, optimizer, folder = saved
+    contents = CheckpointContents.read(folder)
+    contents.leaves["unit0", "model/weight"] = whole(torch.ones(2, 3))
+    contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["lr"] = 0.5
+
+    contents.write(tmp_path / "there")
+
+    accelerator.load_state(tmp_path / "there")
+    assert (model.weight == 1).all()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert Opened.open(tmp_path / "there").manifest.members["step"] == 7
+
+
+def test_a_checkpoint_is_replaced_and_anything_else_is_not(saved, tmp_path):
+    contents = CheckpointContents.read(saved[-1])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+
+    contents.write(saved[-1])
+
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+        contents.write(tmp_path / "mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "mine"]
+
+
+def test_what_is_no_plain_data_is_refused_by_its_path(saved, tmp_path):
+    contents = CheckpointContents.read(saved[-1])
+    contents.state["registered"][0]["state"]["f"] = print
+
+    with pytest.raises(CheckpointError, match=r"state\.registered\[0\]\.state.*cannot be stored"):
+        contents.write(tmp_path / "there")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.together
+def test_what_several_ranks_saved_stays_theirs(tmp_path):
+    run_processes(ranks_job.save_it, str(tmp_path), "rows", world=2, timeout=60)
+    expected = run_processes(ranks_job.load_it, str(tmp_path), "rows", world=2, timeout=60)
+
+    CheckpointContents.read(tmp_path / "here").write(tmp_path / "here")
+
+    assert len(CheckpointContents.read(tmp_path / "here").ranks) == 2
+    assert run_processes(ranks_job.load_it, str(tmp_path), "rows", world=2, timeout=60) == expected
