@@ -74,9 +74,9 @@ def test_what_is_no_plain_data_is_refused_by_its_path(saved, tmp_path):
 @pytest.mark.together
 def test_what_several_ranks_saved_stays_theirs(tmp_path):
     run_processes(ranks_job.save_it, str(tmp_path), "rows", world=2, timeout=60)
-    expected = run_processes(ranks_job.load_it, str(tmp_path), "rows", world=2, timeout=60)
+    expected = run_processes(ranks_job.load_it, str(tmp_path), world=2, timeout=60)
 
     CheckpointContents.read(tmp_path / "here").write(tmp_path / "here")
 
     assert len(CheckpointContents.read(tmp_path / "here").ranks) == 2
-    assert run_processes(ranks_job.load_it, str(tmp_path), "rows", world=2, timeout=60) == expected
+    assert run_processes(ranks_job.load_it, str(tmp_path), world=2, timeout=60) == expected

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import interchange_jobs as jobs
 import pytest
@@ -100,6 +102,20 @@ def test_accelerate_goes_on_where_a_script_stopped(installed, tmp_path, two):
     command("export", "--format", "accelerate", tmp_path / "ours", tmp_path / "theirs")
 
     assert run(jobs.accelerate_loads, tmp_path / "theirs", two=two) == expected
+
+
+def test_the_readmes_commands_run(saved, tmp_path, monkeypatch):
+    folder, expected = saved
+    shutil.copytree(folder / "theirs", tmp_path / "old")
+    shutil.copytree(folder / "fresh", tmp_path / "fresh")
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+    for line in re.search(r"```sh\n(.*?)```", readme, re.DOTALL)[1].splitlines():
+        command(*line.split()[2:])
+
+    assert run(jobs.core_loads, tmp_path / "new") == expected
+    assert run(jobs.core_loads, tmp_path / "newer")[0][:1] == expected[0][:1]
 
 
 # -- what does not fit ---------------------------------------------------------------------------
