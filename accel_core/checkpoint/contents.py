@@ -12,7 +12,7 @@ from attrs import asdict, define, evolve
 
 from accel_core.checkpoint.collect import Collected
 from accel_core.checkpoint.commit import begin, locate, new_save_id, partial_folder, publish
-from accel_core.checkpoint.files import as_json, write_manifest
+from accel_core.checkpoint.files import as_json, manifest_of, write_manifest
 from accel_core.checkpoint.flight import Share
 from accel_core.checkpoint.layout import Layout
 from accel_core.checkpoint.leaf import Leaf, whole
@@ -48,7 +48,8 @@ class CheckpointContents:
             for key, stored in checkpoint.tensors.items()
             if key[0]
         }
-        ranks = [checkpoint.decode(own, f"rank[{rank}]") for rank, own in enumerate(checkpoint.ranks)]
+        world = range(checkpoint.manifest.world["size"])
+        ranks = [checkpoint.decode(checkpoint.own(rank), f"rank[{rank}]") for rank in world]
         members = {key: value for key, value in checkpoint.manifest.members.items() if key != "checksum"}
         return cls(members, checkpoint.decode(checkpoint.state, "state"), ranks, leaves)
 
@@ -65,8 +66,8 @@ class CheckpointContents:
         try:
             files = {name: asdict(made) for share in shares for name, made in share.write(beside).items()}
             time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            named = {"save_id": save_id, "name": None, "time": time, "files": files}
-            write_manifest(beside, {**self.members, **named})
+            named: dict[str, Any] = {"save_id": save_id, "name": None, "domains": [], "time": time}
+            write_manifest(beside, manifest_of({**self.members, **named, "files": files}))
             publish(target, save_id, replace=True)
         finally:
             shutil.rmtree(beside, ignore_errors=True)  # published, or of no use

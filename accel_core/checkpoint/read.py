@@ -35,6 +35,7 @@ class Stored:
     def tensor(self) -> Tensor:
         """The whole tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        self.require(whole(tensor))
         self.fill(whole(tensor))
         return tensor
 

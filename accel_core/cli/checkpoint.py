@@ -137,7 +137,10 @@ def _problems(folder: Path) -> list[str]:
     problems: list[str] = []
     files: list[DataFile] = []
     with _noting(problems):
-        for name, record in read_manifest(folder).files.items():
+        manifest = read_manifest(folder)
+        for name, record in manifest.files.items():
+            if manifest.domains and not [*folder.glob(f"{Path(name).stem}.*")]:
+                continue  # it is on another node's disk
             with _noting(problems):
                 files.append(DataFile(folder / name, record))
     blocks = [(file, number) for file in files for number in file.blocks]
