@@ -161,6 +161,7 @@ def drifted(folder: str, what: str) -> tuple[str, str]:
     job, target = Job(norm=True), Path(folder) / "here"
     if what == "later":
         job.accelerator.save_state(target)
+        job.step()  # the next save has another layout
     with torch.no_grad():
         if what == "buffer":
             job.module[1].running_mean.fill_(job.rank)
