@@ -26,7 +26,7 @@ class LocalSGD:
     """A context in which gradients are not reduced; weights are averaged every `local_sgd_steps` steps.
 
     Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too.
-    Weights are also averaged at the end. Buffers are not. In a world of one it does nothing.
+    Weights are also averaged at the end; buffers are not. Where a rank has the loss to itself, nothing is.
 
     Args:
         accelerator: that prepared the model.
@@ -48,7 +48,7 @@ class LocalSGD:
         if unit is None:
             raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
         self.unit, self.every = unit, local_sgd_steps
-        self.enabled = enabled and run.world.size > 1
+        self.enabled = enabled and run.collectives(run.topology.loss_dim).size > 1
         self._reduce = unit.steps.reduce_gradients
         if self.enabled and unit.steps.no_sync is None and self._reduce is None:
             raise ConfigError(

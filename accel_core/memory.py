@@ -80,7 +80,6 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
-        _refuse_a_batch_size(function, args, kwargs)
         ranks, tried, size = _Ranks(), list[int](), starting_batch_size
         reason = "memory ran out on another rank"
         while size >= 1 and (not tried or size < tried[-1]):
@@ -139,16 +138,6 @@ class _Ranks:
                     "start with a smaller starting_batch_size"
                 ) from error
         return b"lacks" in votes
-
-
-def _refuse_a_batch_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        inspect.signature(function).bind(0, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{function.__qualname__} cannot be called so: {error}\n"
-            "find_executable_batch_size gives it the batch size; call it with the other arguments only"
-        ) from None
 
 
 def _give_back() -> None:

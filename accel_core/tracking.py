@@ -64,17 +64,11 @@ class GeneralTracker:
             self.finish()
 
 
-def sort_out(log_with: Any) -> tuple[list[str] | None, list[GeneralTracker]]:
+def sort_out(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker]]:
     """Names (None where none were given) and trackers of one's own, of what `log_with` may hold."""
     given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
     own = [each for each in given if isinstance(each, GeneralTracker)]
-    strange = [each for each in given if not isinstance(each, (str, GeneralTracker))]
-    if strange:
-        raise ConfigError(
-            f"Accelerator(log_with=...): {strange[0]!r} is neither a tracker's name nor a GeneralTracker\n"
-            "name an installed tracker (`accel plugins`), or subclass accel_core.GeneralTracker"
-        )
-    names = [each for each in given if isinstance(each, str)]
+    names = [each for each in given if not isinstance(each, GeneralTracker)]
     return None if log_with is None or (own and not names) else names, own
 
 

@@ -32,6 +32,7 @@ DEVICE = {
     "loses-randomness": {"test_random_streams_are_saved_and_restored"},
     "counts-kilobytes": {"test_memory_is_reported_in_bytes"},
     "narrows-floats": {"test_float64_keeps_its_precision"},
+    "records-the-unknown": {"test_the_profiler_records_the_device"},
     "sound": set[str](),
     "writes-on-each-rank": {"test_a_tracker_that_is_not_started_touches_nothing"},
     "wants-numbers": {
@@ -90,7 +91,10 @@ PROCESSES = {
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
     },
-    "reduces-each-batch": {"test_a_window_communicates_once"},
+    "reduces-each-batch": {
+        "test_a_window_communicates_once",
+        "test_local_sgd_trains_apart_and_averages",
+    },
     "own-weights": {"test_replicas_begin_and_stay_equal"},
     "reads-it-all": {
         "test_every_kind_of_tensor_travels_whole",
@@ -116,6 +120,7 @@ PROCESSES = {
         "test_gather_reduce_broadcast_pad",
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
+        "test_local_sgd_trains_apart_and_averages",
     },
     "cuts-large": {"test_every_kind_of_tensor_travels_whole"},
     "hears-itself": {
@@ -127,7 +132,9 @@ PROCESSES = {
     "clips-locally": {
         "test_clipping_sees_the_gradient_of_all",
         "test_the_items_of_all_decide_not_who_has_them",
+        "test_local_sgd_trains_apart_and_averages",
     },
+    "keeps-its-weights": {"test_local_sgd_trains_apart_and_averages"},
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},
     "averages": set[str](),
 }

@@ -72,6 +72,7 @@ def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
                 "test_clipping_sees_the_gradient_of_all",
                 "test_replicas_begin_and_stay_equal",
                 "test_a_window_communicates_once",
+                "test_local_sgd_trains_apart_and_averages",
             },
         ),
         ("lazy+replicas", "say_nothing", "2", {"test_mixed_precision", "test_overflowing_steps_are_skipped"}),

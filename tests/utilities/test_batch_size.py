@@ -83,7 +83,7 @@ def test_giving_the_batch_size_oneself_is_an_error():
     @find_executable_batch_size
     def train(batch_size, model): ...
 
-    with pytest.raises(TypeError, match=r"train cannot be called so: .*\n.*gives it the batch size"):
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
         train(128, "model")
 
 

@@ -82,3 +82,8 @@ def test_float64_keeps_its_precision(run: Run) -> None:
 
 def test_services_answer(run: Run) -> None:
     run(work.services)
+
+
+def test_the_profiler_records_the_device(run: Run) -> None:
+    (names,) = run(work.profiled)
+    assert "aten::add" in names

@@ -230,3 +230,14 @@ def test_two_runs_live_in_one_process(run: Run, world: int) -> None:
     for found in run(work.simultaneous_runs, world=world):
         assert_near("losses beside another run", found["two"], found["two, alone"])
         assert_near("losses after another run", found["two, after one has ended"], found["two, alone"])
+
+
+@requires("no_sync", "whole_weights")
+def test_local_sgd_trains_apart_and_averages(run: Run, world: int) -> None:
+    found = run(work.apart, world=world)
+    assert [each["before"] for each in found] == [float(rank) for rank in range(world)]
+    apart = world == 1 or found[0]["stepped"] != found[1]["stepped"]
+    assert apart, "gradients were reduced inside LocalSGD"
+    for rank, each in enumerate(found):
+        mean = (world - 1) / 2 if each["ranks"] == world else float(rank)
+        assert_near("averaged weights", each["after"], [mean] * len(each["after"]))

@@ -11,7 +11,17 @@ from torch import nn
 from accel_core import set_seed
 from accel_core.testing.kit.work import make
 
-__all__ = ["chosen", "floats", "memory", "moved", "placed", "random_streams", "seeded", "services"]
+__all__ = [
+    "chosen",
+    "floats",
+    "memory",
+    "moved",
+    "placed",
+    "profiled",
+    "random_streams",
+    "seeded",
+    "services",
+]
 
 
 class Pair(NamedTuple):
@@ -152,3 +162,13 @@ def services(arguments: Mapping[str, Any]) -> list[str]:
     accelerator.free_memory()
     accelerator.end_training()
     return report
+
+
+def profiled(arguments: Mapping[str, Any]) -> list[str]:
+    """What the profiler has seen of an addition on the device."""
+    accelerator = make(arguments)
+    with accelerator.profile() as profiler:
+        torch.ones(8, device=accelerator.device) + 1
+    names = [event.key for event in profiler.key_averages()]
+    accelerator.end_training()
+    return names

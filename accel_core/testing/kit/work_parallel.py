@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator
+from accel_core import Accelerator, LocalSGD
 from accel_core.testing.kit.work import make
 from accel_core.testing.kit.work_training import (
     FEATURES,
@@ -25,6 +25,7 @@ from accel_core.testing.kit.work_training import (
 )
 
 __all__ = [
+    "apart",
     "coordination",
     "dims",
     "invariance",
@@ -212,6 +213,30 @@ def _reductions() -> int | None:
 
     reductions = [count for name, count in COLLECTIVES.items() if "reduce" in name]
     return sum(reductions) if COLLECTIVES else None
+
+
+def apart(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LocalSGD` leaves apart, and what it averages: weights that are set to the rank."""
+    accelerator = make(arguments)
+    rank = accelerator.process_index
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((2, FEATURES), rank + 1.0, device=accelerator.device)
+    y = torch.zeros(2, dtype=torch.int64, device=accelerator.device)
+    found: dict[str, Any] = {"ranks": accelerator.run.collectives(accelerator.run.topology.loss_dim).size}
+    with LocalSGD(accelerator, model, 2) as local:
+        accelerator.backward(cross_entropy(model(x).float(), y))
+        optimizer.step()
+        local.step()
+        found["stepped"] = weights(accelerator.unwrap_model(model))
+        with torch.no_grad():
+            for parameter in accelerator.unwrap_model(model).parameters():
+                parameter.fill_(rank)
+        found["before"] = weights(accelerator.unwrap_model(model))[0]
+        local.step()
+        found["after"] = weights(accelerator.unwrap_model(model))
+    accelerator.end_training()
+    return found
 
 
 def uneven_inputs(arguments: Mapping[str, Any]) -> list[float]:

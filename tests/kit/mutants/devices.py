@@ -88,3 +88,9 @@ class NarrowsFloats(SimulatedDevice):
         if isinstance(tree, torch.Tensor) and tree.dtype == torch.float64:
             tree = tree.float()
         return self.below.move(tree, device, non_blocking)
+
+
+class RecordsTheUnknown(SimulatedDevice):
+    @implements(hooks.profiler_activities)
+    def profiler_activities(self):
+        return ["warp"]

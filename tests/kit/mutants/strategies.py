@@ -214,6 +214,12 @@ class ClipsLocally(Averages):
         return self.below.optimizer_step(unit, optimizer, closure)
 
 
+class KeepsItsWeights(Averages):
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit):
+        return None
+
+
 class JoinsNobody(Averages):
     @implements(hooks.join)
     def join(self, units, even_batches):
