@@ -116,7 +116,7 @@ class Call:
             if self.size > 1 and self.run.device not in devices:
                 tensors = [tensor.to(self.run.device) for tensor in tensors]
             shapes, dtypes = tuple([each.shape for each in tensors]), tuple([each.dtype for each in tensors])
-            return tensors, plan(self.operation, structure, shapes, dtypes)
+            return tensors, plan(self.operation, structure, shapes, dtypes, self.size)
 
     def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
         """Check that all ranks bring the like, and let small tensors travel along.

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 __all__ = ["ALIGNMENT", "Plan", "digest", "plan"]
@@ -32,8 +32,9 @@ def plan(
     structure: tuple[Any, ...],
     shapes: tuple[torch.Size, ...],
     dtypes: tuple[torch.dtype, ...],
+    ranks: int,
 ) -> Plan:
-    """How tensors of these shapes and dtypes travel together."""
+    """How tensors of these shapes and dtypes travel together, between so many ranks."""
     members: dict[torch.dtype, list[int]] = {}
     for number, dtype in enumerate(dtypes):
         members.setdefault(dtype, []).append(number)
@@ -44,7 +45,8 @@ def plan(
         groups.append(_Group(dtype, numbers, sizes, start, stop))
         start = stop + -stop % ALIGNMENT
     agreed = (operation, structure, tuple(map(tuple, shapes)), tuple(map(str, dtypes)))
-    return Plan(digest(*agreed), start, shapes, tuple(groups))
+    rows = [(ranks * shape[0], *shape[1:]) if shape else (ranks,) for shape in shapes]
+    return Plan(digest(*agreed), start, shapes, rows, groups)
 
 
 @frozen
@@ -66,8 +68,8 @@ class Plan:
     size: int
     """Bytes."""
     shapes: Sequence[torch.Size]
+    row_shapes: Sequence[tuple[int, ...]]
     groups: Sequence[_Group]
-    _tables: dict[int, list[tuple[int, ...]]] = field(factory=dict, init=False, eq=False)
 
     def pack(self, tensors: Sequence[Tensor], into: Tensor) -> None:
         """Write the tensors into (size,) uint8."""
@@ -84,26 +86,18 @@ class Plan:
 
     def unflatten(self, flat: Sequence[Tensor]) -> list[Tensor]:
         """A flat tensor a dtype -> views of the original shapes."""
-        found: dict[int, Tensor] = {}
+        found: list[Any] = [None] * len(self.shapes)
         for group, together in zip(self.groups, flat, strict=True):
             for number, piece in zip(group.numbers, together.split(group.sizes), strict=True):
                 found[number] = piece.view(self.shapes[number])
-        return [found[number] for number in range(len(self.shapes))]
+        return found
 
     def rows(self, table: Tensor) -> list[Tensor]:
         """(ranks, size) bytes of every rank -> tensors (ranks * n, ...) of their own."""
-        shapes = self._rows_of(len(table))
-        found: list[Any] = [None] * len(shapes)
+        found: list[Any] = [None] * len(self.shapes)
         for group, ranks in zip(self.groups, self.split(table), strict=True):
             alone = len(group.numbers) == 1  # then what was received may be the result
             pieces = [ranks.contiguous()] if alone else _split_copy(ranks, group.sizes, dim=1)
             for number, piece in zip(group.numbers, pieces, strict=True):
-                found[number] = piece.view(shapes[number])
+                found[number] = piece.view(self.row_shapes[number])
         return found
-
-    def _rows_of(self, ranks: int) -> list[tuple[int, ...]]:
-        if ranks not in self._tables:
-            self._tables[ranks] = [
-                (ranks * shape[0], *shape[1:]) if shape else (ranks,) for shape in self.shapes
-            ]
-        return self._tables[ranks]

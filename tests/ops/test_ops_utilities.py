@@ -1,0 +1,154 @@
+"""What needs no other rank: numbers out of tensors, precision of outputs, files."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from accel_core import World, ops
+
+
+class Module(torch.nn.Module):
+    def forward(self, x):
+        """Twice x."""
+        return {"out": 2 * x, "ids": torch.tensor([1])}
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("this ran",)
+
+
+def test_listify_gives_numbers_in_place_of_tensors():
+    data = {"a": torch.tensor([[1, 2]]), "b": (torch.tensor(0.5, requires_grad=True), "text")}
+    assert ops.listify(data) == {"a": [[1, 2]], "b": (0.5, "text")}
+    assert ops.listify(torch.tensor([1.5], dtype=torch.bfloat16)) == [1.5]
+
+
+def test_convert_to_fp32_changes_halves_only():
+    given = [
+        torch.ones(1, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int8)
+    ]
+    assert [each.dtype for each in ops.convert_to_fp32(given)] == [
+        torch.float32,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+    ]
+
+
+def test_gradients_flow_through_converted_outputs():
+    forward = ops.convert_outputs_to_fp32(Module().forward)
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    out = forward(x)["out"]
+    assert out.dtype is torch.float32
+    out.sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_a_function_with_converted_outputs_is_named_as_before_and_can_be_pickled():
+    forward = ops.convert_outputs_to_fp32(Module().forward)
+    assert (forward.__name__, forward.__doc__) == ("forward", "Twice x.")
+    again = pickle.loads(pickle.dumps(forward))
+    assert again(torch.ones(1, dtype=torch.float16))["out"].dtype is torch.float32
+
+
+@pytest.fixture
+def run():
+    return SimpleNamespace(world=World())
+
+
+def test_what_is_saved_is_loaded(run, tmp_path):
+    data = {"t": torch.ones(2), "n": np.arange(3), "s": np.float32(2), "text": ["a", None, {"b": 1.5}]}
+    ops.save(data, tmp_path / "data.bin", run=run)
+    loaded = ops.load(tmp_path / "data.bin")
+    assert (loaded["n"].tolist(), loaded["s"], loaded["text"]) == ([0, 1, 2], 2, ["a", None, {"b": 1.5}])
+    assert ops.load(str(tmp_path / "data.bin"), map_location="meta")["t"].device.type == "meta"
+
+
+def test_safetensors_are_known_by_their_content(run, tmp_path):
+    ops.save({"t": torch.ones(2)}, tmp_path / "data.bin", safe_serialization=True, run=run)
+    assert not zipfile.is_zipfile(tmp_path / "data.bin")
+    assert ops.load(tmp_path / "data.bin")["t"].tolist() == [1, 1]
+    assert ops.load(tmp_path / "data.bin", map_location="meta")["t"].device.type == "meta"
+
+
+@pytest.mark.parametrize("safe_serialization", [False, True])
+def test_open_files_are_written_and_read(run, safe_serialization):
+    file = io.BytesIO()
+    ops.save({"t": torch.ones(2)}, file, safe_serialization=safe_serialization, run=run)
+    file.seek(0)
+    assert ops.load(file)["t"].tolist() == [1, 1]
+
+
+def test_loading_runs_no_code_unless_it_is_asked_to(run, tmp_path, capsys):
+    ops.save({"t": Harmful()}, tmp_path / "data.bin", run=run)
+    with pytest.raises(pickle.UnpicklingError):
+        ops.load(tmp_path / "data.bin")
+    assert capsys.readouterr().out == ""
+    ops.load(tmp_path / "data.bin", weights_only=False)
+    assert capsys.readouterr().out == "this ran\n"
+
+
+def test_arrays_of_objects_are_not_loaded(run, tmp_path):
+    ops.save({"t": np.array([Harmful()])}, tmp_path / "data.bin", run=run)
+    with pytest.raises(pickle.UnpicklingError):
+        ops.load(tmp_path / "data.bin")
+
+
+def test_torchs_own_list_of_safe_globals_is_left_alone(run, tmp_path):
+    before = torch.serialization.get_safe_globals()
+    ops.save(np.arange(2), tmp_path / "data.bin", run=run)
+    ops.load(tmp_path / "data.bin")
+    assert torch.serialization.get_safe_globals() == before
+
+
+def writers(tmp_path, **options):
+    found = []
+    for rank in range(4):
+        run = SimpleNamespace(world=World(rank=rank, size=4, local_rank=rank % 2, local_size=2, nodes=2))
+        ops.save(rank, tmp_path / "data.bin", run=run, **options)
+        if (tmp_path / "data.bin").exists():
+            found.append(rank)
+            (tmp_path / "data.bin").unlink()
+    return found
+
+
+def test_one_rank_writes_or_one_a_node(tmp_path):
+    assert writers(tmp_path) == [0]
+    assert writers(tmp_path, save_on_each_node=True) == [0, 2]
+
+
+def test_tensors_on_several_devices_are_refused_by_their_places(monkeypatch):
+    cpu = SimpleNamespace(
+        device=torch.device("cpu"),
+        topology=SimpleNamespace(gather_dim="world"),
+        collectives=lambda dim: SimpleNamespace(size=1),
+    )
+    with pytest.raises(
+        ValueError, match=r"gather: \['a'\] is on cpu, \['b'\]\[0\] is on meta; this run"
+    ) as raised:
+        ops.gather({"a": torch.ones(1), "b": [torch.ones(1, device="meta")]}, run=cpu)
+    assert str(raised.value).splitlines()[-1].startswith("move them to one device first")
+    with pytest.raises(ValueError, match="it is on meta; this run is on cpu"):
+        ops.gather(torch.ones(1, device="meta"), run=cpu)
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_a_rank_that_does_not_exist_is_refused(rank):
+    alone = SimpleNamespace(device=torch.device("cpu"), collectives=lambda dim: SimpleNamespace(size=1))
+    with pytest.raises(ValueError, match=f"broadcast from {rank}: there are ranks 0 to 0 only"):
+        ops.broadcast(torch.ones(1), rank, run=alone)
+    with pytest.raises(ValueError, match="there are ranks 0 to 0 only"):
+        ops.broadcast_object_list([1], rank, run=alone)
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="'avg' is none of sum, mean, min, max, none"):
+        ops.reduce(torch.ones(1), "avg", run=SimpleNamespace())
