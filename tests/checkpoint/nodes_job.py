@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -148,3 +149,44 @@ def save_and_fail_on_node_1(
     found = said, loaded, left, job.value()
     job.accelerator.end_training()
     return found
+
+
+def save_and_die(folder: str, node: int, point: str, name: str | None) -> None:
+    """A save of 1 that all finish, and one of 2 during which one node is killed."""
+    on_a_node_of_its_own(folder, 1)
+    from accel_core.checkpoint import flight
+    from accel_core.checkpoint.place import Place
+
+    job = Job(total_limit=1)
+    job.train()
+    job.set(1)
+    job.accelerator.save_state(name)
+    when, what = point.split()
+    owner = flight if what == "write_manifest" else Place
+    real = getattr(owner, what)
+
+    def dies(*arguments: object) -> None:
+        if when == "after":
+            real(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if job.accelerator.run.world.node_rank == node:
+        setattr(owner, what, dies)
+    job.set(2)
+    job.accelerator.save_state(name)
+
+
+def go_on(folder: str, name: str | None) -> tuple[float, float, list[str]]:
+    """What is loaded, what after another save, and what is there then."""
+    on_a_node_of_its_own(folder, 1)
+    job = Job(total_limit=1)
+    job.train()
+    job.accelerator.load_state(name)
+    first = job.value()
+    job.set(3)
+    job.accelerator.save_state(name)
+    job.accelerator.load_state(name)
+    job.accelerator.wait_for_everyone()
+    left = sorted(path.name for path in (Path() if name else Path("checkpoints")).iterdir())
+    job.accelerator.end_training()
+    return first, job.value(), left

@@ -14,7 +14,7 @@ import nodes_job
 import pytest
 from command import ACCEL, clean_environment
 
-from accel_core.testing.processes import run_processes
+from accel_core.testing.processes import ProcessError, run_processes
 
 pytestmark = pytest.mark.together
 
@@ -145,6 +145,23 @@ def test_what_fails_on_one_disk_leaves_the_same_save_on_both(tmp_path, what, nam
         assert again == 3
         assert [path for path in left if path.startswith(".")] == []
     assert found[0][1] == found[1][1]
+
+
+POINTS = ["before write_manifest", "after write_manifest", "before publish", "after publish", "before settle"]
+
+
+@pytest.mark.parametrize(("node", "name"), [(0, None), (1, "best")])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_node_that_is_killed_in_a_save_leaves_one_that_all_have(tmp_path, point, node, name):
+    with pytest.raises(ProcessError):
+        run_processes(nodes_job.save_and_die, str(tmp_path), node, point, name, world=2)
+    # The next job has another id: it knows of the killed one only what is on the disks.
+    found = run_processes(
+        nodes_job.go_on, str(tmp_path), name, world=2, environment={"TORCHELASTIC_RUN_ID": "next"}
+    )
+    assert found[0][:2] == found[1][:2]
+    assert found[0][0] in (1, 2)
+    assert found[0][1] == 3
 
 
 # -- two launchers, two disks ---------------------------------------------------------------------
