@@ -21,6 +21,7 @@ from attrs import evolve
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from accel_core.binding import Binder, Hooks, Registered, Steps
+from accel_core.config import structure  # noqa: F401  every run structures: loaded before the first, not in it
 from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, CheckpointError, ConfigError, PluginError
 from accel_core.hookspecs import DUTIES
