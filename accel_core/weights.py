@@ -38,7 +38,8 @@ def weights_of(
 ) -> Iterator[tuple[Names, Tensor]]:
     """Each parameter and persistent buffer of the model, whole, one after the other. Collective.
 
-    A model that was not prepared is read as it is.
+    Names are canonical, without the number that a unit of several models puts before them. A model that
+    was not prepared is read as it is.
     """
     unit, number = _home(run, model)
     names: dict[str, Names] = {}
@@ -46,7 +47,8 @@ def weights_of(
     for tensors in (module.named_parameters, module.named_buffers):
         for name, _ in tensors(remove_duplicate=False):
             canonical = unit.qualify(number, name)
-            names.setdefault(unit.aliases.get(canonical, canonical), []).append(name)
+            local = canonical.removeprefix(unit.qualify(number, ""))
+            names.setdefault(unit.aliases.get(canonical, canonical), []).append(local)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         if canonical in names:
             yield names[canonical], tensor

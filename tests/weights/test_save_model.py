@@ -142,6 +142,17 @@ def test_each_model_of_a_unit_has_its_own_names(accelerator, tmp_path):
         assert same(load_file(tmp_path / str(number) / "model.safetensors"), model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile, which looks at everything
+def test_what_wraps_a_part_leaves_no_trace_in_names(accelerator, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.BatchNorm1d(2), backend="eager"))
+
+    accelerator.save_model(accelerator.prepare(model), tmp_path)
+
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    plain.load_state_dict(accelerator.get_state_dict(model))
+
+
 def test_views_are_written_alone_and_buffers_that_share_memory_twice(accelerator, tmp_path):
     model, flat = nn.Linear(10, 10), torch.rand(100_000)
     model.weight.data = flat[:100].view(10, 10).t()
