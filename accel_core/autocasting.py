@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.nested import recursively_apply
+from accel_core.nested import convert_to_fp32
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 __all__ = ["attach"]
 
@@ -81,11 +81,7 @@ class _Exit:
         if not self.around.entered:
             return None
         self.around.entered.pop().__exit__(None, None, None)
-        return recursively_apply(_to_fp32, output) if self.outputs_to_fp32 else None
-
-
-def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        return convert_to_fp32(output) if self.outputs_to_fp32 else None
 
 
 @cache
