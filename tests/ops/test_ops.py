@@ -328,10 +328,11 @@ class OtherRank(Alone):
     size = 2
 
     def all_gather(self, tensor):
-        return torch.cat([tensor, tensor])
+        return torch.cat([tensor, tensor + 1])
 
     def all_gather_object(self, value):
-        return [value, (value[0], {"": "(9,) float32"}, "") if isinstance(value, tuple) else -1]
+        operation, _, refusal = value
+        return [value, (operation, {"": "(9,) float32"}, refusal)]
 
 
 @pytest.mark.parametrize("variable", ["ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"])
