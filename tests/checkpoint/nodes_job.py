@@ -152,15 +152,16 @@ def save_and_fail_on_node_1(
 
 
 def save_and_die(folder: str, node: int, point: str, name: str | None) -> None:
-    """A save of 1 that all finish, and one of 2 during which one node is killed."""
+    """A save of 1 that all finish, if there is none yet, and one of 2 during which one node is killed."""
     on_a_node_of_its_own(folder, 1)
     from accel_core.checkpoint import flight
     from accel_core.checkpoint.place import Place
 
     job = Job(total_limit=1)
     job.train()
-    job.set(1)
-    job.accelerator.save_state(name)
+    if not job.accelerator.load_state(name, missing_ok=True):
+        job.set(1)
+        job.accelerator.save_state(name)
     when, what = point.split()
     owner = flight if what == "write_manifest" else Place
     real = getattr(owner, what)

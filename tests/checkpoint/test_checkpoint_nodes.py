@@ -164,6 +164,16 @@ def test_a_node_that_is_killed_in_a_save_leaves_one_that_all_have(tmp_path, poin
     assert found[0][1] == 3
 
 
+def test_a_second_kill_finds_a_save_that_all_have_too(tmp_path):
+    """After the first, each disk has the save of the other's name under a name of its own only."""
+    for point in ("after publish", "before write_manifest"):
+        with pytest.raises(ProcessError):
+            run_processes(nodes_job.save_and_die, str(tmp_path), 0, point, "best", world=2)
+    found = run_processes(nodes_job.go_on, str(tmp_path), "best", world=2)
+    assert found[0] == found[1]
+    assert found[0][1] == 3
+
+
 # -- two launchers, two disks ---------------------------------------------------------------------
 
 TRAIN = """

@@ -356,6 +356,15 @@ def test_two_runs_in_one_folder_keep_each_others(job, folder, caplog):
     assert second.load() == 5
 
 
+def test_whoever_resumes_one_of_two_runs_removes_nothing_of_the_other(job, folder):
+    job().save(1)
+    job().save(2)
+    third = job(total_limit=1)
+    assert third.load() == 2
+    third.save(3)
+    assert names(folder) == ["checkpoint_0", "checkpoint_2"]
+
+
 def test_a_stranger_takes_the_newest_and_is_told_that_there_are_several_runs(job, folder, caplog):
     job().save(1)
     job().save(2)
