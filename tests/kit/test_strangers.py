@@ -62,7 +62,12 @@ def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
 @pytest.mark.parametrize(
     ("stack", "broken", "levels", "red"),
     [
-        ("late+replicas", "clip_before_reducing", "3", {"test_clipping_sees_the_gradient_of_all"}),
+        (
+            "late+replicas",
+            "clip_before_reducing",
+            "3",
+            {"test_clipping_sees_the_gradient_of_all", "test_the_items_of_all_decide_not_who_has_them"},
+        ),
         (
             "sim+pair",
             "share_out_by_rank",
@@ -70,6 +75,7 @@ def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
             {
                 "test_the_global_batch_decides_not_who_computes_it",
                 "test_clipping_sees_the_gradient_of_all",
+                "test_the_items_of_all_decide_not_who_has_them",
                 "test_replicas_begin_and_stay_equal",
                 "test_a_window_communicates_once",
                 "test_local_sgd_trains_apart_and_averages",
