@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.codec import encode
+from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.leaf import Entry, Leaf, whole
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.errors import CheckpointError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from accel_core.run import Run
     from accel_core.unit import Unit
+    from accel_core.world import Collectives
 
 __all__ = [
     "NEVER_RESTORED",
@@ -29,6 +32,7 @@ __all__ = [
     "class_of",
     "collect",
     "entry_key",
+    "keep_own_part",
     "modules_with_extra_state",
     "without_collecting_garbage",
 ]
@@ -89,6 +93,13 @@ def collect(run: Run) -> Collected:
     found.own["loaders"] = found.encode(loaders, f"{here}.loaders", replicated=False)
     found.own["plugins"] = plugins
     return found
+
+
+def keep_own_part(control: Collectives, found: Collected) -> None:
+    """What rank 0 does not have alike (a pipeline's stages differ) goes into this rank's file. Collective."""
+    mine = xxh3_64_hexdigest(as_json(found.shared["units"]))
+    if control.broadcast_object(mine) != mine:
+        found.own["units"] = found.shared["units"]
 
 
 def check_names(run: Run, found: Collected) -> None:

@@ -147,7 +147,8 @@ class Restoration:
         self._problems.compare("dataloader ", range(len(positions)), range(len(run.loaders)))
         for loader, position in zip(run.loaders, positions, strict=False):
             self._actions.append(partial(loader.load_state_dict, position))
-        saved = checkpoint.state["units"]
+        parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
+        saved = _joined([part["units"] for part in parts if "units" in part])
         self._problems.compare("unit ", saved, [unit.name for unit in run.units])
         for unit in run.units:
             if unit.name in saved:
@@ -173,7 +174,8 @@ class Restoration:
                 found = f"{alias} was tied to {owner}, and is not tied to it here"
                 self._problems.fatal.append(f"{unit.name}: {found}")
         tensors = self._tensors(unit)
-        self._fill(f"{unit.name}: model/", unit.hooks.model_state(unit), tensors["model"])
+        leaves = unit.hooks.model_state(unit)
+        self._fill(f"{unit.name}: model/", leaves, tensors["model"])
         modules = modules_with_extra_state(unit)
         self._problems.compare(f"{unit.name}: extra state of ", saved["extra"], modules)
         for name, state in saved["extra"].items():
@@ -181,8 +183,10 @@ class Restoration:
             if name in modules:
                 self._actions.append(partial(modules[name].set_extra_state, value))
         schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
-        optimizers = unit, self.checkpoint, saved["optimizers"], tensors["optimizer"], self._problems
-        self._actions += [*restore_optimizers(*optimizers, schedulers)]
+        elsewhere = {name for name, leaf in leaves.items() if not leaf.shards}
+        described = saved["optimizers"], tensors["optimizer"], elsewhere
+        restore = restore_optimizers(unit, self.checkpoint, *described, self._problems, schedulers)
+        self._actions += [*restore]
         self._actions.append(partial(unit.hooks.state_loaded, unit))
         self._plugins(unit, tensors["plugins"])
 
@@ -248,6 +252,19 @@ class Restoration:
         seed = derived_seed(first, self.run.topology.reader)
         self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
         self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Units as several ranks have described them; where two tell of one thing, the first is right."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in reversed(parts):
+        for name, unit in part.items():
+            known = found.setdefault(name, {"aliases": {}, "extra": {}, "optimizers": []})
+            known["schedulers"] = unit["schedulers"]
+            known["aliases"].update(unit["aliases"])
+            known["extra"].update(unit["extra"])
+            known["optimizers"] += unit["optimizers"]
+    return found
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,12 +49,14 @@ def restore_optimizers(
     checkpoint: Checkpoint,
     described: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, Stored],
+    elsewhere: Collection[str],
     problems: Problems,
     schedulers: Iterable[tuple[Any, Any]],
 ) -> Iterator[Callable[[], object]]:
     """What to do to bring the unit's optimizers and schedulers into the saved state. Changes nothing yet.
 
-    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. schedulers: each with its state.
+    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. elsewhere: the parameters that
+    only other ranks hold. schedulers: each with its state.
     """
     left = dict(_saved_parameters(unit, checkpoint, described))
     origins: dict[Optimizer, list[set[tuple[int, int]]]] = {}
@@ -74,7 +76,7 @@ def restore_optimizers(
             origins.setdefault(optimizer, []).append(origin)
         stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
         yield partial(_fill_state, unit, optimizer, stored, mine)
-    problems.compare(f"{unit.name}: optimizer state of ", left, ())
+    problems.compare(f"{unit.name}: optimizer state of ", left.keys() - elsewhere, ())
     for scheduler, state in schedulers:
         what = f"{unit.name}: {class_of(scheduler)}"
         problems.fatal.extend(_regroup(what, state, origins.get(scheduler.optimizer, ())))
@@ -87,7 +89,8 @@ def _regroup(what: str, state: dict[str, Any], origins: Sequence[set[tuple[int, 
     origins: for each group, the saved groups in which its parameters were.
     """
     for key in _PER_GROUP & state.keys():
-        values = [[state[key][number] for _, number in sorted(origin)] for origin in origins]
+        saved = dict(enumerate(state[key]))
+        values = [[saved[n] for _, n in sorted(origin) if n in saved] for origin in origins]
         if any(value != found[0] for found in values for value in found[1:]):
             yield f"{what}: {key} was {state[key]}, and parameters of several of these groups are in one now"
         if values and all(values):

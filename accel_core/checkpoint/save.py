@@ -15,7 +15,13 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from accel_core import __version__
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.collect import Collected, check_names, collect, without_collecting_garbage
+from accel_core.checkpoint.collect import (
+    Collected,
+    check_names,
+    collect,
+    keep_own_part,
+    without_collecting_garbage,
+)
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.flight import Flight, Share
 from accel_core.checkpoint.layout import Layout
@@ -86,6 +92,7 @@ class Saver:
         if run.mark_step is not None:
             run.mark_step("state")
         state = agree(control, lambda: self._collect(wait=wait))
+        keep_own_part(control, state)
         layout = self._layout_of(state)
         place = Place.choose(run, directory, self._domains)
         try:

@@ -15,4 +15,4 @@ def strategy(name: str) -> Card:
     )
 
 
-WHOLE, FSDP, TENSOR, FLAT = (strategy(name) for name in ("whole", "fsdp", "tensor", "flat"))
+WHOLE, FSDP, TENSOR, FLAT, STAGES = map(strategy, ("whole", "fsdp", "tensor", "flat", "stages"))

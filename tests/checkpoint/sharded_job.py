@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from attrs import evolve
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -114,6 +115,42 @@ class Flat(Whole):
         self.momentum = gradient if self.momentum is None else self.momentum * 0.9 + gradient
         self.master -= optimizer.param_groups[0]["lr"] * self.momentum
         self.calls += 1
+        self.state_loaded(unit)
+        return True
+
+
+class Stages(Whole):
+    """As in a pipeline: each rank holds and steps every n-th parameter; the others' are derived."""
+
+    below: object
+
+    def mine(self, number):
+        return number % self.run.world.size == self.run.world.rank
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit, optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [p for number, p in enumerate(group["params"]) if self.mine(number)]
+        return optimizer
+
+    @implements(hooks.model_state)
+    def model_state(self, unit):
+        leaves = dict(self.below.model_state(unit))
+        trained = [name for name, p in unit.named_parameters().items() if p.requires_grad]
+        for number, name in enumerate(trained):
+            shards = leaves[name].shards if self.mine(number) else ()
+            leaves[name] = evolve(leaves[name], shards=shards, replicated=False)
+        return leaves
+
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit):
+        trained = [p for p in unit.named_parameters().values() if p.requires_grad]
+        for number, parameter in enumerate(trained):
+            self.run.collectives("control").broadcast(parameter.data, number % self.run.world.size)
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit, optimizer, closure):
+        self.below.optimizer_step(unit, optimizer, closure)
         self.state_loaded(unit)
         return True
 

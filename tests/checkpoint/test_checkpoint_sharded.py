@@ -20,7 +20,7 @@ WAYS = [("whole", 1), ("whole", 2), ("fsdp", 2), ("fsdp", 3), ("tensor", 2), ("f
 
 @pytest.fixture(autouse=True)
 def toys(tmp_path, monkeypatch):
-    names = ("whole", "fsdp", "tensor", "flat")
+    names = ("whole", "fsdp", "tensor", "flat", "stages")
     lines = "".join(f"{name} = sharded_cards:{name.upper()}\n" for name in names)
     write_distribution(tmp_path / "site", "sharded-toys", f"[accel_core.strategy]\n{lines}")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -44,7 +44,7 @@ def check_all_pairs(folder, optimizer, ways, exact=1e-6):
 
 
 def test_however_it_is_held_it_goes_on_in_any_other_way(tmp_path):
-    ways = {1: ["whole", "flat"], 2: ["whole", "fsdp", "tensor"], 3: ["fsdp", "flat"]}
+    ways = {1: ["whole", "flat"], 2: ["whole", "fsdp", "tensor", "stages"], 3: ["fsdp", "flat", "stages"]}
     check_all_pairs(tmp_path, "SGD", ways)
 
 
