@@ -96,7 +96,12 @@ PROCESSES = {
         "test_local_sgd_trains_apart_and_averages",
     },
     "own-weights": {"test_replicas_begin_and_stay_equal"},
+    "truncates-broadcasts": {
+        "test_data_arrives_whole_whoever_reads_it",
+        "test_a_saved_epoch_goes_on_where_it_was",
+    },
     "reads-it-all": {
+        "test_data_arrives_whole_whoever_reads_it",
         "test_every_kind_of_tensor_travels_whole",
         "test_objects_travel",
         "test_the_items_of_all_decide_not_who_has_them",
@@ -110,6 +115,7 @@ PROCESSES = {
         "test_a_window_communicates_once",
     },
     "gathers-backwards": {
+        "test_data_arrives_whole_whoever_reads_it",
         "test_collectives",
         "test_every_kind_of_tensor_travels_whole",
         "test_gather_reduce_broadcast_pad",
@@ -124,6 +130,8 @@ PROCESSES = {
     },
     "cuts-large": {"test_every_kind_of_tensor_travels_whole"},
     "hears-itself": {
+        "test_data_arrives_whole_whoever_reads_it",
+        "test_a_saved_epoch_goes_on_where_it_was",
         "test_collectives",
         "test_gather_reduce_broadcast_pad",
         "test_objects_travel",

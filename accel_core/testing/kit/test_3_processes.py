@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel_core.testing.kit import work_collectives as collectives
-from accel_core.testing.kit import work_items
+from accel_core.testing.kit import work_data, work_items
 from accel_core.testing.kit import work_parallel as work
 from accel_core.testing.kit.compare import assert_near
 from accel_core.testing.kit.plugin import Kit, requires
@@ -125,6 +125,27 @@ def test_all_readers_get_equally_many_full_batches(run: Run, world: int) -> None
 def test_metrics_see_each_sample_once_in_order(run: Run, world: int, length: int) -> None:
     for seen in run(work.metrics, length, 3, world=world):
         assert seen == list(range(length))
+
+
+READ = [("iterable", None), ("iterable", False), ("map", True)]
+
+
+@pytest.mark.parametrize(("data", "dispatch"), READ)
+def test_data_arrives_whole_whoever_reads_it(run: Run, world: int, data: str, dispatch: bool | None) -> None:
+    found = run(work_data.stream, 13, 3, data, dispatch, world=world)
+    for each in found:
+        assert each["seen"] == [(number, number, number) for number in range(13)]
+    if data == "iterable":
+        reads_alone = dispatch is None
+        readers = [each["read"] for each in found]
+        assert readers == [13] + [0 if reads_alone else 13] * (world - 1), "other processes read the data"
+
+
+@pytest.mark.parametrize(("data", "dispatch"), READ)
+def test_a_saved_epoch_goes_on_where_it_was(run: Run, world: int, data: str, dispatch: bool | None) -> None:
+    for each in run(work_data.resumed, data, dispatch, world=world):
+        assert each["found"] == each["expected"]
+        assert each["expected"], "nothing was left of the epoch"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -149,6 +149,12 @@ class GathersBackwards(Averages):
         )
 
 
+class TruncatesBroadcasts(Averages):
+    @implements(hooks.collectives)
+    def collectives(self, dim):
+        return Twisted(self.below.collectives(dim), "broadcast")
+
+
 class MeansAreSums(Averages):
     @implements(hooks.collectives)
     def collectives(self, dim):
@@ -196,6 +202,11 @@ class Twisted:
         if self.wrong == "large" and tensor.numel() > 100_000:
             gathered[100_000:] = gathered[0]
         return torch.cat(gathered.chunk(self.size)[::-1]) if self.wrong == "all_gather" else gathered
+
+    def broadcast(self, tensor, source=0):
+        half = len(tensor) // 2 if self.wrong == "broadcast" and tensor.nbytes > 1 << 16 else None
+        self.inner.broadcast(tensor if half is None else tensor[:half], source)
+        return tensor
 
     def all_reduce(self, tensor, operation="sum"):
         return self.inner.all_reduce(tensor, "sum" if operation == self.wrong else operation)
