@@ -8,15 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_core.testing.conformance import conform
     from accel_core.testing.processes import ProcessError, run_processes
     from accel_core.testing.recorder import Recorder
 
-__all__ = ["ProcessError", "Recorder", "run_processes"]
+__all__ = ["ProcessError", "Recorder", "conform", "run_processes"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    from accel_core.testing import processes, recorder
+    from importlib import import_module
 
-    return getattr(recorder if name == "Recorder" else processes, name)
+    home = {"Recorder": "recorder", "conform": "conformance"}.get(name, "processes")
+    return getattr(import_module(f"accel_core.testing.{home}"), name)

@@ -9,8 +9,9 @@ import pytest
 
 from accel_core.testing.kit import work_items, work_units
 from accel_core.testing.kit import work_training as work
-from accel_core.testing.kit.compare import assert_same_training
+from accel_core.testing.kit.compare import assert_near, assert_same_training
 from accel_core.testing.kit.plugin import requires
+from accel_core.testing.kit.stack import TestedStack
 from accel_core.testing.kit.work_training import Recipe
 
 Run = Callable[..., list[Any]]
@@ -76,10 +77,12 @@ def test_float16_parameters_are_refused_by_name(run: Run) -> None:
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_sums_are_divided_by_the_items_of_the_window(
-    run: Run, accumulation: int, clip_norm: float | None
+    run: Run, stack: TestedStack, accumulation: int, clip_norm: float | None
 ) -> None:
     ((ours, plain),) = run(work_items.ragged, accumulation, clip_norm)
-    assert_same_training(ours, plain)
+    low = "mixed_precision" in stack.arguments  # a batch in parts rounds otherwise than in one
+    assert_near("norms", ours.norms, plain.norms, low_precision=low)
+    assert_near("weights", ours.weights, plain.weights, low_precision=low)
 
 
 @requires("fp16")

@@ -1,47 +1,38 @@
-"""The conformance kit, as far as it can go without a GPU."""
+"""The conformance kit on the simulated device, under a type of its own, for want of the hardware."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from accel_core.testing import conform
 from accel_core.testing.simulated import write_distribution
 
+HERE = Path(__file__).parent
 
-def kit(folder: Path, *options: str) -> str:
-    """What the kit prints; it must be green. `folder` declares the simulated plugin."""
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that declares the plugin's card as it is on the simulated device."""
     card = "[accel_core.device]\ncuda-simulated = simulated_cuda_card:CARD\n"
-    write_distribution(folder, "accel-cuda-simulated", card)
-    path = os.pathsep.join([str(folder), str(Path(__file__).parent)])
-    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [*command, *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    return result.stdout
+    write_distribution(tmp_path, "accel-cuda-simulated", card)
+    return tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: all levels run on it")
-def test_the_package_itself_conforms(tmp_path: Path) -> None:
-    known = tmp_path / "xfails.txt"
+def test_the_package_itself_conforms(site: Path) -> None:
+    known = site / "xfails.txt"
     known.write_text(
         "test_0_packaging.py::test_the_stack_binds  # torch lends the name cuda to no simulation\n"
     )
 
-    printed = kit(
-        tmp_path,
-        *("--accel-stack", "cuda", "--accel-level", "0"),
-        *("--accel-simulate", "nccl", "--accel-xfails", str(known)),
+    printed = conform(
+        site,
+        "cuda",
+        *("--accel-level", "0", "--accel-simulate", "nccl", "--accel-xfails", str(known)),
+        path=[HERE],
     )
 
     assert "1 xfailed, 0 skipped" in printed
@@ -52,8 +43,8 @@ def test_the_package_itself_conforms(tmp_path: Path) -> None:
     ("stack", "worlds"),
     [("cuda-simulated", "1"), pytest.param("cuda-simulated+ddp", "1,2", marks=pytest.mark.together)],
 )
-def test_its_code_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
-    printed = kit(tmp_path, "--accel-stack", stack, "--accel-world", worlds, "--accel-level", "1,2,3")
+def test_its_code_conforms_on_the_simulated_device(site: Path, stack: str, worlds: str) -> None:
+    printed = conform(site, stack, "--accel-world", worlds, "--accel-level", "1,2,3,4", path=[HERE])
 
     assert "0 xfailed, 0 skipped" in printed
 
@@ -63,4 +54,4 @@ def test_its_code_conforms_on_the_simulated_device(tmp_path: Path, stack: str, w
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("stack", ["cuda", "cuda+bf16", "cuda+fp16"])
 def test_it_conforms_on_a_gpu(tmp_path: Path, stack: str) -> None:
-    assert "0 skipped" in kit(tmp_path, "--accel-stack", stack)
+    assert "0 skipped" in conform(tmp_path, stack)

@@ -1,0 +1,33 @@
+"""Run the conformance kit from a test, as a user of the package would run it from an empty folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["conform"]
+
+
+def conform(folder: Path, stack: str, *options: str, path: Sequence[Path] = ()) -> str:
+    """What the kit prints of `stack`, run in `folder`; `folder` and `path` come first on the import path.
+
+    Raises:
+        AssertionError: a check failed; the message ends with what the kit printed.
+    """
+    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "-p", "no:cacheprovider"]
+    inherited = os.environ.get("PYTHONPATH")
+    places = [str(folder), *map(str, path), *([inherited] if inherited else [])]
+    result = subprocess.run(
+        [*command, "--accel-stack", stack, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        raise AssertionError(result.stdout[-6000:] + result.stderr[-2000:])
+    return result.stdout
