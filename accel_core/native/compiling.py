@@ -18,15 +18,17 @@ __all__ = ["compile_model", "inside", "uncompiled"]
 def compile_model(model: nn.Module, config: TorchDynamoPlugin) -> None:
     """Have the model's forward compiled when it is first run; with regions, its repeated blocks'.
 
-    A model that comes compiled stays as it is.
+    What comes compiled stays as it is: a model, or a block of it.
     """
     options = config.to_kwargs()
     options.pop("use_regional_compilation", None)
     backend = (options.pop("backend", None) or "no").lower()
-    if backend == "no" or any(map(_is_compiled, model.modules())):
+    if backend == "no" or _is_compiled(model):
         return
     blocks = list(_repeated(model)) if config.use_regional_compilation else []
     for module in blocks or [model]:
+        if _is_compiled(module):
+            continue
         # As nn.Module.compile does, which gives torch's own classes no frame that dynamo would look at.
         call = _framed(module) if type(module).__module__.startswith("torch.") else module._call_impl
         module._compiled_call_impl = torch.compile(call, backend=backend, **options)

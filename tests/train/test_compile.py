@@ -188,3 +188,13 @@ def test_a_model_that_the_user_compiled_keeps_its_names_and_is_not_compiled_twic
     assert list(unit.named_parameters()) == [name for name, _ in inner.named_parameters()]
     assert accelerator.unwrap_model(model) is model
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
+
+
+def test_a_model_of_which_a_part_comes_compiled_is_compiled_too(accelerator_of, graphs):
+    accelerator, model = compiled(accelerator_of), Stack(depth=2)
+    expected = model(X)
+    model.head.compile(backend="keep_graphs")
+    model = accelerator.prepare(model)
+    assert torch.equal(model(X), expected)
+    assert model._compiled_call_impl is not None
+    assert graphs
