@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import secrets
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from accel_core.run import Run
 
 __all__ = ["Saver", "save"]
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -71,8 +74,16 @@ class Saver:
         self._layout: Layout | None = None
         self._compared = False
         self._flight: Flight | None = None
-        each_node = run.config.project.save_on_each_node
-        self._domains = self.control.all_gather_object(run.world.node_rank if each_node else 0)
+        project = run.config.project
+        self._domains = self.control.all_gather_object(
+            run.world.node_rank if project.save_on_each_node else 0
+        )
+        if project.total_limit and not project.automatic_checkpoint_naming and self.control.rank == 0:
+            logger.warning(
+                "project.total_limit=%d removes nothing: only numbered checkpoints are counted;"
+                " set project.automatic_checkpoint_naming, and save_state() without a directory",
+                project.total_limit,
+            )
 
     def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
         """See `save`."""

@@ -486,3 +486,13 @@ def test_a_link_that_is_named_like_a_leftover_is_not_followed(tmp_path):
     commit.clean(tmp_path, commit.new_save_id("job"), fence=True, all_is_committed=True)
     assert link.is_symlink()
     assert (tmp_path / "precious").exists()
+
+
+def test_a_limit_that_counts_nothing_is_said_once(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(total_limit=2))
+    for name in ("a", "b", "c"):
+        accelerator.save_state(tmp_path / name)
+    accelerator.end_training()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "total_limit=2 removes nothing" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
