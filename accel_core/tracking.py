@@ -103,8 +103,9 @@ class Trackers:
             self._check(options, "log_kwargs")
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
+        read = _read(values)  # once: each tensor is a wait for the device
         for name, log in self._loggers:
-            log(_read(values), step, options.get(name, {}))
+            log(dict(read), step, options.get(name, {}))
 
     def get(self, name: str, *, unwrap: bool) -> Any:
         """A tracker, or what it wraps; on a rank where it does not log, what takes any call."""

@@ -82,6 +82,24 @@ def test_tensors_of_one_element_arrive_as_numbers(tracked):
     assert type(mine.seen[-1][1]["a"]) is float
 
 
+def test_a_tensor_is_waited_for_once_however_many_trackers_there_are(tracked):
+    class Counted(torch.Tensor):
+        reads = 0
+
+        def item(self):
+            Counted.reads += 1
+            return super().item()
+
+    mine, other = Mine(), Mine()
+    other.name = "other"
+    accelerator = tracked([mine, other])
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": torch.tensor(0.5).as_subclass(Counted)})
+
+    assert Counted.reads == 1
+    assert mine.seen[-1] == other.seen[-1] == (None, {"loss": 0.5}, {})
+
+
 def test_names_and_ones_own_go_together(tracked, tmp_path):
     mine = Mine()
     accelerator = tracked(["jsonl", mine])
