@@ -25,6 +25,7 @@ from accel_core import (
     World,
     ops,
 )
+from accel_core.native.base import Base
 from accel_core.run import current
 from accel_core.testing.processes import ProcessError, run_processes
 
@@ -261,6 +262,22 @@ def test_tasks_that_would_each_train_alone_are_refused(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "1")
     with pytest.raises((LaunchError, ConfigError), match="SLURM_NTASKS"):
         Accelerator(cpu=True)
+
+
+def under_a_named_backend():
+    def refuse(self, device):
+        raise ConfigError("this device has no backend of its own")
+
+    Base.communication_backend = refuse
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    total = accelerator.reduce(torch.ones(1), "sum").item()
+    accelerator.end_training()
+    return total
+
+
+@pytest.mark.together
+def test_a_backend_that_was_named_is_used_where_the_device_has_none():
+    assert run_processes(under_a_named_backend) == [2.0, 2.0]
 
 
 def test_functions_find_the_only_live_run_or_say_what_there_is():
