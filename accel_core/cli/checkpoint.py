@@ -43,7 +43,10 @@ def checkpoint() -> None:
 @click.argument("folder", default=".", type=_folder)
 @_json
 def list_(folder: Path, as_json: bool) -> None:
-    """List the checkpoints in FOLDER; or, if FOLDER is one, the parameters in it."""
+    """List the checkpoints in FOLDER; or, if FOLDER is one, the parameters in it.
+
+    VALID looks at what describes the data and at the sizes of files; verify reads every byte.
+    """
     from accel_core.checkpoint.files import MANIFEST
     from accel_core.checkpoint.opened import Opened
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_core.testing import conform
+
 with_ddp = pytest.mark.skipif(
     importlib.util.find_spec("accel_ddp") is None, reason="accel-ddp is not installed"
 )
@@ -20,11 +22,7 @@ with_ddp = pytest.mark.skipif(
     [("example", "1"), ("example+bf16", "1"), pytest.param("example+ddp", "1,2", marks=with_ddp)],
 )
 def test_the_kit_is_green_from_an_empty_folder(stack: str, worlds: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing"]
-    command += ["--accel-stack", stack, "--accel-world", worlds, "-p", "no:cacheprovider"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    conform(tmp_path, stack, "--accel-world", worlds)
 
 
 def test_a_script_trains_on_it(tmp_path: Path) -> None:
