@@ -15,6 +15,7 @@ from pathlib import Path
 
 import checkpoint
 import gather
+import host
 import loader
 import startup
 import step
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
     "gather": gather.measure,
     "checkpoint": checkpoint.measure,
     "startup": startup.measure,
+    "host": host.measure,
 }
 
 

@@ -197,9 +197,8 @@ def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how):
 
 @pytest.mark.together
 def test_a_rank_that_died_is_named(tmp_path):
-    ((said, seconds, left),) = run(async_job.one_dies, tmp_path, world=1)
+    ((said, left),) = run(async_job.one_dies, tmp_path, world=1)
     assert "rank 1: no vote within 3 s; it died or hangs" in said
-    assert seconds < 10
     assert left == ["here", "said"]
 
 

@@ -190,14 +190,13 @@ def test_different_depths_and_many_ranks():
 
 
 def one_rank_stays_away(accelerator, away):
-    started = time.monotonic()
     if accelerator.process_index == 1:
         away(accelerator)
         return None
     try:
         ops.gather({"logits": torch.ones(4, 2), "ids": torch.ones(4).long()})
     except CollectiveError as error:
-        return str(error).splitlines(), time.monotonic() - started
+        return str(error).splitlines()
 
 
 def be_late(accelerator):
@@ -211,16 +210,15 @@ def wait_in_another_group(accelerator):
 
 def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here():
     first, _, third = ranks(one_rank_stays_away, be_late, world=3, timeout=3)
-    for rank, (lines, seconds) in ((0, first), (2, third)):
+    for rank, lines in ((0, first), (2, third)):
         assert lines[0] == (
             "gather of ['logits'] (4, 2) float32; ['ids'] (4,) int64:"
             f" rank {rank} waited for rank(s) 1 of 3 in vain"
         )
         assert lines[-1].endswith("process_group.timeout says how long the others wait")
-        assert seconds < 30
 
 
 def test_what_the_missing_rank_does_instead_is_told_if_it_is_known():
     first, _ = ranks(one_rank_stays_away, wait_in_another_group, timeout=3)
-    assert first[0][0].endswith("rank 0 waited for rank(s) 1 of 2 in vain")
-    assert first[0][1] == "  rank 1 waits in barrier"
+    assert first[0].endswith("rank 0 waited for rank(s) 1 of 2 in vain")
+    assert first[1] == "  rank 1 waits in barrier"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -342,18 +341,3 @@ def test_on_accelerators_ranks_are_compared_in_debug_mode_only(alone, monkeypatc
     monkeypatch.setenv(variable, "1")
     with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
         ops.gather(torch.ones(3), run=alone)
-
-
-def time_a_gather(accelerator):
-    tree = {f"k{number}": torch.randn(4, 8) for number in range(64)}
-    times = []
-    for _ in range(100):
-        start = time.perf_counter()
-        ops.gather(tree)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-@pytest.mark.together
-def test_gathering_64_small_tensors_takes_a_millisecond():
-    assert min(ranks(time_a_gather)) < 1e-3

@@ -77,7 +77,7 @@ def _probe(card: Card) -> dict[str, Any]:
     if card.probe is None:
         return {"seconds": 0.0, "answer": "NoneType"}
     seconds = []
-    for _ in range(3):
+    for _ in range(5):
         started = time.perf_counter()
         answer = card.probe()
         seconds.append(time.perf_counter() - started)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -85,19 +84,16 @@ def test_a_hook_compresses_and_still_trains(name: str) -> None:
         assert 0 < distance(each, uncompressed) < 0.2
 
 
-def waiting_for_a_thread_that_holds_the_state() -> tuple[float, float]:
+def waiting_for_a_thread_that_holds_the_state() -> bool:
     run = accelerator(config("power_sgd"))
     model = run.prepare(net())
     held = [comm_hooks._states[model]]
     threading.Timer(0.3, held.clear).start()
-    start = time.monotonic()
     comm_hooks.settle(model)
-    waited = time.monotonic()
+    waited = not held
     run.end_training()
-    return waited - start, time.monotonic() - waited
+    return waited
 
 
 def test_the_end_waits_for_threads_that_are_still_inside_a_hook() -> None:
-    for waited, ended in run_processes(waiting_for_a_thread_that_holds_the_state):
-        assert 0.2 < waited < comm_hooks.SETTLE_SECONDS
-        assert ended < 0.5
+    assert all(run_processes(waiting_for_a_thread_that_holds_the_state))

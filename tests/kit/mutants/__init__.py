@@ -14,7 +14,7 @@ DEVICE_WORDS = {"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_d
 
 
 def slow_probe() -> None:
-    time.sleep(0.02)
+    time.sleep(0.1)
 
 
 def heavy_probe() -> None:

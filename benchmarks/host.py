@@ -1,0 +1,85 @@
+"""What the host of plugins costs: finding twelve backends, binding all hooks of a run, one adapted call.
+
+`python host.py` prints the rows. Best of many; there is nothing of others to compare with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from timeit import repeat
+
+from arena import HERE, Row, table
+
+from accel_core import hookspecs
+from accel_core.binding import LAYERS, Binder, Steps
+from accel_core.hookspecs import implements
+from accel_core.plugins import discover
+
+sys.path.insert(0, str(HERE.parent / "tests"))
+from generated import generate_backends
+
+
+def measure(peers: str | None = None, count: int = 15) -> list[Row]:
+    return [_discovery(count), _binding(count), _adapter(count)]
+
+
+def _best(call: Callable[[], object], count: int, number: int = 1) -> float:
+    """Seconds of a call."""
+    return min(repeat(call, number=number, repeat=count)) / number
+
+
+def _discovery(count: int) -> Row:
+    with TemporaryDirectory() as folder:
+        generate_backends(Path(folder))
+        sys.path.insert(0, folder)
+        discover({})  # imports the cards
+        found = 1e3 * _best(lambda: discover({}), count)
+        sys.path.remove(folder)
+    return Row("discovery of 12 backends, cards imported", None, None, None, found, "≤ 5 ms", "ms")
+
+
+def _binding(count: int) -> Row:
+    hooks = [name for name, value in vars(hookspecs).items() if hasattr(value, "accel_spec")]
+    plugins = {slot: _plugin(hooks[::4], 1) for slot in ("device", "precision", "strategy")}
+    plugins = {"base": _plugin(hooks, None), **plugins}
+
+    def bind() -> None:
+        binder = Binder()
+        rows = [binder.register(each, name=slot, slot=slot) for slot, each in plugins.items()]
+        stack = binder.hooks(rows)
+        for view in (stack, *(stack.under(LAYERS[slot]) for slot in plugins if slot != "base")):
+            for hook in hooks:
+                getattr(view, hook)
+        Steps(stack)
+
+    what = f"binding all {len(hooks)} hooks of a run of 4 plugins"
+    return Row(what, None, None, None, 1e3 * _best(bind, count), "≤ 5 ms", "ms")
+
+
+def _plugin(hooks: list[str], parameters: int | None) -> object:
+    """A plugin that implements these hooks, taking only so many of their parameters."""
+
+    def method(hook: str) -> Callable[..., None]:
+        spec = getattr(hookspecs, hook)
+        taken = [*inspect.signature(spec).parameters][:parameters]
+        return implements(spec)(eval(f"lambda {', '.join(['self', *taken])}: None"))
+
+    return type("Plugin", (), {hook: method(hook) for hook in hooks})()
+
+
+def _adapter(count: int) -> Row:
+    plugin = _plugin(["backward"], 2)
+    binder = Binder()
+    adapted = binder.hooks([binder.register(plugin, name="old", slot="strategy")]).backward
+    method, spare = plugin.backward, [None] * (len(inspect.signature(hookspecs.backward).parameters) - 2)
+    over = _best(lambda: adapted(1, 2, *spare), count, 20_000) - _best(lambda: method(1, 2), count, 20_000)
+    what = "a hook that takes fewer arguments, over its method"
+    return Row(what, None, None, None, 1e6 * over, "≤ 0.06 µs", "µs")
+
+
+if __name__ == "__main__":
+    print(table(measure()))

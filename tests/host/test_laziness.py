@@ -1,0 +1,53 @@
+"""What the host puts off until it is needed, so that many installed backends cost nothing."""
+
+from __future__ import annotations
+
+import sys
+
+import attrs
+import pytest
+import toy_specs
+from generated import generate_backends
+
+from accel_core.binding import Binder
+from accel_core.hookspecs import implements
+from accel_core.plugins import discover, load
+
+
+def test_discovery_imports_neither_configs_nor_implementations(tmp_path, monkeypatch):
+    for name in generate_backends(tmp_path / "fresh", count=2):
+        package = f"accel_{name.replace('-', '_')}"
+        for module in [loaded for loaded in sys.modules if loaded.startswith(package)]:
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path / "fresh")
+    discover({})
+
+    assert "accel_generated_0.card" in sys.modules
+    assert not {"accel_generated_0.config", "accel_generated_0.plugin"} & set(sys.modules)
+
+
+class Both:
+    @implements(toy_specs.backward)
+    def backward(self, unit, loss, boundary): ...
+
+    @implements(toy_specs.decide)
+    def decide(self, unit, options): ...
+
+
+@pytest.mark.parametrize("hook", ["backward", "decide"])
+def test_a_resolved_hook_is_looked_up_once(hook):
+    binder = Binder(toy_specs)
+    stack = binder.hooks([binder.register(Both(), name="both", slot="strategy")])
+
+    assert getattr(stack, hook) is vars(stack)[hook]
+
+
+def test_a_generated_backends_config_is_a_real_one(tmp_path, monkeypatch):
+    (name,) = generate_backends(tmp_path, count=1, options=7)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [loaded for loaded in sys.modules if loaded.startswith("accel_generated_0")]:
+        monkeypatch.delitem(sys.modules, module)
+    record = discover({}).get(name)
+
+    assert len(attrs.fields(load(record, record.card.config))) == 7
+    assert load(record, record.card.config)().option_0 == "none"
