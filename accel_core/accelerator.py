@@ -320,7 +320,9 @@ class Accelerator:
             unit.window.boundary = value
         self.run.window.boundary = value
 
-    def accumulate(self, *models: nn.Module, items: Tensor | float | None = None) -> Accumulation:
+    def accumulate(
+        self, *models: nn.Module, items: Tensor | float | None = None, batch: Any = None
+    ) -> Accumulation:
         """The context of one micro-batch of the windows of these models' units (default: of all).
 
         Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping
@@ -331,13 +333,14 @@ class Accelerator:
             items: of this micro-batch on this rank, such as its tokens that count. The loss is then
                 their *sum*, and the gradients at the boundary are divided by the items of the whole
                 window on all ranks: exact for batches of any lengths, short last windows included.
+            batch: the micro-batch, for extensions that work around its forward and backward.
         """
         found = self._accumulations.get(models)
         if found is None:
             self.run.require_alive()
             units = self._units(models) if models else list(self.run.units)
             found = self._accumulations[models] = Accumulation(self.run, units, models)
-        found.items = items
+        found.items, found.batch = items, batch
         return found
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -21,7 +21,8 @@ hooks are bound once a unit, when it is prepared; no plugin manager stands in th
 
 The order of a step (only core counts; a window is the micro-batches of one optimizer step):
 
-    forward under `autocast` -> `backward(unit, loss, boundary, options)` -> at the boundary:
+    `place_batch` -> `step_context` around forward under `autocast` and
+    `backward(unit, loss, boundary, options)` -> at the boundary:
     `reduce_gradients` -> `unscale` -> `clip_grad_norm` | `clip_grad_value` -> `optimizer_step`
     -> `after_step(applied)` -> scheduler -> `zero_grad`
 """
@@ -95,6 +96,11 @@ def everyone_per_step(function: F) -> F:
 def wrapper(argument: str) -> Callable[[F], F]:
     """All plugins that implement it refine `argument`, bottom layer innermost, and return it."""
     return lambda function: _declare(function, Spec("wrapper", per_step=False, refines=argument))
+
+
+def wrapper_per_step(argument: str) -> Callable[[F], F]:
+    """As `wrapper`, called each step."""
+    return lambda function: _declare(function, Spec("wrapper", per_step=True, refines=argument))
 
 
 def observer(function: F) -> F:
@@ -303,6 +309,24 @@ def release(unit: Unit) -> None:
 
 
 # -- each step, in this order --------------------------------------------------------------------
+
+
+@wrapper_per_step("batch")
+def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
+    """What the user gets for this batch: a rank's part of it, padded, in types the device can hold.
+
+    Called for each batch of a prepared loader, after it was moved to the device, on the stream that
+    computes, by all ranks alike. `unit`: the run's, where it has just one.
+    """
+
+
+@everyone_per_step
+def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
+    """A context around forward and backward of one micro-batch, of which `batch` is the placed batch.
+
+    Entered where the batch is known: in `forward_backward`, evaluation included, and in
+    `accumulate(model, batch=...)`. Who depends on it must notice a forward without it, and say so.
+    """
 
 
 @everyone

@@ -34,6 +34,7 @@ class Accumulation:
 
     Made once for a set of models and entered each micro-batch; nests with others.
     items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
+    batch: what `step_context` is given; None: it is not entered.
     """
 
     def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
@@ -45,9 +46,11 @@ class Accumulation:
         self._windows = tuple(unit.window for unit in units)
         self._innermost = self._windows[-1] if units else run.window
         self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
+        self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
         self.items: Tensor | float | None = None
+        self.batch: Any = None
         self._outer: Any = _NOT_ENTERED
-        self._silenced = ExitStack()
+        self._contexts = ExitStack()
 
     def __enter__(self) -> None:
         if self._outer is not _NOT_ENTERED:
@@ -64,7 +67,10 @@ class Accumulation:
                 self._count(window)
         for unit, models in self._quiet:
             if not unit.window.boundary:
-                self._silenced.enter_context(unit.steps.no_sync(unit, models))
+                self._contexts.enter_context(unit.steps.no_sync(unit, models))
+        if self.batch is not None:
+            for unit in self._surrounded:
+                self._contexts.enter_context(unit.steps.step_context(unit, self.batch))
         self._outer, run.accumulation, run.window = run.accumulation, self, self._innermost
 
     def _count(self, window: Window) -> None:
@@ -84,8 +90,9 @@ class Accumulation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.run.accumulation, self._outer = self._outer, _NOT_ENTERED
-        if self._quiet:
-            self._silenced.pop_all().__exit__(kind, error, trace)
+        self.batch = None
+        if self._quiet or self._surrounded:
+            self._contexts.pop_all().__exit__(kind, error, trace)
 
 
 def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:

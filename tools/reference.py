@@ -22,6 +22,7 @@ KINDS = {
     "everyone": "everyone",
     "everyone_per_step": "everyone, per step",
     "wrapper": "wrapper",
+    "wrapper_per_step": "wrapper, per step",
     "observer": "everyone, trackers too",
 }
 DIFF = re.compile(r"(?<=\n```diff\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)

@@ -24,19 +24,19 @@ def mover(run: Run, *, moves: bool, ahead: bool) -> Mover | None:
 
     moves: put them on the run's device. ahead: start moving a batch before it is asked for.
     """
-    device, mark = run.device, run.mark_step
+    device, mark, refine = run.device, run.mark_step, run.hooks.step("place_batch")
     moves = moves and device.type != "cpu"
     move = partial(_move, run.hooks.move, device, run.config.data.non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
-    if move is not None and stream is not None:
-        return partial(_ahead, move, stream)
-    if move is None and mark is None:
-        return None
+    start = move and (partial(_ahead, move, stream) if stream is not None else partial(map, move))
+    if mark is None and refine is None:
+        return start
 
     def place(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            placed = batch if move is None else move(batch)
+        unit = run.units[0] if len(run.units) == 1 else None
+        for batch in batches if start is None else start(batches):
+            placed = batch if refine is None else refine(unit, batch, device)
             if mark is not None:
                 mark("batch")
             yield placed

@@ -158,9 +158,11 @@ class Base:
             window.index, window.boundary = number, number == microbatches - 1
             quiet = steps.no_sync and not (window.boundary or forward_only)
             with steps.no_sync(unit, unit.wrapped) if quiet else nullcontext():
-                loss, output = forward_loss(model, next(batches))
-                if not forward_only:
-                    unit.hooks.backward(unit, loss / microbatches, window.boundary, {})
+                batch = next(batches)
+                with steps.step_context(unit, batch) if steps.step_context else nullcontext():
+                    loss, output = forward_loss(model, batch)
+                    if not forward_only:
+                        unit.hooks.backward(unit, loss / microbatches, window.boundary, {})
             losses.append(loss.detach())
             outputs.append(output)
         return StepOutput(loss=torch.stack(losses).mean(), outputs=tuple(outputs))

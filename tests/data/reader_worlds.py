@@ -81,7 +81,7 @@ def world(readers=1, *, device="cpu", move=None, mark_step=None, rng_types=("gen
             config=SimpleNamespace(data=DataLoaderConfiguration(**data), rng_types=rng_types),
             topology=Topology(reader=reader, readers=readers),
             device=torch.device(device),
-            hooks=SimpleNamespace(move=move),
+            hooks=SimpleNamespace(move=move, step=lambda hook: None),
             mark_step=mark_step,
             active_loaders=[],
             collectives=lambda dim="world": control,
