@@ -73,7 +73,7 @@ class Accelerator:
         dynamo_plugin: more about compilation.
         device: a device plugin or a torch device type.
         strategy: a strategy plugin, or a name from `strategies` of the config.
-        plugins: config objects, as kwargs_handlers; the object of a strategy chooses it.
+        plugins: config objects, as kwargs_handlers; that of a strategy or an extension chooses it.
 
     Raises:
         ConfigError: what was asked is unknown, contradictory, or cannot be on this machine.

@@ -101,13 +101,15 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         chosen = chooser.strategy(default, processes)
         default = chosen.name if default == "auto" else default
         aliases[default] = chosen
+    extensions = [chooser.named("extension", name, "extensions") for name in config.extensions]
+    extensions += [given for given in chooser.by_object("extension") if given.name not in config.extensions]
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
     stack = Stack(
         device=chooser.device(config.device),
         precision=chooser.named("precision", precision, "mixed_precision"),
         strategies=aliases,
         default=default,
-        extensions=tuple(chooser.named("extension", name, "extensions") for name in config.extensions),
+        extensions=tuple(extensions),
         trackers=tuple(chooser.trackers(config.log_with)),
     )
     _refuse_unmet_needs(stack)
@@ -146,7 +148,7 @@ class _Chooser:
         return Chosen(native.record, f"torch runs {kind}, and no installed plugin is named after it")
 
     def strategy(self, asked: str, processes: int) -> Chosen:
-        given = self._by_object("strategy")
+        given = self.by_object("strategy")
         if (given and asked not in ("auto", *(chosen.name for chosen in given))) or len(given) > 1:
             names = ", ".join(chosen.name for chosen in given)
             raise ConfigError(
@@ -180,7 +182,7 @@ class _Chooser:
         else:
             yield from (self.named("tracker", name, "log_with") for name in dict.fromkeys(names))
 
-    def _by_object(self, slot: Slot) -> list[Chosen]:
+    def by_object(self, slot: Slot) -> list[Chosen]:
         """Plugins that are asked for by a config object given in Python."""
         records = [self.discovery.get(name) for name in self.resolved.objects]
         return [

@@ -16,6 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--accel-stack", metavar="NAMES", help="plugins to check, joined by +: a device, a strategy, ..."
     )
     group.addoption("--accel-world", metavar="SIZES", help="numbers of processes, such as 1,2 (levels 3, 4)")
+    group.addoption(
+        "--accel-set", metavar="OPTION=VALUE", action="append", default=[], help="an option of the stack's"
+    )
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
     group.addoption(
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"

@@ -137,3 +137,20 @@ def test_needs_that_the_stack_does_not_offer_are_named():
 def test_a_tracker_that_is_not_installed_is_an_error():
     with pytest.raises(ConfigError, match=r"log_with: no tracker 'nowhere'"):
         stack_of(native_and(), log_with="nowhere")
+
+
+def test_the_config_object_of_an_extension_chooses_it(toy_plugin, monkeypatch):
+    source = (
+        "from attrs import frozen\nfrom accel_core import Card, option\n\n"
+        "@frozen(kw_only=True)\nclass Options:\n    size: int = option(1, help='Any.')\n\n"
+        "CARD = Card(name='around', slot='extension', summary='A toy.', api_version='1.0',"
+        " config='toy_around:Options')\n"
+    )
+    toy_plugin("around", "extension", source=source)
+    import toy_around
+
+    discovery = discover(environment={})
+    for names in ([], ["around"]):
+        given = {"python": {"extensions": names, "device": "cpu"}, "objects": [toy_around.Options()]}
+        resolved = load(**given, discovery=discovery, environment={}, directory="/nonexistent")
+        assert [chosen.name for chosen in choose(resolved, 1, discovery).extensions] == ["around"]

@@ -56,7 +56,9 @@ class Kit:
             declare(Path(temporary.name))
         try:
             simulate = config.getoption("accel_simulate")
-            stack = TestedStack.parse(text, discover(), simulate, str(Path(temporary.name, "project")))
+            settings = dict(_setting(each) for each in config.getoption("accel_set"))
+            project = str(Path(temporary.name, "project"))
+            stack = TestedStack.parse(text, discover(), simulate, project, settings)
         except PluginError as error:
             raise pytest.UsageError(str(error)) from None
         worlds = _numbers(config.getoption("accel_world") or ("1,2" if "strategy" in stack.plugins else "1"))
@@ -85,8 +87,9 @@ class Kit:
         In this order: torch counts the devices of a process at its first backward.
         """
         own = [Way(self.tested.name, {}, world) for world in self.worlds]
-        others = [Way(name, {"strategy": name}, max(self.worlds)) for name in self.partners]
-        native = Way("native", {"device": "cpu", "strategy": None}, 1)
+        plain = {"plugins": None}
+        others = [Way(name, {"strategy": name, **plain}, max(self.worlds)) for name in self.partners]
+        native = Way("native", {"device": "cpu", "strategy": None, **plain}, 1)
         return [*own, *others, *([native] if str(native) not in map(str, own) else [])]
 
     def once(self, key: Hashable, work: Callable[[], R]) -> R:
@@ -168,8 +171,9 @@ class Kit:
             from accel_core.testing.kit.work import enter
 
             given = (*args, self.tested.arguments)
+            variables = {**_bare(), **self.tested.environment}
             return run_processes(
-                enter, simulate, function, given, world=world, environment=_bare(), timeout=_SECONDS
+                enter, simulate, function, given, world=world, environment=variables, timeout=_SECONDS
             )
 
         return call
@@ -251,6 +255,15 @@ def _numbers(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise pytest.UsageError(f"expected numbers joined by commas, such as 1,2; got {text!r}")
     return [int(number) for number in text.split(",")]
+
+
+def _setting(text: str) -> tuple[str, str]:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise pytest.UsageError(
+            f"--accel-set expects OPTION=VALUE, such as data.even_batches=false; got {text!r}"
+        )
+    return path, value
 
 
 def _partners(named: str | None, stack: TestedStack) -> list[str]:

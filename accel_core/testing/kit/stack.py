@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from accel_core.errors import PluginError
-from accel_core.plugins import Discovery, Record, near
+from accel_core.plugins import Discovery, Record, load, near
 from accel_core.testing.simulated import DISTRIBUTION
 
 __all__ = ["TestedStack"]
 
-_SLOTS = ("device", "strategy", "precision", "tracker")
+_SLOTS = ("device", "strategy", "precision", "extension", "tracker")
 
 
 @frozen(kw_only=True)
@@ -27,10 +27,17 @@ class TestedStack:
     """Name of the communication backend where the device has to be simulated in each process."""
     folder: str | None = None
     """Where a tracker may write."""
+    settings: Mapping[str, str] = field(factory=dict)
+    """Dotted option -> text, as a user would set it by a variable."""
 
     @classmethod
     def parse(
-        cls, text: str, discovery: Discovery, simulate: str | None = None, folder: str | None = None
+        cls,
+        text: str,
+        discovery: Discovery,
+        simulate: str | None = None,
+        folder: str | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> TestedStack:
         """The stack that `text` names, such as sim+ddp+bf16.
 
@@ -58,7 +65,7 @@ class TestedStack:
                     f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s"
                 )
             plugins[record.slot] = record
-        return cls(plugins=plugins, simulate=simulate, folder=folder)
+        return cls(plugins=plugins, simulate=simulate, folder=folder, settings=settings or {})
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -71,6 +78,7 @@ class TestedStack:
             "mixed_precision": None if precision == "fp32" else precision,
             "log_with": names.get("tracker"),
             "project_dir": self.folder if "tracker" in names else None,
+            "plugins": [_config(self.plugins["extension"])] if "extension" in names else None,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -95,6 +103,19 @@ class TestedStack:
         """As --accel-stack takes it."""
         return "+".join(self.plugins[slot].name for slot in _SLOTS if slot in self.plugins)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The settings, as variables."""
+        return {f"ACCEL__{path.replace('.', '__').upper()}": text for path, text in self.settings.items()}
+
     def __str__(self) -> str:
         names = self.name.replace("+", " + ")
+        names += "".join(f", {path}={text}" for path, text in self.settings.items())
         return f"{names} (simulated)" if self.simulated else names
+
+
+def _config(extension: Record) -> object:
+    """Its options, as they are by default: an extension is asked for by their object."""
+    assert extension.card is not None
+    assert extension.card.config is not None, "an extension without options has no object to ask for it by"
+    return load(extension, extension.card.config)()
