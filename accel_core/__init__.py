@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from accel_core.local_sgd import LocalSGD
     from accel_core.logging import get_logger
     from accel_core.memory import find_executable_batch_size, release_memory
+    from accel_core.mesh import Mesh, MeshDim, arrange
     from accel_core.native.precision import get_grad_scaler, get_mixed_precision_context_manager
     from accel_core.notebook import notebook_launcher
     from accel_core.plugins import CAPABILITIES, Card, plugin_status
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.tracking import GeneralTracker
     from accel_core.unit import Unit, Window
-    from accel_core.world import Collectives, MeshDim, Topology, World
+    from accel_core.world import Collectives, Topology, World
 
 __version__ = "0.1.0"
 
@@ -109,7 +110,8 @@ _HOMES = {
     "run": ("Run",),
     "tracking": ("GeneralTracker",),
     "unit": ("Unit", "Window"),
-    "world": ("Collectives", "MeshDim", "Topology", "World"),
+    "mesh": ("Mesh", "MeshDim", "arrange"),
+    "world": ("Collectives", "Topology", "World"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -136,6 +138,7 @@ __all__ = [
     "LaunchError",
     "Leaf",
     "LocalSGD",
+    "Mesh",
     "MeshDim",
     "OptimizerState",
     "PluginError",
@@ -151,6 +154,7 @@ __all__ = [
     "Unit",
     "Window",
     "World",
+    "arrange",
     "find_executable_batch_size",
     "flat_range",
     "get_grad_scaler",

@@ -27,6 +27,8 @@ def _lines(run: Run) -> Iterator[str]:
             yield f"  {path}: set by {origin}"
     for note in run.environment_notes:
         yield f"  environment {note}"
+    if run.mesh is not None:
+        yield "  mesh: " + " × ".join(f"{dim.name} {dim.size}" for dim in run.mesh.dims)
     yield f"  data: reader {run.topology.reader} of {run.topology.readers}"
     for unit in run.units:
         yield from _unit(run, unit)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.leaf import Entry, Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.config.schema import InitProcessGroupKwargs, RunConfig
+    from accel_core.mesh import Mesh, MeshDim
     from accel_core.unit import Unit
     from accel_core.world import Collectives, Topology, World
 
@@ -220,14 +221,30 @@ def destroy_process_group() -> None:
     """Undo `init_process_group`, after the last run of the process that uses the group."""
 
 
+@everyone
+def mesh_dims(config: RunConfig, world: World) -> Sequence[MeshDim]:
+    """Dimensions that this plugin divides the ranks along. The same on all ranks."""
+
+
 @owner
-def data_topology(world: World) -> Topology:
-    """Who reads which data and reduces which loss. base: every rank is a reader."""
+def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
+    """The mesh of the dimensions declared by all. Collective.
+
+    base: None where nobody declares any, and in a world of one (sizes that do not fit it are refused);
+    else torch's `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives.
+    Who drives several devices from a process arranges them over those.
+    """
+
+
+@owner
+def data_topology(mesh: Mesh | None, world: World) -> Topology:
+    """Who reads which data and reduces which loss. base: `mesh.topology()`; without one, every rank reads."""
 
 
 @owner
 def collectives(dim: str) -> Collectives:
-    """Collectives over `dim`: "world", "control" (always CPU tensors), or a mesh dimension.
+    """Collectives over `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of
+    the run's mesh, or several of them joined by "+", outermost first.
 
     Cached by core, a dim. Called on all ranks in the same order.
     """
@@ -381,8 +398,8 @@ def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
     """Reduce what backward left unreduced. Once a window, at the boundary, before unscale and clip.
 
     `num_items`: None where losses are means; where they are sums over items, the items of the whole
-    window on all readers (0-dim, float32). Gradients averaged over readers are then multiplied by
-    readers / num_items, as base does: an implementation that averages passes it on to `below`.
+    window on all ranks with a loss of their own (0-dim, float32). Gradients averaged over those are then
+    multiplied by `topology.losses` / num_items, as base does: who averages passes it on to `below`.
     """
 
 

@@ -24,17 +24,16 @@ def set_seed(
 ) -> None:
     """Seed the generators of Python, NumPy, torch and every device. Not collective.
 
-    device_specific: add the rank, so that each process draws other numbers. deterministic: let torch
+    device_specific: add the reader's number, so that ranks draw the same numbers only where they read the
+    same data (tensor parallel ranks must: each has a part of one model). deterministic: let torch
     use deterministic algorithms only. Without a live run the world is the one that the launcher's
     variables describe.
     """
     run = run or _only_run()
-    world = World.from_environment() if run is None else run.world
-    seed += world.rank if device_specific else 0
     if run is None:
-        seed_process(seed)
+        seed_process(seed + World.from_environment().rank * device_specific)
     else:
-        run.hooks.seed(seed, run.topology)
+        run.hooks.seed(seed + run.topology.reader * device_specific, run.topology)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.save import Saver
     from accel_core.config.schema import RunConfig
     from accel_core.data.loader import PreparedLoader
+    from accel_core.mesh import Mesh
     from accel_core.proxies import PreparedOptimizer
     from accel_core.step import Accumulation
     from accel_core.tracking import GeneralTracker
@@ -111,8 +112,10 @@ class Run:
         self._check_streams()
         self.mark_step = self.hooks.step("mark_step")
         self._dims: dict[str, Collectives] = {}
+        self._meshes: dict[str, Mesh | None] = {}
         self._join_world()
-        self.topology = self.hooks.data_topology(self.world)
+        self.mesh = self._mesh_of(self.hooks)
+        self.topology = self.hooks.data_topology(self.mesh, self.world)
         self.window = Window()
         """The innermost current window, or the one used last."""
         _live.add(self)
@@ -142,7 +145,14 @@ class Run:
         plugin = self.plugins[alias]
         window = Window(self.accumulation_steps)
         return Unit(
-            name=name, run=self, strategy=alias, plugin=plugin, hooks=hooks, steps=Steps(hooks), window=window
+            name=name,
+            run=self,
+            strategy=alias,
+            plugin=plugin,
+            hooks=hooks,
+            steps=Steps(hooks),
+            window=window,
+            mesh=self._mesh_for(alias, hooks),
         )
 
     def unit_of_model(self, model: nn.Module) -> Unit | None:
@@ -379,6 +389,25 @@ class Run:
             self._leave_world()
             raise
 
+    def _mesh_of(self, hooks: Hooks) -> Mesh | None:
+        mesh: Mesh | None = hooks.build_mesh(hooks.mesh_dims(self.config, self.world), self.world)
+        return mesh
+
+    def _mesh_for(self, alias: str, hooks: Hooks) -> Mesh | None:
+        """The mesh of a unit: that of its strategy's stack, over the data that the run reads."""
+        if alias == self.stack.default:
+            return self.mesh
+        if alias not in self._meshes:
+            mesh = self._meshes[alias] = self._mesh_of(hooks)
+            theirs, ours = hooks.data_topology(mesh, self.world), self.topology
+            if mesh is not None and (theirs.reader, theirs.readers) != (ours.reader, ours.readers):
+                raise ConfigError(
+                    f"strategy {alias!r} wants rank {self.world.rank} to be reader {theirs.reader} of"
+                    f" {theirs.readers}, but this run, by {self.stack.default!r}, reads as {ours.reader} of"
+                    f" {ours.readers}\ngive both the same dimensions that split the model, such as tp and pp"
+                )
+        return self._meshes[alias]
+
     def _check_group(self, backends: Mapping[str, str]) -> None:
         """A group that this process already has must carry this run's tensors too."""
         kind = self.device.type
@@ -414,6 +443,7 @@ class Run:
     def _leave_world(self) -> None:
         if self.world.size > 1:
             self._dims.clear()
+            self._meshes.clear()
             shared.leave(self.hooks.destroy_process_group)
 
 

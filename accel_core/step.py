@@ -181,9 +181,9 @@ def _reduce(unit: Unit) -> None:
 
 
 def _of_all(run: Run, items: Tensor | float) -> Tensor:
-    """The items of all readers. Ranks that read the same count once: hence a mean, not a sum."""
+    """The items of all ranks. Those with the same loss count once: hence a mean, not a sum."""
     mine = torch.as_tensor(items, dtype=torch.float32, device=run.device).detach().clone()
-    total: Tensor = run.collectives("world").all_reduce(mine, "mean") * run.topology.readers
+    total: Tensor = run.collectives("world").all_reduce(mine, "mean") * run.topology.losses
     return total
 
 

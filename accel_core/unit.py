@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.binding import Hooks, Steps
+    from accel_core.mesh import Mesh
     from accel_core.run import Run
 
 __all__ = ["Unit", "Window"]
@@ -53,7 +54,7 @@ class Unit:
     given: what the user prepared. wrapped: what became of each, which the user trains with. models:
     the module inside, the user's own unless a transform replaced it. All three in the same order.
     optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
-    plugin: the strategy's instance, for what only that strategy offers.
+    plugin: the strategy's instance, for what only that strategy offers. mesh: that of its strategy's stack.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Unit:
     hooks: Hooks
     steps: Steps
     window: Window
+    mesh: Mesh | None = None
     given: list[nn.Module] = field(factory=list)
     models: list[nn.Module] = field(factory=list)
     wrapped: list[nn.Module] = field(factory=list)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from attrs import field, fields, frozen
+from attrs import Factory, field, fields, frozen
 
 from accel_core.errors import LaunchError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["DOING", "Collectives", "MeshDim", "Topology", "World"]
+__all__ = ["DOING", "Collectives", "Topology", "World"]
 
 DOING: Final[ContextVar[object]] = ContextVar("DOING", default="")
 """What this thread uses collectives for; its `str`, asked for only when they fail, says so to people."""
@@ -106,30 +106,19 @@ def _torchruns_id(environment: Mapping[str, str]) -> str | None:
     return None if run_id in (None, "", "none") else run_id
 
 
-@frozen
-class MeshDim:
-    """One dimension of a device mesh.
-
-    Reserved names: pp, dp_replicate, dp_shard, cp, tp, ep. `size=-1` takes what the others leave.
-    `position` orders dimensions, outermost (slowest varying rank) first.
-    """
-
-    name: str
-    size: int
-    position: int
-
-
 @frozen(kw_only=True)
 class Topology:
     """Who reads which data, and who reduces which loss. Never derived from rank and world size.
 
     `reader` of `readers` is this process's share of the data; several ranks may have the same
-    reader (tensor parallel). `loss_dim` and `gather_dim` name the collectives (hook `collectives`)
-    over which losses are averaged and metrics gathered.
+    reader (tensor parallel). `losses`: how many ranks have a loss of their own, each the mean over
+    other samples, or other parts of samples. `loss_dim` and `gather_dim` name the collectives (hook
+    `collectives`) over which losses are averaged and metrics gathered.
     """
 
     reader: int = 0
     readers: int = 1
+    losses: int = field(default=Factory(lambda self: self.readers, takes_self=True))
     loss_dim: str = "world"
     gather_dim: str = "world"
 

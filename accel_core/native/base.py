@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from accel_core import local_sgd
 from accel_core.binding import no_op
 from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
+from accel_core.mesh import Mesh, arrange
 from accel_core.native import process_group, state
 from accel_core.native.compiling import compile_model, uncompiled
 from accel_core.native.device import local_device
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.leaf import Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.config.schema import InitProcessGroupKwargs
     from accel_core.hookspecs import Point
+    from accel_core.mesh import MeshDim
     from accel_core.run import Run
     from accel_core.unit import Unit
     from accel_core.world import World
@@ -81,20 +84,34 @@ class Base:
     def destroy_process_group(self) -> None:
         process_group.destroy()
 
+    @implements(hooks.build_mesh)
+    def build_mesh(self, dims: Sequence[MeshDim], world: World) -> Mesh | None:
+        arranged = arrange(dims, world.size)
+        if not arranged or world.size == 1:
+            return None
+        names, sizes = zip(*[(dim.name, dim.size) for dim in arranged], strict=True)
+        return Mesh(arranged, world.rank, init_device_mesh(self.run.device.type, sizes, mesh_dim_names=names))
+
     @implements(hooks.data_topology)
-    def data_topology(self, world: World) -> Topology:
-        return Topology(reader=world.rank, readers=world.size)
+    def data_topology(self, mesh: Mesh | None, world: World) -> Topology:
+        return Topology(reader=world.rank, readers=world.size) if mesh is None else mesh.topology()
 
     @implements(hooks.collectives)
     def collectives(self, dim: str) -> Collectives:
-        if self.run.world.size == 1:
+        if self.run.world.size == 1 or dim == "alone":
             return process_group.Alone()
         if dim == "world":
             return process_group.TorchCollectives(dist.group.WORLD, self.run.device)
         if dim == "control":
             control = process_group.control_group(self.run.config.process_group.timeout)
             return process_group.TorchCollectives(control, torch.device("cpu"))
-        raise ConfigError(f"this run has no mesh dimension {dim!r}; it has world and control")
+        mesh, names = self.run.mesh, tuple(dim.split("+"))
+        known = mesh.names() if mesh else ()
+        if mesh is None or not set(names) <= set(known):
+            has = ", ".join(("world", "control", "alone", *known))
+            raise ConfigError(f"this run has no mesh dimension {dim!r}; it has {has}")
+        along = mesh.device_mesh[names]._flatten(dim)
+        return process_group.TorchCollectives(along.get_group(), self.run.device)
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -172,8 +189,8 @@ class Base:
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
         if num_items is None:
             return
-        # Averaged over readers already. Without any item gradients are zero, and stay so.
-        scale = self.run.topology.readers / torch.where(num_items > 0, num_items, 1.0)
+        # Averaged over ranks already. Without any item gradients are zero, and stay so.
+        scale = self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0)
         gradients = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
         torch._foreach_mul_(gradients, scale)
 

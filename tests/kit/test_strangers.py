@@ -32,6 +32,7 @@ def describe(found: Found) -> str:
         ("late+replicas", "2,3", "1,2"),
         ("lazy+replicas", "1,2,3", "1"),
         ("sim+pair", "3", "1,2"),
+        ("native+grid", "3,4", "2,4"),
         ("early", "0,1", "1"),
     ],
 )

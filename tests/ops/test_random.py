@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import ranks
 
-from accel_core import ConfigError, World, set_seed
+from accel_core import ConfigError, Topology, World, set_seed
 from accel_core.native.process_group import Alone
 from accel_core.random import synchronize_rng_state, synchronize_rng_states
 
@@ -42,11 +42,11 @@ def test_a_run_seeds_by_its_hook():
     seeds = []
     run = SimpleNamespace(
         world=World(rank=3, size=4),
-        topology="topology",
+        topology=Topology(reader=3, readers=4),
         hooks=SimpleNamespace(seed=lambda *arguments: seeds.append(arguments)),
     )
     set_seed(10, device_specific=True, run=run)
-    assert seeds == [(13, "topology")]
+    assert seeds == [(13, run.topology)]
 
 
 def test_deterministic_algorithms_are_asked_of_torch():

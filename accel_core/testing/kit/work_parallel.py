@@ -195,7 +195,7 @@ def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
     counts.append(_reductions())
     gradients.append(_gradients(accelerator.unwrap_model(model)))
     accelerator.end_training()
-    return {"gradients": gradients, "reductions": counts}
+    return {"reader": accelerator.run.topology.reader, "gradients": gradients, "reductions": counts}
 
 
 def _gradients(model: nn.Module) -> list[float]:
@@ -216,14 +216,14 @@ def _reductions() -> int | None:
 
 
 def apart(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LocalSGD` leaves apart, and what it averages: weights that are set to the rank."""
+    """What `LocalSGD` leaves apart, and what it averages: weights that are set to the reader."""
     accelerator = make(arguments)
-    rank = accelerator.process_index
+    reader = accelerator.run.topology.reader
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.full((2, FEATURES), rank + 1.0, device=accelerator.device)
+    x = torch.full((2, FEATURES), reader + 1.0, device=accelerator.device)
     y = torch.zeros(2, dtype=torch.int64, device=accelerator.device)
-    found: dict[str, Any] = {"ranks": accelerator.run.collectives(accelerator.run.topology.loss_dim).size}
+    found: dict[str, Any] = {"reader": reader}
     with LocalSGD(accelerator, model, 2) as local:
         accelerator.backward(cross_entropy(model(x).float(), y))
         optimizer.step()
@@ -231,7 +231,7 @@ def apart(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found["stepped"] = weights(accelerator.unwrap_model(model))
         with torch.no_grad():
             for parameter in accelerator.unwrap_model(model).parameters():
-                parameter.fill_(rank)
+                parameter.fill_(reader)
         found["before"] = weights(accelerator.unwrap_model(model))[0]
         local.step()
         found["after"] = weights(accelerator.unwrap_model(model))

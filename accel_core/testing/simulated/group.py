@@ -45,6 +45,14 @@ class SimulatedGroup(dist.ProcessGroup):
         """The name it is registered under."""
         return "simulated"
 
+    def _set_group_name(self, name: Any) -> None:
+        self.inner._set_group_name(name)
+
+    @property
+    def group_name(self) -> Any:
+        """How torch's meshes find it."""
+        return self.inner.group_name
+
 
 def _forward(operation: str) -> Any:
     from accel_core.testing.simulated.device import unwrap

@@ -3,6 +3,7 @@
 late: the device reduces gradients itself, when the window ends (as lazy devices do).
 lazy: the device must be told before the host reads, and notices when core reads unannounced.
 pair: several processes read the same share of the data (as tensor parallelism does).
+grid: some do, by a mesh of two dimensions, of which core knows one.
 absent: made for hardware that is not here; checked on the simulated device, under its own name.
 early: the vendor's library reads its variable when it is imported, and never again.
 """
@@ -62,3 +63,4 @@ ABSENT = device(
 EARLY = device("early", launch="strangers.light:Launch")
 REPLICAS = strategy("replicas")
 PAIR = strategy("pair")
+GRID = strategy("grid")

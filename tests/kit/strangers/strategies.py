@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel_core import Topology, hooks, implements
+from accel_core import MeshDim, hooks, implements
 
 
 class Replicas:
@@ -30,34 +30,22 @@ class Replicas:
 class Pair(Replicas):
     """All processes are one reader: each sees every batch, and averages with itself."""
 
-    @implements(hooks.data_topology)
-    def data_topology(self, world):
-        return Topology(reader=0, readers=1, loss_dim="mine", gather_dim="mine")
-
-    @implements(hooks.collectives)
-    def collectives(self, dim):
-        return Mine() if dim == "mine" else self.below.collectives(dim)
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config, world):
+        return [MeshDim("twin", -1, 150, "model")]
 
 
-class Mine:
-    """A group of this process alone."""
+class Grid(Replicas):
+    """Neighbours are one reader. Gradients are averaged over readers when the window ends."""
 
-    rank, size = 0, 1
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config, world):
+        return [MeshDim("neighbour", min(2, world.size), 250, "model"), MeshDim("dp_replicate", -1)]
 
-    def all_reduce(self, tensor, operation="sum"):
-        return tensor
-
-    def all_gather(self, tensor):
-        return tensor
-
-    def broadcast(self, tensor, source=0):
-        return tensor
-
-    def all_gather_object(self, value):
-        return [value]
-
-    def broadcast_object(self, value, source=0):
-        return value
-
-    def barrier(self):
-        return None
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        group = self.run.collectives(self.run.topology.loss_dim)
+        for parameter in unit.named_parameters().values():
+            if parameter.grad is not None:
+                group.all_reduce(parameter.grad, "mean")
+        self.below.reduce_gradients(unit, num_items)

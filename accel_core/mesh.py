@@ -1,0 +1,156 @@
+"""The device mesh: dimensions that plugins declare, put together by arithmetic, and what follows for data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+from attrs import Factory, field, frozen
+
+from accel_core.errors import ConfigError
+from accel_core.world import Topology
+
+__all__ = ["Mesh", "MeshDim", "arrange"]
+
+Splits = Literal["samples", "tokens", "model"]
+
+RESERVED: Final[Mapping[str, tuple[int, Splits]]] = {
+    "pp": (100, "model"),
+    "dp_replicate": (200, "samples"),
+    "dp_shard": (300, "samples"),
+    "cp": (400, "tokens"),
+    "tp": (500, "model"),
+    "ep": (600, "samples"),
+}
+
+
+@frozen
+class MeshDim:
+    """One dimension of a device mesh.
+
+    size: ranks along it; -1 takes what the others leave.
+    position: orders dimensions, outermost (slowest varying rank) first.
+    splits: what ranks along it have different parts of. `samples`: each reads other samples. `tokens`:
+        they read the same samples, and each has a part of them and of their loss. `model`: they read
+        the same samples and have the same loss.
+
+    The reserved names have both: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples, cp 400
+    tokens, tp 500 model, ep 600 samples. Any other name must say both.
+    """
+
+    name: str
+    size: int
+    position: int = field(default=Factory(lambda self: self._reserved()[0], takes_self=True))
+    splits: Splits = field(default=Factory(lambda self: self._reserved()[1], takes_self=True))
+
+    def __attrs_post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name in ("world", "control", "alone"):
+            raise ConfigError(f"a mesh dimension cannot be called {self.name!r}\ngive it another name")
+        if self.name in RESERVED and RESERVED[self.name] != (self.position, self.splits):
+            raise ConfigError(
+                f"mesh dimension {self.name!r} is at {self.position} and splits {self.splits}, but this name"
+                f" is reserved for {RESERVED[self.name]}\nleave both out, or give it another name"
+            )
+        if self.size < 1 and self.size != -1:
+            raise ConfigError(
+                f"mesh dimension {self.name!r} has size {self.size}\ngive it 1 or more, or -1 for the rest"
+            )
+
+    def _reserved(self) -> tuple[int, Splits]:
+        if self.name not in RESERVED:
+            raise ConfigError(
+                f"mesh dimension {self.name!r} says no position or not what it splits, and is none of"
+                f" {', '.join(RESERVED)}\ngive it both: MeshDim(name, size, position, splits)"
+            )
+        return RESERVED[self.name]
+
+
+def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
+    """The dimensions outermost first, none of size -1, their product `ranks`.
+
+    Two equal ones count once. What is left where none splits samples and none is -1 is `dp_replicate`:
+    ranks that no dimension speaks of read different data, as they do without a mesh.
+
+    Raises:
+        ConfigError: the product is not `ranks`, or two have one name or position; shows every factor.
+    """
+    order = sorted(dict.fromkeys(dims), key=lambda dim: dim.position)
+    for one, other in pairwise(order):
+        if one.name == other.name or one.position == other.position:
+            raise ConfigError(
+                f"two mesh dimensions cannot be told apart: {one} and {other}\n"
+                "give them one size, or configure only one of them"
+            )
+    if ranks > 1 and order and not any(dim.size == -1 or dim.splits == "samples" for dim in order):
+        return arrange([*order, MeshDim("dp_replicate", -1)], ranks)
+    fixed = math.prod(dim.size for dim in order if dim.size != -1)
+    open_dims = [dim for dim in order if dim.size == -1]
+    if len(open_dims) > 1 or ranks % fixed or (order and not open_dims and fixed != ranks):
+        raise _refusal(order, fixed, ranks)
+    sizes = [ranks // fixed if dim.size == -1 else dim.size for dim in order]
+    return tuple(
+        MeshDim(dim.name, size, dim.position, dim.splits) for dim, size in zip(order, sizes, strict=True)
+    )
+
+
+def _refusal(order: Sequence[MeshDim], fixed: int, ranks: int) -> ConfigError:
+    factors = " × ".join(f"{dim.name} {'-1' if dim.size == -1 else dim.size}" for dim in order)
+    if sum(dim.size == -1 for dim in order) > 1:
+        return ConfigError(
+            f"the mesh {factors} leaves the rest of world {ranks} to two dimensions\n"
+            "give all sizes but one, or only one of them -1"
+        )
+    return ConfigError(
+        f"the mesh {factors} = {fixed}{' × the rest' if '-1' in factors else ''}, world {ranks}\n"
+        f"make the product {ranks} (a size of -1 takes the rest), or start {fixed} processes"
+        f"{' or a multiple' if '-1' in factors else ''}"
+    )
+
+
+@frozen(eq=False)
+class Mesh:
+    """The ranks of a run as a grid, as this rank sees it.
+
+    dims: as `arrange` gives them. device_mesh: torch's DeviceMesh with dimensions of these names, or
+    whatever else the stack's `build_mesh` works with.
+    """
+
+    dims: tuple[MeshDim, ...]
+    rank: int
+    device_mesh: Any
+
+    def size(self, *names: str) -> int:
+        """Ranks along these dimensions together; one that the mesh does not have counts as 1."""
+        return math.prod(dim.size for dim in self.dims if dim.name in names)
+
+    def index(self, *names: str) -> int:
+        """This rank's number along these dimensions together, the outermost varying slowest."""
+        rest, index, stride = self.rank, 0, 1
+        for dim in reversed(self.dims):
+            rest, at = divmod(rest, dim.size)
+            if dim.name in names:
+                index, stride = index + at * stride, stride * dim.size
+        return index
+
+    def names(self, *splits: Splits) -> tuple[str, ...]:
+        """The dimensions that split one of these (none given: any), outermost first."""
+        return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
+
+    def topology(self) -> Topology:
+        """Who reads what: ranks that differ only in `tokens` and `model` dimensions read the same."""
+        samples, parts = self.names("samples"), self.names("samples", "tokens")
+        return Topology(
+            reader=self.index(*samples),
+            readers=self.size(*samples),
+            losses=self.size(*parts),
+            loss_dim=self._joined(parts),
+            gather_dim=self._joined(samples),
+        )
+
+    def _joined(self, names: Sequence[str]) -> str:
+        """The name of the collectives along these dimensions."""
+        real = [dim.name for dim in self.dims if dim.size > 1]
+        mine = [name for name in real if name in names]
+        return "world" if mine == real else "+".join(mine) or "alone"

@@ -1,0 +1,214 @@
+"""Meshes by arithmetic: sizes, order, who reads what; and the same, asked of torch in four processes."""
+
+from __future__ import annotations
+
+import math
+
+import mesh_job
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_core import ConfigError, Mesh, MeshDim, World, arrange
+from accel_core.testing.processes import run_processes
+
+NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def said(*dims, world):
+    with pytest.raises(ConfigError) as caught:
+        arrange([MeshDim(name, size) for name, size in dims], world)
+    return str(caught.value)
+
+
+@st.composite
+def grids(draw):
+    """Dimensions in any order, one of them perhaps -1, and the world they fill."""
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
+    dims = [MeshDim(name, draw(st.sampled_from((1, 2, 3, 4)))) for name in names]
+    if draw(st.booleans()):
+        splits = draw(st.sampled_from(("samples", "tokens", "model")))
+        dims.append(MeshDim("strange", draw(st.integers(1, 3)), draw(st.integers(0, 9)) * 100 + 50, splits))
+    if not any(dim.splits == "samples" for dim in dims):
+        dims.append(MeshDim("dp_shard", 2))
+    world = math.prod(dim.size for dim in dims)
+    rest = draw(st.sampled_from([None, *range(len(dims))]))
+    if rest is not None:
+        dim = dims[rest]
+        dims[rest] = MeshDim(dim.name, -1, dim.position, dim.splits)
+    return draw(st.permutations(dims)), world
+
+
+def meshes(dims, world):
+    return [Mesh(arrange(dims, world), rank, None) for rank in range(world)]
+
+
+@given(grids())
+def test_sizes_fill_the_world_in_the_order_of_positions(grid):
+    dims, world = grid
+    arranged = arrange(dims, world)
+    assert math.prod(dim.size for dim in arranged) == world
+    assert [dim.position for dim in arranged] == sorted(dim.position for dim in dims)
+    assert arrange(arranged, world) == arranged
+
+
+@given(grids())
+def test_every_rank_has_a_place_of_its_own_counted_from_the_inside(grid):
+    ranks = meshes(*grid)
+    names = ranks[0].names()
+    assert [mesh.index(*names) for mesh in ranks] == list(range(grid[1]))
+    for name in names:
+        stride = math.prod(dim.size for dim in ranks[0].dims[names.index(name) + 1 :])
+        assert [mesh.index(name) for mesh in ranks] == [
+            rank // stride % ranks[0].size(name) for rank in range(grid[1])
+        ]
+
+
+@given(grids())
+def test_each_reader_is_read_by_equally_many_ranks_which_differ_in_no_sample(grid):
+    ranks = meshes(*grid)
+    topologies = [mesh.topology() for mesh in ranks]
+    readers = topologies[0].readers
+    numbers = [topology.reader for topology in topologies]
+    assert [numbers.count(reader) for reader in range(readers)] == [grid[1] // readers] * readers
+    for mesh, topology in zip(ranks, topologies, strict=True):
+        assert topology.readers == mesh.size(*mesh.names("samples"))
+        assert topology.losses == topology.readers * mesh.size(*mesh.names("tokens"))
+
+
+def test_ranks_that_no_dimension_speaks_of_read_other_data():
+    assert arrange([MeshDim("cp", 2)], 8) == (MeshDim("dp_replicate", 4), MeshDim("cp", 2))
+
+
+def test_a_mesh_of_nothing_is_none():
+    assert arrange([], 8) == ()
+
+
+def test_two_plugins_may_mean_the_same_dimension():
+    assert arrange([MeshDim("cp", 2), MeshDim("cp", 2)], 2) == (MeshDim("dp_replicate", 1), MeshDim("cp", 2))
+
+
+def test_what_does_not_fill_the_world_spells_every_factor():
+    text = said(("dp_replicate", 2), ("tp", 2), ("dp_shard", 3), world=8)
+    assert text == (
+        "the mesh dp_replicate 2 × dp_shard 3 × tp 2 = 12, world 8\n"
+        "make the product 8 (a size of -1 takes the rest), or start 12 processes"
+    )
+
+
+def test_a_rest_that_is_no_whole_number_spells_every_factor():
+    text = said(("dp_shard", -1), ("tp", 3), world=8)
+    assert text == (
+        "the mesh dp_shard -1 × tp 3 = 3 × the rest, world 8\n"
+        "make the product 8 (a size of -1 takes the rest), or start 3 processes or a multiple"
+    )
+
+
+def test_one_dimension_takes_the_rest():
+    text = said(("dp_shard", -1), ("dp_replicate", -1), world=8)
+    assert text.startswith("the mesh dp_replicate -1 × dp_shard -1 leaves the rest of world 8 to two")
+
+
+def test_one_name_with_two_sizes_is_refused():
+    assert "cannot be told apart" in said(("tp", 2), ("tp", 4), world=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("tp", 0), "size 0"),
+        (("mine", 2), "none of pp, dp_replicate, dp_shard, cp, tp, ep"),
+        (("mine", 2, 150), "or not what it splits"),
+        (("tp", 2, 501), "reserved for"),
+        (("world", 2, 150, "model"), "cannot be called 'world'"),
+        (("a+b", 2, 150, "model"), "cannot be called 'a+b'"),
+    ],
+)
+def test_a_dimension_that_means_nothing_is_refused(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        MeshDim(*arguments)
+    assert words in str(caught.value)
+
+
+# -- in processes ----------------------------------------------------------------------------------
+
+GRID = ("odd 2 250 model", "dp_replicate 2")
+
+
+@pytest.fixture
+def grid(toy_plugin):
+    toy_plugin("grid", source=mesh_job.CARD)
+    toy_plugin("other", source=mesh_job.CARD.replace("grid", "other"))
+
+
+def run(function, *dims, world=4, **environment):
+    variables = {"ACCEL__STRATEGY": "grid", "GRID": ",".join(dims), **environment}
+    return run_processes(function, world=world, environment=variables, timeout=60)
+
+
+def test_no_dimension_no_mesh(grid):
+    assert run(mesh_job.shape, world=2) == [None, None]
+
+
+def test_a_world_of_one_has_no_mesh_and_sizes_must_fit(grid):
+    assert run(mesh_job.shape, "dp_shard -1", "tp 1", world=1) == [None]
+    with pytest.raises(AssertionError, match="tp 2 = 2, world 1"):
+        run(mesh_job.shape, "tp 2", world=1)
+
+
+def test_the_mesh_is_torchs_and_the_units_too(grid):
+    assert run(mesh_job.shape, *GRID) == [(("dp_replicate", 2), ("odd", 2))] * 4
+
+
+def test_collectives_run_along_a_dimension_and_several(grid):
+    found = run(mesh_job.groups, "pp 1", "dp_replicate 2", "odd 2 250 model", "cp 2", world=8)
+    for rank, each in enumerate(found):
+        replica, odd, part = rank // 4, rank // 2 % 2, rank % 2
+        assert each["odd"] == [replica * 4 + at * 2 + part for at in (0, 1)]
+        assert each["gather"] == [at * 4 + odd * 2 + part for at in (0, 1)]
+        assert each["loss"] == [at * 4 + odd * 2 + more for at in (0, 1) for more in (0, 1)]
+        assert each["all"] == list(range(8))
+        assert each["alone"] == [rank]
+
+
+def test_an_unknown_dimension_names_those_there_are(grid):
+    with pytest.raises(AssertionError, match="no mesh dimension 'tp'; it has world, control, alone, dp_rep"):
+        run(mesh_job.unknown, *GRID)
+
+
+def test_ranks_of_one_reader_read_the_same_and_metrics_have_each_sample_once(grid):
+    for dispatch in ("0", "1"):
+        found = run(mesh_job.metrics, *GRID, DISPATCH=dispatch)
+        assert [each["seen"] for each in found] == [list(range(11))] * 4
+        assert found[0]["read"] == found[1]["read"] != found[2]["read"] == found[3]["read"]
+
+
+@pytest.mark.parametrize(
+    "dims", [GRID, ("cp -1",), ("dp_replicate 2", "cp 2"), ("dp_shard -1",), ("odd 4 5 model",)]
+)
+def test_items_count_once_whoever_shares_a_loss(grid, dims):
+    weights = run(mesh_job.items, *dims)
+    assert weights == [pytest.approx(mesh_job.plain_items())] * 4
+
+
+def test_a_specific_seed_is_that_of_the_reader(grid):
+    drawn = run(mesh_job.draws, *GRID)
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
+def test_another_strategy_reads_the_same_data_or_is_refused(grid):
+    assert run(mesh_job.beside, *GRID, OTHER="odd 2 350 model,dp_shard 2")[0] == (
+        ("dp_shard", 2),
+        ("odd", 2),
+    )
+    assert run(mesh_job.beside, *GRID, OTHER="")[0] is None
+    with pytest.raises(AssertionError, match="strategy 'other' wants rank . to be reader . of 4"):
+        run(mesh_job.beside, *GRID, OTHER="dp_shard -1")
+
+
+def test_the_run_explains_its_mesh(grid):
+    assert "  mesh: dp_replicate 2 × odd 2" in run(mesh_job.explained, *GRID)[0]
+
+
+def test_a_world_is_all_a_mesh_needs():
+    assert Mesh(arrange([MeshDim("tp", 2)], 2), World(rank=1, size=2).rank, None).topology().reader == 0
