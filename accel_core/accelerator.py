@@ -246,6 +246,22 @@ class Accelerator:
         self._accumulations.clear()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
+    def model_init_context(
+        self, *, strategy: str | None = None, name: str | None = None
+    ) -> AbstractContextManager[Any]:
+        """A context in which to build a model too large to be built whole; `prepare` it afterwards.
+
+        What is done there is the strategy's business: weights on the meta device, or in parts. Collective.
+
+        Args:
+            strategy: of the unit that the model will be prepared for; default: the run's.
+            name: of that unit.
+        """
+        context: AbstractContextManager[Any] = self.run.make_unit(name, strategy).hooks.model_init_context(
+            name
+        )
+        return context
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:

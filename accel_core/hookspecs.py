@@ -286,6 +286,15 @@ def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Op
     """
 
 
+@everyone
+def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
+    """Where the user builds models that are too large to be built whole: on the meta device, in parts.
+
+    Entered by `accelerator.model_init_context`, before the unit (whose name is None, if not yet known) is
+    prepared, on all ranks; may be collective. What it leaves out, `wrap_model` has to make good.
+    """
+
+
 @wrapper("model")
 def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
     """Change the model in one of `PHASES`, in place or by giving another; as it is in all others.

@@ -1,0 +1,219 @@
+"""fsdp_version 1: torch's FullyShardedDataParallel. A group's weights are one flat vector, cut evenly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from accel_core import flat_range, hooks, implements
+from accel_fsdp.precision import mixed_precision
+from accel_fsdp.strategy import FullyShardedDataParallel
+from accel_fsdp.wrapping import ignored, replace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_core import Leaf, OptimizerState, RunConfig, Unit
+
+__all__ = ["Flat"]
+
+
+class Flat(FullyShardedDataParallel):
+    """`FullyShardedDataParallel` around each group; the model's own parameters are views of its vector."""
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        reasons = list(super().refuse(config))
+        if self.config.cpu_offload and self.run.device.type == "cpu":
+            reasons.append(
+                "fsdp.cpu_offload: fsdp_version 1 pins memory for an accelerator, and this run"
+                " trains on the CPU\nleave it out, or set fsdp.fsdp_version: 2"
+            )
+        return reasons
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
+        """Collective."""
+        arguments = self._arguments(model)
+        wrapped = model
+        for group in self.prepare_groups(model):
+            self.materialize(group)
+            with warnings.catch_warnings():
+                # Said of NO_SHARD, and in a world of one.
+                warnings.filterwarnings("ignore", ".*NO_SHARD.*")
+                wrapped = FSDP(group.module, **arguments)
+            if group.module is not model:
+                replace(model, group.module, wrapped)
+        kind = StateDictType[self.config.state_dict_type or "FULL_STATE_DICT"]
+        configs = (self.config.state_dict_config, self.config.optim_state_dict_config)
+        FSDP.set_state_dict_type(wrapped, kind, *configs)
+        return wrapped
+
+    def _arguments(self, model: nn.Module) -> dict[str, Any]:
+        config, strategy = self.config, self.config.strategy
+        optional = {
+            "backward_prefetch": config.backward_prefetch
+            and (
+                None
+                if config.backward_prefetch == "NO_PREFETCH"
+                else BackwardPrefetch[config.backward_prefetch]
+            ),
+            "forward_prefetch": config.forward_prefetch,
+        }
+        given = {key for key in optional if getattr(config, key) is not None}
+        return {
+            "device_mesh": self.mesh,
+            "sharding_strategy": ShardingStrategy[
+                f"_{strategy}" if strategy == "HYBRID_SHARD_ZERO2" else strategy
+            ],
+            "cpu_offload": CPUOffload(offload_params=config.cpu_offload),
+            "mixed_precision": mixed_precision(config, self.run),
+            "ignored_modules": ignored(model, config),
+            "device_id": self.run.device,
+            "limit_all_gathers": config.limit_all_gathers,
+            "use_orig_params": True,
+            **{key: optional[key] for key in given},
+        }
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+        inner: nn.Module = model.module if isinstance(model, FSDP) else model
+        unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
+        return unwrapped
+
+    @implements(hooks.no_sync)
+    def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        return _all(model.no_sync() for model in models if isinstance(model, FSDP))
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> GradScaler | None:
+        if self.below.grad_scaler(unit) is None:
+            return None
+        # Gradients are plain tensors, each rank's its own: an overflow has to be told to all.
+        group: Any = self.mesh.get_group(self.mesh.ndim - 1)
+        return ShardedGradScaler(
+            self.run.device.type, process_group=group, **self.run.config.grad_scaler.to_kwargs()
+        )
+
+    @implements(hooks.clip_grad_norm)
+    def clip_grad_norm(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> Tensor:
+        parts = _parts(unit)
+        gradients = [p.grad for p in parameters if p.grad is not None and p in parts]
+        total = nn.utils.get_total_norm(gradients, norm_type).to(self.run.device)
+        finite = norm_type != float("inf")
+        total = total**norm_type if finite else total
+        dist.all_reduce(
+            total,
+            dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX,
+            group=self.mesh.get_group(self.mesh.ndim - 1),
+        )
+        others = [p.grad for p in parameters if p.grad is not None and p not in parts]
+        rest = nn.utils.get_total_norm(others, norm_type).to(self.run.device)
+        total = (total + rest**norm_type) ** (1 / norm_type) if finite else torch.maximum(total, rest)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    @implements(hooks.model_state)
+    def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
+        parts, parameters = _parts(unit), unit.named_parameters()
+        return {
+            name: self._leaf(leaf, parts.get(parameters.get(name)))  # type: ignore[arg-type]
+            for name, leaf in self.below.model_state(unit).items()
+        }
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        state: OptimizerState = self.below.optimizer_state(unit, optimizer)
+        parts, parameters = _parts(unit), unit.named_parameters()
+        leaves = {
+            key: self._leaf(leaf, parts.get(parameters[key.rpartition("/")[0]]))
+            for key, leaf in state.leaves.items()
+        }
+        return evolve(state, leaves=leaves)
+
+    @implements(hooks.iter_weights)
+    def iter_weights(
+        self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        def ready(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(to, dtype if tensor.is_floating_point() else None)
+
+        parts, names = _parts(unit), {p: name for name, p in unit.named_parameters().items()}
+        for module in _modules(unit):
+            mine = [p for p in _parameters(module) if p in parts]
+            with FSDP.summon_full_params(module, recurse=False, writeback=False):
+                found = [(names[p], ready(p).clone()) for p in mine]
+            yield from found
+        for name, leaf in self.below.model_state(unit).items():
+            if unit.named_parameters().get(name) not in parts:
+                yield name, ready(leaf.shards[0][1])
+
+    @implements(hooks.full_parameters)
+    def full_parameters(
+        self, unit: Unit, names: Sequence[str], writeback: bool
+    ) -> AbstractContextManager[Any]:
+        wanted = {unit.named_parameters()[name] for name in names}
+        holding = [module for module in _modules(unit) if wanted.intersection(_parameters(module))]
+        return _all(FSDP.summon_full_params(module, recurse=False, writeback=writeback) for module in holding)
+
+    def _leaf(self, leaf: Leaf, part: tuple[Sequence[int], int] | None) -> Leaf:
+        """A parameter's leaf, or one like it: the range of the whole that this rank has."""
+        if part is None or leaf.kind != "like_param":
+            return leaf
+        shape, start = part
+        hybrid = self.mesh.ndim > 1
+        return flat_range(leaf.shards[0][1].flatten(), shape, start, replicated=hybrid)
+
+
+def _modules(unit: Unit) -> list[FSDP]:
+    """The wrapped modules that hold parameters of their own."""
+    return [
+        module
+        for model in unit.wrapped
+        if isinstance(model, FSDP)
+        for module in FSDP.fsdp_modules(model)
+        if module._handle is not None
+    ]
+
+
+def _parameters(module: FSDP) -> list[nn.Parameter]:
+    flat: Any = module._handle.flat_param  # type: ignore[union-attr]
+    return list(flat._params)
+
+
+def _parts(unit: Unit) -> dict[nn.Parameter, tuple[Sequence[int], int]]:
+    """Sharded parameter -> shape of the whole, and where in it, flattened, this rank's part begins."""
+    found = {}
+    for module in _modules(unit):
+        handle: Any = module._handle
+        if handle.uses_sharded_strategy:
+            flat = handle.flat_param
+            for parameter, shape, shard in zip(
+                flat._params, flat._shapes, flat._shard_param_infos, strict=True
+            ):
+                found[parameter] = (shape, shard.intra_param_start_idx or 0)
+    return found
+
+
+@contextmanager
+def _all(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

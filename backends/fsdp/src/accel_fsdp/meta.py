@@ -1,0 +1,81 @@
+"""How a group's weights come to be: from the meta device, from rank 0, on the device they train on.
+
+One group at a time, just before it is sharded: a rank never holds more whole weights than those.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
+    from accel_fsdp.wrapping import Group
+
+__all__ = ["init_context", "materialize"]
+
+
+def init_context(config: FullyShardedDataParallelPlugin, mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """Where models are built: on the meta device, but for the rank that loads for all of its mesh."""
+    loads = config.cpu_ram_efficient_loading and _is_first(mesh)
+    return nullcontext() if loads else torch.device("meta")
+
+
+def materialize(
+    group: Group, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Give the group's tensors storage on the device and first values. Collective, if it syncs."""
+    waits = config.cpu_ram_efficient_loading and not _is_first(mesh)
+    for module in group.modules:
+        empty = [tensor for tensor in _own(module) if tensor.is_meta]
+        for tensor in empty:
+            _swap(tensor, torch.empty_like(tensor, device=device))
+        if empty and not waits:
+            _initialize(module, config, group)
+    for tensor in dict.fromkeys(tensor for module in group.modules for tensor in _own(module)):
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+        if config.syncs:
+            _broadcast(tensor.detach(), mesh)
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    return not any(mesh.get_coordinate() or ())
+
+
+def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for dim in range(mesh.ndim):
+        dist.broadcast(local, group=mesh.get_group(dim), group_src=0)
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+
+
+def _swap(tensor: Tensor, real: Tensor) -> None:
+    # The same object goes on, so that ties and optimizers hold.
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, real)
+
+
+def _initialize(module: nn.Module, config: FullyShardedDataParallelPlugin, group: Group) -> None:
+    fill = config.param_init_fn or getattr(type(module), "reset_parameters", None)
+    if fill is None:
+        raise AccelError(
+            f"{group.name or 'the model'}: a {type(module).__name__} was built on the meta device and has no"
+            " reset_parameters, so nobody knows its first weights\n"
+            "give fsdp.param_init_fn, or load them on rank 0 with fsdp.cpu_ram_efficient_loading: true"
+        )
+    fill(module)

@@ -1,0 +1,186 @@
+"""fsdp_version 2: torch's fully_shard. Parameters become DTensors in place; the model stays the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from accel_core import hooks, implements
+from accel_fsdp.precision import mixed_precision
+from accel_fsdp.strategy import FullyShardedDataParallel
+from accel_fsdp.wrapping import ignored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from accel_core import Leaf, OptimizerState, Unit
+
+__all__ = ["Sharded"]
+
+
+class Sharded(FullyShardedDataParallel):
+    """`fully_shard` of each group."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
+        """Collective."""
+        arguments: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.config.reshards,
+            "mp_policy": mixed_precision(self.config, self.run),
+            "offload_policy": self._offload(),
+            "ignored_params": {p for module in ignored(model, self.config) for p in module.parameters()},
+        }
+        made = []
+        for group in self.prepare_groups(model):
+            self.materialize(group)
+            made.append(fully_shard(group.module, **arguments))
+        if self.config.forward_prefetch:
+            _prefetch_in_order(model, made[:-1])
+        if self.config.state_dict_type == "FULL_STATE_DICT":
+            _give_whole_state_dicts(model)
+        return model
+
+    @implements(hooks.no_sync)
+    def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        return _quiet([module for model in models for module in _sharded(model)])
+
+    @implements(hooks.clip_grad_norm)
+    def clip_grad_norm(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> Tensor:
+        norm: Tensor = self.below.clip_grad_norm(unit, parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # -- state: sharded parameters, whatever a forward has left unsharded ---------------------------
+
+    @implements(hooks.model_state)
+    def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
+        _reshard(unit)
+        state: Mapping[str, Leaf] = self.below.model_state(unit)
+        return state
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        _reshard(unit)
+        state: OptimizerState = self.below.optimizer_state(unit, optimizer)
+        return state
+
+    @implements(hooks.iter_weights)
+    def iter_weights(
+        self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        leaves = self.model_state(unit)
+        parameters = unit.named_parameters()
+        for name, leaf in leaves.items():
+            tensor = whole(parameters[name] if name in parameters else leaf.shards[0][1])
+            yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
+
+    @implements(hooks.full_parameters)
+    def full_parameters(
+        self, unit: Unit, names: Sequence[str], writeback: bool
+    ) -> AbstractContextManager[Any]:
+        _reshard(unit)
+        wanted = {unit.named_parameters()[name] for name in names}
+        return _whole(unit.models, wanted, writeback=writeback)
+
+    def _offload(self) -> OffloadPolicy:
+        # torch pins memory for an accelerator, and raises where there is none.
+        return (
+            CPUOffloadPolicy(pin_memory=self.run.device.type != "cpu")
+            if self.config.cpu_offload
+            else OffloadPolicy()
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor. Collective."""
+    data: Any = tensor.detach()
+    found: Tensor = data.full_tensor() if isinstance(data, DTensor) else data
+    return found
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(unit: Unit) -> None:
+    for model in unit.models:
+        for module in _sharded(model):
+            module.reshard()
+
+
+@contextmanager
+def _quiet(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def _whole(models: Sequence[nn.Module], wanted: set[nn.Parameter], *, writeback: bool) -> Iterator[None]:
+    places = [
+        (module._parameters, name, parameter)
+        for model in models
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in wanted
+    ]
+    stand_ins = {parameter: nn.Parameter(whole(parameter), parameter.requires_grad) for parameter in wanted}
+    for table, name, parameter in places:
+        table[name] = stand_ins[parameter]
+    try:
+        yield
+    finally:
+        for table, name, parameter in places:
+            table[name] = parameter
+        if writeback:
+            _write_back(stand_ins)
+
+
+@torch.no_grad()
+def _write_back(stand_ins: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, tensor in stand_ins.items():
+        parameter.copy_(_like(tensor.detach(), parameter))
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, as the parameter is sharded. Not collective."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    where = tensor.to(parameter.device)
+    return distribute_tensor(where, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _prefetch_in_order(model: nn.Module, made: Sequence[FSDPModule]) -> None:
+    order = [module for module in _sharded(model) if module in made]
+    for module, following in pairwise(order):
+        module.set_modules_to_forward_prefetch([following])
+
+
+def _give_whole_state_dicts(model: nn.Module) -> None:
+    """`state_dict()` is collective then and gives whole tensors, which `load_state_dict` takes again."""
+
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, value in state.items():
+            state[name] = whole(value).cpu() if isinstance(value, DTensor) else value
+
+    def scatter(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if isinstance(state.get(prefix + name), torch.Tensor):
+                state[prefix + name] = _like(state[prefix + name], parameter)
+
+    model.register_state_dict_post_hook(gather)
+    model.register_load_state_dict_pre_hook(scatter)

@@ -1,0 +1,142 @@
+"""Strategy `fsdp`: what both versions of torch's FSDP have in common. `sharded` and `flat` are the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from accel_core import ConfigError, hooks, implements
+from accel_fsdp import alone, meta
+from accel_fsdp.config import FullyShardedDataParallelPlugin
+from accel_fsdp.precision import validate_mixed_precision_policy
+from accel_fsdp.wrapping import checkpointed, groups, ignored
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from accel_core import Run, RunConfig, Unit
+    from accel_fsdp.wrapping import Group
+
+__all__ = ["FullyShardedDataParallel", "strategy"]
+
+
+def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullyShardedDataParallel:
+    """The implementation of the version that the config asks for."""
+    config = config or FullyShardedDataParallelPlugin()
+    if config.fsdp_version == 1:
+        from accel_fsdp.flat import Flat
+
+        return Flat(config, run)
+    from accel_fsdp.sharded import Sharded
+
+    return Sharded(config, run)
+
+
+class FullyShardedDataParallel:
+    """Each rank holds a part of every weight. Also in a world of one, which has a group of its own."""
+
+    below: Any
+
+    def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
+        self.config = config
+        self.run = run
+        self._mesh: DeviceMesh | None = None
+        self._groups: WeakKeyDictionary[nn.Module, list[Group]] = WeakKeyDictionary()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that share a model: one dimension to shard over, or one to replicate over before it."""
+        if self._mesh is None:
+            if not dist.is_initialized():
+                alone.join(self.run)
+            world, local = self.run.world.size, self.run.world.local_size
+            hybrid = self.config.strategy.startswith("HYBRID")
+            shape = (world // local, local) if hybrid else (world,)
+            names = ("dp_replicate", "dp_shard")[-len(shape) :]
+            self._mesh = init_device_mesh(self.run.device.type, shape, mesh_dim_names=names)
+        return self._mesh
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        try:
+            validate_mixed_precision_policy(self.config)
+        except ConfigError as error:
+            return [str(error)]
+        return []
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        whole = {p for model in models for module in ignored(model, self.config) for p in module.parameters()}
+        return [
+            *(reason for model in models if (reason := _trains_whole(model, whole))),
+            *(reason for each in optimizers if self.config.cpu_offload and (reason := _on_device_only(each))),
+        ]
+
+    @implements(hooks.model_init_context)
+    def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:
+        return meta.init_context(self.config, self.mesh)
+
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        if phase == "checkpoint" and self.config.activation_checkpointing:
+            return checkpointed(model, self.config)
+        return model
+
+    @implements(hooks.place_model)
+    def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+        # Groups are placed one by one, as they are sharded; what is ignored stays whole.
+        for module in ignored(model, self.config):
+            module.to(device)
+        return model
+
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit: Unit) -> NoReturn:
+        raise ConfigError(
+            f"unit {unit.name!r} is sharded by strategy {unit.strategy!r}: ranks have parts of one set of"
+            " weights, and none of their own to train apart and average\n"
+            "train it with strategy ddp, or without LocalSGD"
+        )
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        if self._mesh is not None:
+            self._mesh = None
+            alone.leave(self.run)
+
+    def prepare_groups(self, model: nn.Module) -> list[Group]:
+        """The model's groups."""
+        found = self._groups[model] = groups(model, self.config)
+        return found
+
+    def materialize(self, group: Group) -> None:
+        """Give a group's tensors storage and first values, the same on all ranks. Collective."""
+        meta.materialize(group, self.config, self.mesh, self.run.device)
+
+
+def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:
+    name = next((name for name, p in model.named_parameters() if p in whole and p.requires_grad), None)
+    if name is None:
+        return None
+    return (
+        f"{name} is in one of fsdp.ignored_modules, but requires a gradient, which nobody would reduce\n"
+        "freeze it with requires_grad_(False), or do not ignore its module"
+    )
+
+
+def _on_device_only(optimizer: Optimizer) -> str | None:
+    if not any(group.get("capturable") for group in optimizer.param_groups):
+        return None
+    return (
+        f"{type(optimizer).__name__}(capturable=True) steps on the device, but fsdp.cpu_offload keeps"
+        " parameters on the CPU\nmake it without capturable, or switch cpu_offload off"
+    )

@@ -1,0 +1,185 @@
+"""Which modules are sharded each by itself: the blocks, whose weights are gathered together."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.fsdp import wrap
+
+from accel_core import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
+
+__all__ = ["Group", "blocks", "checkpointed", "groups", "ignored"]
+
+
+@frozen(eq=False)
+class Group:
+    """A module that is sharded by itself, and what of it no module inside it is sharded with.
+
+    modules: itself and those inside it that are in no inner group.
+    """
+
+    name: str
+    module: nn.Module
+    modules: Sequence[nn.Module]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Its own, tied ones once."""
+        return list(dict.fromkeys(p for m in self.modules for p in m._parameters.values() if p is not None))
+
+
+def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Group]:
+    """The blocks and, last, the model around them; inner ones before outer ones.
+
+    Raises:
+        ConfigError: the policy names no module of this model, or parts tied weights.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    outermost = [_outermost(block, model) for block in blocks(model, config)]
+    roots = [*dict.fromkeys(outermost), model]
+    left = [module for module in ignored(model, config) for module in module.modules()]
+    taken: set[nn.Module] = {*left}
+    found = []
+    for root in sorted(roots, key=lambda module: -names[module].count(".") - (module is not model)):
+        mine = [module for module in root.modules() if module not in taken]
+        taken.update(mine)
+        found.append(Group(names[root], root, mine))
+    _refuse_parted(model, found)
+    return found
+
+
+def ignored(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules that stay whole.
+
+    Raises:
+        ConfigError: the pattern matches none.
+    """
+    given: Any = config.ignored_modules
+    if given is None:
+        return []
+    if not isinstance(given, str):
+        return list(given)
+    named = dict(model.named_modules())
+    found = [module for name, module in named.items() if name and re.fullmatch(given, name)]
+    if not found:
+        raise _no_match("fsdp.ignored_modules", given, named)
+    return found
+
+
+def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules inside the model that the wrap policy names, inner ones first."""
+    policy = _policy(model, config)
+    if policy is None:
+        return []
+    left = set(ignored(model, config))
+    if isinstance(policy, wrap._Policy):
+        chosen = policy._run_policy(model, left, {})
+        return [m for m in reversed(list(model.modules())) if m in chosen and m is not model]
+    found: list[nn.Module] = []
+
+    def note(module: nn.Module) -> nn.Module:
+        found.append(module)
+        return module
+
+    parameters = {p for module in left for p in module.parameters()}
+    wrap._recursive_wrap(model, policy, note, left, parameters, only_wrap_children=True)
+    return list(dict.fromkeys(found))
+
+
+def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn.Module:
+    """The model with each block's activations computed again in backward; a model without blocks whole."""
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        again = checkpoint_wrapper(module)
+        return offload_wrapper(again) if config.activation_checkpointing_offload else again
+
+    found = blocks(model, config)
+    for block in found:
+        replace(model, block, wrapped(block))
+    return model if found else wrapped(model)
+
+
+def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` stands in the model."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is old and module is not new:
+                setattr(module, name, new)
+
+
+def _policy(
+    model: nn.Module, config: FullyShardedDataParallelPlugin
+) -> Callable[..., Any] | wrap._Policy | None:
+    policy: Any = config.auto_wrap_policy
+    if policy is not None and not isinstance(policy, str):
+        found: Callable[..., Any] | wrap._Policy = policy
+        return found
+    if policy == "NO_WRAP":
+        return None
+    if config.min_num_params is not None:
+        return partial(wrap.size_based_auto_wrap_policy, min_num_params=config.min_num_params)
+    names = config.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or ())
+    if policy is None and not names:
+        return None
+    classes = {type(module) for module in model.modules()}
+    known = {each.__name__ for each in classes}
+    if not names:
+        raise _no_match("fsdp.transformer_cls_names_to_wrap", "nothing", known)
+    for name in names:
+        if name not in known and (config.transformer_cls_names_to_wrap or known.isdisjoint(names)):
+            raise _no_match("fsdp.transformer_cls_names_to_wrap", name, known)
+    wanted = {each for each in classes if each.__name__ in names}
+    return partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=wanted)
+
+
+def _outermost(block: nn.Module, model: nn.Module) -> nn.Module:
+    """The checkpointing around a block, which is gathered with it."""
+    for module in model.modules():
+        if isinstance(module, ActivationWrapper) and next(module.children()) is block:
+            return _outermost(module, model)
+    return block
+
+
+def _refuse_parted(model: nn.Module, found: Sequence[Group]) -> None:
+    """Tied weights that are sharded in two places would silently become two weights."""
+    home = {module: group for group in found for module in group.modules}
+    first: dict[nn.Parameter, tuple[str, Group]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if module not in home:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            before, group = first.setdefault(parameter, (full, home[module]))
+            if group is not home[module]:
+                raise ConfigError(
+                    f"{before} and {full} are one weight, but would be sharded apart: one with"
+                    f" {group.name or 'the model'}, one with {home[module].name or 'the model'}\n"
+                    "choose fsdp.auto_wrap_policy so that both are in one block, or both in none"
+                )
+
+
+def _no_match(option: str, asked: str, known: Iterable[str]) -> ConfigError:
+    names = sorted(filter(None, known))
+    near = difflib.get_close_matches(asked, names, 3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return ConfigError(
+        f"{option} {asked!r} matches nothing in this model{hint}\n"
+        f"it has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+    )
