@@ -1,4 +1,4 @@
-"""`accel plugins`: what is installed and whether it works here; `doctor` looks closer, `check` tests."""
+"""`accel plugins`: what is installed and whether it works here; `doctor`, `check` and `new` do more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from attrs import asdict, filters
 
+from accel_core.cli.new import new
 from accel_core.errors import AccelError, PluginError
 from accel_core.plugins import SLOTS, Discovery, Record, discover, load, near
 
@@ -35,8 +36,8 @@ CHOSEN: Final = {
 def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     """List the installed plugins.
 
-    --why explains the choice, `doctor` examines the installation of one plugin, and `check` runs
-    the conformance tests on it.
+    --why explains the choice, `doctor` examines the installation of one plugin, `check` runs the
+    conformance tests on it, and `new` writes one.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -45,6 +46,9 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
         print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
     else:
         print("\n".join(_explain(discovery) if why else table(discovery)))
+
+
+plugins.add_command(new)
 
 
 def _ordered(discovery: Discovery) -> list[Record]:

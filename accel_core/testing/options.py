@@ -24,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"
     )
     group.addoption(
+        "--accel-stand-in",
+        metavar="MODULE",
+        help="imported on the simulated device, for what else of the vendor's library is missing",
+    )
+    group.addoption(
         "--accel-partners",
         metavar="NAMES",
         help="strategies to exchange checkpoints with, besides native: a,b or '' (level 4)",

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from snippets import ROOT, Block, blocks, documents
+from snippets import ROOT, Block, blocks, documents, quoted_file
 
 KNOWN = {"", "sh", "sh dry-run", "sh install", "sh slow", "sh tox", "text", "python", "diff", "powershell"}
 TRAIN = """\
@@ -71,7 +71,7 @@ class Shell:
         """Put the projects that a `pip install ./FOLDER ...` names on the path, as pip would."""
         site = self.folder / "site"
         for name in re.findall(r"\./(\S+)", command):
-            _install(ROOT / name, site)
+            _install(self.folder / name, site)
         self.environment["PYTHONPATH"] = str(site)
         return ""
 
@@ -155,7 +155,7 @@ def quoted() -> list[Block]:
 
 @pytest.mark.parametrize("block", quoted(), ids=str)
 def test_what_a_page_quotes_stands_in_the_file_it_names(block: Block):
-    source = (ROOT / block.words[1]).read_text(encoding="utf-8")
+    source = quoted_file(block.words[1])
 
     for part in block.text.split("...\n"):
         assert part.strip("\n") in source

@@ -29,7 +29,7 @@ def is_public(module: str) -> bool:
 def test_there_are_packages_to_look_at() -> None:
     found = {source.parent.name for source in SOURCES}
 
-    assert {"accel_ddp", "accel_cuda", "accel_tensorboard", "accel_example_device"} <= found
+    assert {"accel_ddp", "accel_cuda", "accel_tensorboard"} <= found
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

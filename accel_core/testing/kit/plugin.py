@@ -41,6 +41,8 @@ class Kit:
     report_file: str | None
     report: Report
     _temporary: TemporaryDirectory[str]
+    stand_in: str | None = None
+    """A module that stands for the vendor's library in each process."""
     partners: Sequence[str] = ()
     """Strategies whose checkpoints are exchanged with the stack's."""
     readers: dict[int, int] = field(factory=dict)
@@ -70,6 +72,7 @@ class Kit:
             report_file=config.getoption("accel_report"),
             report=Report(stack=stack, worlds=worlds),
             temporary=temporary,
+            stand_in=config.getoption("accel_stand_in"),
             partners=_partners(config.getoption("accel_partners"), stack),
         )
 
@@ -165,7 +168,7 @@ class Kit:
         device = self.tested.plugins.get("device")
         simulate = None
         if self.tested.simulate is not None and device is not None:
-            simulate = (device.name, self.tested.simulate)
+            simulate = (device.name, self.tested.simulate, self.stand_in)
 
         def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
             from accel_core.testing.kit.work import enter

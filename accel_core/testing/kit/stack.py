@@ -83,6 +83,15 @@ class TestedStack:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def torch_device(self) -> str | None:
+        """The torch type that the device's card promises, or under which it is simulated."""
+        from accel_core.testing.simulated.pretence import simulated_type
+
+        device = self.plugins.get("device")
+        promised = device.card.torch_device if device and device.card else None
+        return simulated_type(promised) if promised and self.simulate else promised
+
+    @property
     def offers(self) -> frozenset[str]:
         """Capability words the cards claim; native's, where a slot was not named."""
         from accel_core import native

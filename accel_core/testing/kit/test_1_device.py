@@ -18,10 +18,8 @@ MEGABYTES_4 = 4_000_000
 
 def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
     (found,) = run(work.chosen)
-    device = stack.plugins.get("device")
-    promised = device.card.torch_device if device and device.card else None
-    if promised is not None:
-        assert found["type"] == promised
+    if stack.torch_device is not None:
+        assert found["type"] == stack.torch_device
     assert found["indexed"], "the device has no index: two processes could not be told apart"
     assert found["computes"] == 6.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from accel_core import InitProcessGroupKwargs
-from accel_core.plugins import discover
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
@@ -36,31 +34,15 @@ class Way:
         return {name: value for name, value in {**stack, **self.changes}.items() if value is not None}
 
 
-def enter(simulate: tuple[str, str] | None, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call `function(*args)`; with `simulate`, on a machine that has one device of that plugin.
-
-    `simulate` is (name of the device plugin, name of the communication backend).
-    """
+def enter(
+    simulate: tuple[str, str, str | None] | None, function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    """Call `function(*args)`; with `simulate`, the arguments of `pretend`, on a simulated device."""
     if simulate is not None:
-        _pretend(*simulate)
+        from accel_core.testing.simulated.pretence import pretend
+
+        pretend(*simulate)
     return function(*args)
-
-
-def _pretend(plugin: str, communication: str) -> None:
-    from accel_core.testing.simulated.device import simulate
-
-    record = discover().get(plugin)
-    assert record is not None
-    assert record.card is not None
-    simulate(record.card.torch_device or plugin, communication)
-    # Torch lets Python have a single device: each rank is a machine of its own.
-    if "RANK" in os.environ:
-        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        nodes = {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
-        os.environ.update(alone | nodes)
-    # It would look for the hardware, which nobody can pretend to have.
-    object.__setattr__(record.card, "probe", None)
-    object.__setattr__(record.card, "verify", None)
 
 
 def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:

@@ -1,4 +1,4 @@
-"""The conformance kit on the simulated device, under a type of its own, for want of the hardware."""
+"""The conformance kit: this plugin's code on the simulated device, for want of the hardware."""
 
 from __future__ import annotations
 
@@ -8,45 +8,21 @@ import pytest
 import torch
 
 from accel_core.testing import conform
-from accel_core.testing.simulated import write_distribution
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A folder that declares the plugin's card as it is on the simulated device."""
-    card = "[accel_core.device]\ncuda-simulated = simulated_cuda_card:CARD\n"
-    write_distribution(tmp_path, "accel-cuda-simulated", card)
-    return tmp_path
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: all levels run on it")
-def test_the_package_itself_conforms(site: Path) -> None:
-    known = site / "xfails.txt"
-    known.write_text(
-        "test_0_packaging.py::test_the_stack_binds  # torch lends the name cuda to no simulation\n"
-    )
-
-    printed = conform(
-        site,
-        "cuda",
-        *("--accel-level", "0", "--accel-simulate", "nccl", "--accel-xfails", str(known)),
-        path=[HERE],
-    )
-
-    assert "1 xfailed, 0 skipped" in printed
+STAND_IN = Path(__file__).parent / "stand_in"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("cuda-simulated", "1"), pytest.param("cuda-simulated+ddp", "1,2", marks=pytest.mark.together)],
+    [("cuda+bf16", "1"), pytest.param("cuda+ddp", "1,2", marks=pytest.mark.together)],
 )
-def test_its_code_conforms_on_the_simulated_device(site: Path, stack: str, worlds: str) -> None:
-    printed = conform(site, stack, "--accel-world", worlds, "--accel-level", "1,2,3,4", path=[HERE])
+def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
+    options = ("--accel-world", worlds, "--accel-simulate", "nccl", "--accel-stand-in", "stands_for_cuda")
 
-    assert "0 xfailed, 0 skipped" in printed
+    printed = conform(tmp_path, stack, *options, path=[STAND_IN])
+
+    assert "0 failed, 0 xfailed, 0 skipped" in printed
 
 
 @pytest.mark.gpu

@@ -19,6 +19,6 @@ def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds:
     write_distribution(tmp_path, "torch_npu", "\n", version="2.13.0", requires=())
     options = ("--accel-world", worlds, "--accel-simulate", "hccl")
 
-    printed = conform(tmp_path, stack, *options, path=[Path(__file__).parent / "stub"])
+    printed = conform(tmp_path, stack, *options, path=[Path(__file__).parent / "stand_in"])
 
     assert "0 failed, 0 xfailed, 1 skipped" in printed  # float64 alone: the chip lacks it

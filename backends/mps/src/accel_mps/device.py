@@ -43,7 +43,7 @@ class MpsDevice:
                 f"device mps trains in one process, but this run has {world.size}: a Mac has one such GPU\n"
                 "start one process (accel launch -n 1), or choose --device cpu"
             )
-        device = torch.device("mps", 0)
+        device: torch.device = self.below.select_device(world)
         if self.config.memory_fraction is not None:
             torch.mps.set_per_process_memory_fraction(float(self.config.memory_fraction))
         return device

@@ -1,0 +1,93 @@
+"""`accel plugins new`: a complete distribution with one plugin, rendered from `accel_core/templates`."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from accel_core.errors import PluginError
+from accel_core.plugins import CORE, Card, Slot, discover
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from importlib.abc import Traversable
+
+__all__ = ["new", "render"]
+
+RENDERED: Final[tuple[Slot, ...]] = ("device", "strategy", "tracker")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--slot", type=click.Choice(RENDERED), required=True, help="What the plugin is for.")
+@click.option("--into", default=".", show_default=True, help="Folder in which accel-NAME is made.")
+def new(name: str, slot: Slot, into: str) -> None:
+    """Write a new distribution, accel-NAME, with one plugin that passes the conformance tests."""
+    refuse_name(name, slot)
+    target = Path(into, f"accel-{name}")
+    if target.exists():
+        raise PluginError(f"{target} is there already\nremove it, or name another folder: --into FOLDER")
+    for path, text in render(name, slot).items():
+        file = target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        print(file)
+    print(f"pip install ./{target.name}, then: accel plugins; its README.md says how to go on")
+
+
+def refuse_name(name: str, slot: Slot) -> None:
+    """Raise PluginError for a name that a plugin cannot have, or that another one has."""
+    from accel_core.config.options import RESERVED_NAMES
+    from accel_core.known import known_plugin
+
+    Card(name=name, slot=slot, summary="", api_version="1.0")  # checks how the name is written
+    record, known = discover().get(name), known_plugin(name)
+    if name in RESERVED_NAMES:
+        raise PluginError(f"{name!r} is a word of core's own config\ntake another name", plugin=name)
+    if record is not None or known is not None:
+        owner = record.origin if record else known.distribution if known else ""
+        raise PluginError(f"plugin {name!r} is provided by {owner}\ntake another name", plugin=name)
+
+
+def render(name: str, slot: Slot) -> dict[str, str]:
+    """The new distribution's files: path in its folder -> text."""
+    words = _words(name, slot)
+    made = {"LICENSE": metadata.distribution(CORE).read_text("licenses/LICENSE") or ""}
+    for part in ("common", slot):
+        for template, text in _templates(files("accel_core") / "templates" / part):
+            path = template.replace("MODULE", words["module"]).replace("DEVICE", words["device"])
+            made[path.replace("dot-", ".").removesuffix(".in")] = Template(text).substitute(words)
+    return dict(sorted(made.items()))
+
+
+def _words(name: str, slot: Slot) -> Mapping[str, str]:
+    from accel_core import __version__
+    from accel_core.hookspecs import API_VERSION
+
+    major, minor = map(int, __version__.split(".")[:2])
+    module = name.replace("-", "_")
+    return {
+        "name": name,
+        "slot": slot,
+        "distribution": f"accel-{name}",
+        "module": f"accel_{module}",
+        "Class": "".join(map(str.capitalize, name.split("-"))),
+        "CONSTANT": module.upper(),
+        "device": re.sub(r"[^a-z_]", "", module),  # torch's types have no digits
+        "requirement": f"{CORE}>={major}.{minor},<{major}.{minor + 2}",
+        "api_version": API_VERSION,
+    }
+
+
+def _templates(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _templates(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".in"):
+            yield prefix + entry.name, entry.read_text(encoding="utf-8")

@@ -1,0 +1,82 @@
+"""`accel plugins new`: a whole distribution, by a name that is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import accel
+
+from accel_core.cli.new import RENDERED, render
+from accel_core.testing import conform
+from accel_core.testing.simulated import write_distribution
+
+
+@pytest.mark.parametrize("slot", RENDERED)
+def test_it_writes_a_distribution_with_all_that_belongs_to_one(tmp_path: Path, slot: str):
+    ended = accel("plugins", "new", "my-own", "--slot", slot, cwd=tmp_path)
+
+    made = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/*") if path.is_file()}
+    assert made == set(ended.stdout.splitlines()[:-1])
+    rest = {path.removeprefix("accel-my-own/") for path in made}
+    assert {"pyproject.toml", "README.md", "LICENSE", ".github/workflows/ci.yml"} <= rest
+    assert {
+        f"src/accel_my_own/{name}" for name in ("__init__.py", "card.py", f"{slot}.py", "py.typed")
+    } <= rest
+    assert "tests/test_my_own_conformance.py" in rest
+
+
+@pytest.mark.parametrize("slot", RENDERED)
+def test_what_it_writes_is_code_that_fits_its_lines(slot: str):
+    for path, text in render("my-own", slot).items():
+        if path.endswith(".py"):
+            compile(text, path, "exec")
+            assert max(map(len, text.splitlines())) <= 110, path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Acme", "not lower-case words joined by single hyphens"),
+        ("data", "a word of core's own config"),
+        ("native", "provided by accel-core"),
+        ("cuda", "provided by accel-cuda"),  # installed or not
+    ],
+)
+def test_a_name_that_cannot_be_had_is_refused(tmp_path: Path, name: str, said: str):
+    ended = accel("plugins", "new", name, "--slot", "device", cwd=tmp_path)
+
+    assert said in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path):
+    (tmp_path / "accel-acme").mkdir()
+
+    ended = accel("plugins", "new", "acme", "--slot", "device", cwd=tmp_path)
+
+    assert "accel-acme is there already" in ended.stderr
+    assert list((tmp_path / "accel-acme").iterdir()) == []
+
+
+LEVELS = {"levels 0 and 1": ("--accel-level", "0,1"), "all levels": ()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "levels",
+    [LEVELS["levels 0 and 1"], pytest.param((), marks=pytest.mark.slow)],
+    ids=list(LEVELS),
+)
+@pytest.mark.parametrize("slot", RENDERED)
+def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str, levels: tuple[str, ...]):
+    accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
+    write_distribution(tmp_path, "accel-acme", f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n")
+    project = tmp_path / "accel-acme"
+    simulated = ("--accel-simulate", "acmeccl") if slot == "device" else ()
+
+    printed = conform(
+        tmp_path, "acme", *levels, *simulated, path=[project / "src", project / "tests/stand_in"]
+    )
+
+    assert "0 failed, 0 xfailed" in printed
