@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -362,8 +362,7 @@ class Accelerator:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context in which this model's forward and backward do not reduce gradients."""
         (unit,) = self._units([model])
-        no_sync = unit.steps.no_sync
-        return nullcontext() if no_sync is None else no_sync(unit, [model])
+        return step.quiet(unit, [model])
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The stack's autocast, for what is computed outside a prepared model's forward.
@@ -459,6 +458,9 @@ class Accelerator:
                 for loader in self.run.loaders:
                     stack.enter_context(loader.dealing(even=even_batches))
             stack.enter_context(units[0].hooks.join(units, even_batches))
+            for unit in units:
+                unit.joined = True
+                stack.callback(setattr, unit, "joined", False)
             yield
 
     # -- collectives -----------------------------------------------------------------------------

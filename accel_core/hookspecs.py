@@ -313,7 +313,11 @@ def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module
 
 @owner
 def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
-    """The module the user trains with. base: the user's own object, unwrapped."""
+    """The module the user trains with. base: the user's own object, unwrapped.
+
+    A strategy whose forward alone needs all ranks sets `unit.gathers`: then a rank that has more
+    batches than others is told, in evaluation too, instead of waiting for them.
+    """
 
 
 @owner

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.errors import AccelError, ConfigError
+from accel_core.step import quiet
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -84,8 +85,7 @@ class LocalSGD:
     def _silence(self) -> None:
         # Entered anew each step: a strategy may have to reduce once before it can leave it out.
         self._silenced.close()
-        if self.unit.steps.no_sync is not None:
-            self._silenced.enter_context(self.unit.steps.no_sync(self.unit, self.unit.wrapped))
+        self._silenced.enter_context(quiet(self.unit, self.unit.wrapped))
 
     def _average(self) -> None:
         self._steps = 0

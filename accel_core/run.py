@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -82,6 +82,8 @@ class Run:
         self.homes = Homes()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
+        self.refuse: Callable[[Unit], None] | None = None
+        """While a batch is held that not every reader has: raises where a unit would wait for the others."""
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []

@@ -5,8 +5,8 @@ forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit, Window
 
-__all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "step", "unscale", "zero_grad"]
+__all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "quiet", "step", "unscale", "zero_grad"]
 
 
 _NOT_ENTERED: Final = object()
@@ -103,6 +103,19 @@ def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Uni
     ]
 
 
+@contextmanager
+def quiet(unit: Unit, models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, these models of the unit do not reduce gradients."""
+    with ExitStack() as stack:
+        if unit.steps.no_sync is not None:
+            stack.enter_context(unit.steps.no_sync(unit, models))
+        unit.silent += 1
+        try:
+            yield
+        finally:
+            unit.silent -= 1
+
+
 def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, Any]) -> None:
     """Gradients of `loss` for the units it trains.
 
@@ -114,6 +127,9 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
+    if run.refuse is not None:
+        for each in units:
+            run.refuse(each)
     doing = units[0] if len(units) == 1 else _one_of(run, units)
     if doing is not None and accumulation is not None and (window := doing.window).size != 1:
         loss = loss / window.size if window.items is None else loss

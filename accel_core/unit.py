@@ -81,6 +81,12 @@ class Unit:
     """Take the autocast hooks off the models again."""
     finishes: bool = field(init=False)
     """Whether a step is more than torch's: somebody reduces, unscales, steps, follows or marks it."""
+    gathers: bool = False
+    """Whether a forward alone needs all ranks; a strategy under which it does says so in `wrap_model`."""
+    joined: bool = False
+    """Whether ranks may run out of batches now."""
+    silent: int = 0
+    """How many contexts are entered in which gradients are not reduced, `accumulate` aside."""
     reduced: bool = False
     """Whether `reduce_gradients` ran in this window."""
     unscaled: set[Optimizer] = field(factory=set)

@@ -16,9 +16,10 @@ from accel_core.data.dispatch import SOURCE, dispatched
 from accel_core.data.draw import decode, encode, unmoved
 from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
 from accel_core.data.moving import mover
-from accel_core.data.order import COMPLETE, Deal
+from accel_core.data.order import COMPLETE, UNSHARED, Deal
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.reading import announce, dealt, own, remove, whole_rounds
+from accel_core.data.uneven import refusing
 from accel_core.errors import CheckpointError
 from accel_core.random import synchronize_rng_states
 
@@ -72,7 +73,7 @@ class PreparedLoader(DataLoader[Any]):
     def remainder(self) -> int:
         """Samples of the current round, over all readers, that are no padding; -1 if all are real."""
         progress = self._cursor.progress
-        return progress.padded.get(progress.count, COMPLETE)
+        return max(COMPLETE, progress.padded.get(progress.count, COMPLETE))
 
     @property
     def place(self) -> str:
@@ -194,7 +195,11 @@ class PreparedLoader(DataLoader[Any]):
                 if active[-1] is not self:  # an iterator held by hand stood still meanwhile
                     remove(active, self)
                     active.append(self)
-                yield batch
+                if progress.padded and progress.padded.get(progress.count) == UNSHARED:
+                    with refusing(self._run, self):
+                        yield batch
+                else:
+                    yield batch
             self._cursor.finish(progress)
         finally:  # on `break` too: the generator is closed, or collected
             remove(active, self)

@@ -13,12 +13,14 @@ from typing import Final, TypeVar
 
 from attrs import frozen
 
-__all__ = ["COMPLETE", "Deal", "cut", "opening", "with_last"]
+__all__ = ["COMPLETE", "UNSHARED", "Deal", "cut", "opening", "with_last"]
 
 T = TypeVar("T")
 
 COMPLETE: Final = -1
 """Said of a round that holds no padding."""
+UNSHARED: Final = -2
+"""Said of a round in which not every reader has a batch."""
 
 
 @frozen(kw_only=True)
@@ -62,8 +64,8 @@ class Deal:
         """([this reader's batch], real samples in its round) of each round it takes part in.
 
         everyone: the batches of all readers that take part, instead.
-        The second is COMPLETE unless the round is padded. `head`: the first `wanted` samples of the
-        order (without a batch size: batches).
+        The second is COMPLETE, or UNSHARED, unless the round is padded. `head`: the first `wanted` samples
+        of the order (without a batch size: batches).
         """
         if self.readers == 1:
             yield from (([batch], COMPLETE) for batch in batches)
@@ -77,6 +79,8 @@ class Deal:
                     continue
                 if self.even:
                     dealt, real = self._padded(group, head), sum(map(len, group))
+                elif len(dealt) < self.readers:
+                    real = UNSHARED
             if share := dealt[mine]:
                 yield share, real
 

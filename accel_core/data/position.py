@@ -92,7 +92,7 @@ class Progress:
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
     workers, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
-    padded: number of a batch -> real samples in its round, for the rounds that are padded.
+    padded: number of a batch -> real samples in its round, or UNSHARED, where it is not COMPLETE.
     takers: number of a round -> readers that have a batch in it, where not all do (told to one that
         reads for all).
     """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.data.order import COMPLETE, Deal, cut, opening, with_last
+from accel_core.data.order import COMPLETE, UNSHARED, Deal, cut, opening, with_last
 
 
 def dealt(length, batch_size, readers, **rule):
@@ -106,7 +106,8 @@ def test_nothing_is_lost_and_nothing_comes_twice_but_padding(
         together = [sample for batch, _ in shares for sample in batch]
         real = {real for _, real in shares}
         assert len(real) == 1
-        order += together if real == {COMPLETE} else together[: real.pop()]
+        assert real == {UNSHARED} if len(shares) < readers else UNSHARED not in real
+        order += together if max(real) < 0 else together[: max(real)]
     per_round = slice_size * readers
     complete = length // per_round * per_round
     assert order == list(range(complete if drop_last else length))

@@ -143,6 +143,7 @@ PROCESSES = {
         "test_local_sgd_trains_apart_and_averages",
     },
     "keeps-its-weights": {"test_local_sgd_trains_apart_and_averages"},
+    "gathers-unsaid": {"test_a_batch_that_others_lack_is_refused_not_waited_for"},
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},
     "averages": set[str](),
 }

@@ -233,6 +233,15 @@ def test_ranks_may_run_out_of_batches(run: Run, world: int) -> None:
     assert all(each == found[0] for each in found), "ranks hold different weights"
 
 
+def test_a_batch_that_others_lack_is_refused_not_waited_for(run: Run, world: int, readers: int) -> None:
+    for rank, (evaluated, trained) in enumerate(run(work.unshared, world=world)):
+        for told in filter(None, (evaluated, trained)):
+            assert "not all of" in told, told
+            assert "join_uneven_inputs" in told, told
+        if readers == world > 1:
+            assert bool(trained) == (rank == 0), "training on a batch that other ranks lack"
+
+
 def test_processes_coordinate(run: Run, world: int) -> None:
     found = run(work.coordination, world=world)
     assert all(each["triggers"] == (False, True, False) for each in found)

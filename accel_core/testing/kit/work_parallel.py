@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, LocalSGD
+from accel_core import Accelerator, AccelError, DataLoaderConfiguration, LocalSGD
 from accel_core.testing.kit.work import make
 from accel_core.testing.kit.work_training import (
     FEATURES,
@@ -38,6 +38,7 @@ __all__ = [
     "sequential_runs",
     "simultaneous_runs",
     "uneven_inputs",
+    "unshared",
     "whole",
 ]
 
@@ -253,6 +254,29 @@ def uneven_inputs(arguments: Mapping[str, Any]) -> list[float]:
             optimizer.zero_grad()
     accelerator.wait_for_everyone()
     found = weights(accelerator.unwrap_model(model))
+    accelerator.end_training()
+    return found
+
+
+def unshared(arguments: Mapping[str, Any]) -> list[str]:
+    """What is raised in a batch that only reader 0 has, in training and in an evaluation; "" for nothing."""
+    accelerator = make(arguments, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    count = accelerator.run.topology.readers + 1
+    model = network()
+    loader = DataLoader(TensorDataset(torch.ones(count, FEATURES)), batch_size=1)
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    found = []
+    for training in (False, True):
+        told = ""
+        try:
+            for (x,) in loader:
+                with torch.set_grad_enabled(training):
+                    output = model(x).float()
+                if training:
+                    accelerator.backward(output.sum())
+        except AccelError as error:
+            told = str(error)
+        found.append(told)
     accelerator.end_training()
     return found
 

@@ -94,6 +94,7 @@ CUTS_LARGE = strategy("cuts-large")
 HEARS_ITSELF = strategy("hears-itself")
 CLIPS_LOCALLY = strategy("clips-locally")
 KEEPS_ITS_WEIGHTS = strategy("keeps-its-weights")
+GATHERS_UNSAID = strategy("gathers-unsaid")
 JOINS_NOBODY = strategy("joins-nobody", offers={"no_sync", "whole_weights", "join"})
 
 # -- level 4

@@ -231,6 +231,15 @@ class KeepsItsWeights(Averages):
         return None
 
 
+class GathersUnsaid(Averages):
+    """Needs all ranks in each forward, as sharded weights do, and does not say so."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        model.register_forward_pre_hook(lambda *_: self.run.collectives("world").barrier())
+        return super().wrap_model(unit, model)
+
+
 class JoinsNobody(Averages):
     @implements(hooks.join)
     def join(self, units, even_batches):

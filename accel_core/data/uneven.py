@@ -1,0 +1,63 @@
+"""A batch that not every reader has: who trains on it would wait for the others for ever, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.data.loader import PreparedLoader
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["refusing"]
+
+
+@contextmanager
+def refusing(run: Run, loader: PreparedLoader) -> Iterator[None]:
+    """While this rank holds such a batch, what would wait for the others raises."""
+    with ExitStack() as stack:
+        if run.world.size > 1:
+            outer, run.refuse = run.refuse, lambda unit: _training(run, loader, unit, "backward")
+            stack.callback(setattr, run, "refuse", outer)
+            for unit in run.units:
+                for model in unit.wrapped:
+                    stack.callback(model.register_forward_pre_hook(_forward(run, loader, unit)).remove)
+        yield
+
+
+def _forward(run: Run, loader: PreparedLoader, unit: Unit) -> Callable[[nn.Module, Any], None]:
+    def before(module: nn.Module, inputs: Any) -> None:
+        if unit.gathers:
+            _refuse(run, loader, unit, "forward")
+        # Strategies may make buffers alike in any forward that could be trained on.
+        if torch.is_grad_enabled() and (module.training or next(module.buffers(), None) is not None):
+            _training(run, loader, unit, "forward")
+
+    return before  # a closure: copies of the model share it, where they could not copy the run
+
+
+def _training(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:
+    # A window that began in an earlier batch ends on all ranks: with their own last one.
+    begun = run.accumulation is not None and unit.window.index > 0
+    if unit.optimizers and not unit.silent and not begun:
+        _refuse(run, loader, unit, what)
+
+
+def _refuse(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:
+    if unit.joined or run.active_loaders[-1] is not loader:  # a loop within this one has batches of its own
+        return
+    raise AccelError(
+        f"{what}{loader.place} of the dataloader of {type(loader.dataset).__name__}: not all of"
+        f" {run.topology.readers} readers have this batch (data.even_batches is off), and {unit.strategy!r}"
+        f" would wait for the others in vain\n"
+        "train inside `with accelerator.join_uneven_inputs([model]):`, or set data.even_batches; evaluate"
+        " under torch.no_grad()"
+    )
