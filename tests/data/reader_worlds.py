@@ -80,9 +80,11 @@ def world(readers=1, *, device="cpu", move=None, mark_step=None, rng_types=("gen
         return SimpleNamespace(
             config=SimpleNamespace(data=DataLoaderConfiguration(**data), rng_types=rng_types),
             topology=Topology(reader=reader, readers=readers),
+            world=SimpleNamespace(size=1),  # nobody trains here
             device=torch.device(device),
             hooks=SimpleNamespace(move=move, step=lambda hook: None),
             mark_step=mark_step,
+            units=[],
             active_loaders=[],
             collectives=lambda dim="world": control,
         )
