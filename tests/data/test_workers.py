@@ -1,4 +1,4 @@
-"""How many workers read is nobody's business but the clock's: before a resume, after it, and in later epochs."""
+"""How many workers read changes nothing: before a resume, after it, and in later epochs."""
 
 from __future__ import annotations
 
