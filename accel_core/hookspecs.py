@@ -333,6 +333,32 @@ def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module
     """The user's module inside what `wrap_model` returned."""
 
 
+@owner
+def wrap_scheduler(unit: Unit, scheduler: Any) -> Any:
+    """The scheduler that is stepped, saved and restored. base: the user's own object."""
+
+
+@owner
+def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
+    """The strategy's config with what is known only now filled in; kept as `unit.config`.
+
+    Called in each `prepare` that adds to the unit, when its models, optimizers and schedulers are there,
+    untransformed. `loaders`: the dataloaders of this call. base: the config as it is.
+    """
+
+
+@owner
+def prepare_unit(unit: Unit, loaders: Sequence[Any]) -> None:
+    """Make one thing of all that the unit has, as engines do: in place of place, wrap_model, wrap_optimizer.
+
+    Called in each `prepare` that adds to the unit, after the phases up to `compile`, with the user's
+    objects, new ones last, in `unit.models`, `optimizers` (which hold the final parameters) and
+    `schedulers`. Afterwards `unit.wrapped` has an entry for each model; optimizers are replaced by those
+    that per-step hooks get. Who cannot take a late object raises, and says how to prepare in one call.
+    base: each object by its own hooks.
+    """
+
+
 @everyone
 def release(unit: Unit) -> None:
     """Drop what binds the unit to devices and process groups. Also from `atexit`; must not raise."""

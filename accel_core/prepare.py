@@ -96,7 +96,7 @@ def prepare(
     for group in groups:
         units.append(group.check(run, strategy, name, units))
     for group, unit in zip(groups, units, strict=True):
-        group.build(run, unit, placed)
+        group.build(run, unit, placed, of_kind["scheduler"], of_kind["dataloader"])
     run.trained = [unit for unit in run.units if unit.optimizers]
     return [
         None if kind is None else _prepared(run, kind, thing, placed[id(thing)])
@@ -151,13 +151,34 @@ class _Group:
             raise ConfigError("\n".join(reasons), problems=reasons)
         return unit
 
-    def build(self, run: Run, unit: Unit, placed: Mapping[int, bool]) -> None:
+    def build(
+        self,
+        run: Run,
+        unit: Unit,
+        placed: Mapping[int, bool],
+        schedulers: Sequence[Any],
+        loaders: Sequence[Any],
+    ) -> None:
         for other in self.units[1:]:
             run.absorb(unit, other)
-        if self.models:
-            _add_models(run, unit, self.models, placed)
-        for optimizer in self.optimizers:
-            _add_optimizer(run, unit, optimizer)
+        hooks, first = unit.hooks, len(unit.models)
+        unit.models += map(inside, self.models)
+        unit.given += self.models
+        owner = hooks.owner("prepare_unit")
+        if owner is not None and not owner.idle:
+            mine = [*unit.optimizers, *self.optimizers]
+            unit.schedulers += [each for each in schedulers if any(each.optimizer is one for one in mine)]
+            _build_whole(run, unit, first, self.optimizers, loaders)
+        else:
+            unit.config = hooks.complete(run.configs[unit.strategy], unit, loaders)
+            if self.models:
+                _add_models(run, unit, first, placed)
+            for optimizer in self.optimizers:
+                _follow(run, unit, optimizer)
+                unit.optimizers.append(hooks.wrap_optimizer(unit, optimizer))
+        made = unit.optimizers[len(unit.optimizers) - len(self.optimizers) :]
+        for optimizer, inner in zip(self.optimizers, made, strict=True):
+            run.optimizers.append((optimizer, PreparedOptimizer(inner, unit)))
         if unit not in run.units:
             run.units.append(unit)
 
@@ -223,38 +244,66 @@ def _check_schedulers(run: Run, schedulers: Iterable[Any], optimizers: Iterable[
             )
 
 
-def _add_models(run: Run, unit: Unit, models: Sequence[nn.Module], placed: Mapping[int, bool]) -> None:
-    first = len(unit.models)
-    unit.models += map(inside, models)
-    unit.given += models
+def _add_models(run: Run, unit: Unit, first: int, placed: Mapping[int, bool]) -> None:
     given = dict(unit.all_names())
     unit.record_aliases()
-    for number, model in enumerate(models, first):
+    hooks = unit.hooks
+    for number, model in enumerate(unit.given[first:], first):
         before = list(_tensors(unit.models[number]))
-        wrapped = _wrap(run, unit, model, placed.get(id(model), True))
-        unit.wrapped.append(wrapped)
-        unit.models[number] = inner = inside(unit.hooks.unwrap_model(unit, wrapped, True))
-        unit.renamed[inner] = _renamed(before, inner)
-        detach = attach(inner, unit.hooks.autocast(unit), run.config.autocast.outputs_to_fp32)
-        if detach is not None:
-            unit.detach.append(detach)
+        made = _transformed(unit, model)
+        if placed.get(id(model), True):
+            made = hooks.place_model(unit, made, run.device)
+        unit.wrapped.append(hooks.wrap_model(unit, made))
+        _settle(run, unit, number, before)
+    _name(run, unit, given)
+
+
+def _build_whole(
+    run: Run, unit: Unit, first: int, optimizers: Sequence[Optimizer], loaders: Sequence[Any]
+) -> None:
+    """By a strategy that makes models, optimizers and schedulers one thing."""
+    given = dict(unit.all_names())
+    unit.record_aliases()
+    before = [list(_tensors(model)) for model in unit.models[first:]]
+    for name, parameter in given.items():
+        run.homes.add(parameter, unit, name)
+    unit.optimizers += optimizers
+    unit.config = unit.hooks.complete(run.configs[unit.strategy], unit, loaders)
+    for number, model in enumerate(unit.given[first:], first):
+        unit.models[number] = inner = inside(_transformed(unit, model))
+        unit.renamed[inner] = _renamed(before[number - first], inner)
+    for optimizer in optimizers:
+        _follow(run, unit, optimizer)
+    unit.hooks.prepare_unit(unit, loaders)
+    for number, tensors in enumerate(before, first):
+        _settle(run, unit, number, tensors)
+    _name(run, unit, given)
+
+
+def _transformed(unit: Unit, model: nn.Module) -> nn.Module:
+    for phase in PHASES[:-1]:
+        model = unit.hooks.transform_model(unit, model, phase)
+    return model
+
+
+def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, Tensor]]) -> None:
+    """What a model has become: its last phase, the module inside, its names, its autocast."""
+    hooks = unit.hooks
+    unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
+    unit.models[number] = inner = inside(hooks.unwrap_model(unit, wrapped, True))
+    unit.renamed[inner] = _renamed(before, inner)
+    detach = attach(inner, hooks.autocast(unit), run.config.autocast.outputs_to_fp32)
+    if detach is not None:
+        unit.detach.append(detach)
+
+
+def _name(run: Run, unit: Unit, given: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in (*given.items(), *unit.all_names()):
         run.homes.add(parameter, unit, name)
     owner = unit.hooks.owner("backward")
     unit.backward_is_strategys = owner is not None and owner.layer == LAYERS["strategy"]
     if unit.scaler is None:  # a model that comes later shares the unit's scale
         unit.scaler = unit.hooks.grad_scaler(unit)
-
-
-def _wrap(run: Run, unit: Unit, model: nn.Module, place: bool) -> nn.Module:
-    """The model through every phase of its making."""
-    hooks = unit.hooks
-    for phase in PHASES[:-1]:
-        model = hooks.transform_model(unit, model, phase)
-    if place:
-        model = hooks.place_model(unit, model, run.device)
-    wrapped: nn.Module = hooks.transform_model(unit, hooks.wrap_model(unit, model), PHASES[-1])
-    return wrapped
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -272,7 +321,8 @@ def _renamed(before: Sequence[tuple[str, Tensor]], model: nn.Module) -> dict[str
     return {name: names[id(tensor)].pop(0) for name, tensor in new if names.get(id(tensor))}
 
 
-def _add_optimizer(run: Run, unit: Unit, optimizer: Optimizer) -> None:
+def _follow(run: Run, unit: Unit, optimizer: Optimizer) -> None:
+    """Have the optimizer hold the parameters that took the place of those it was made with."""
     now = dict(unit.all_names())
     for group in optimizer.param_groups:
         names = [run.homes.name_of(parameter) for parameter in group["params"]]
@@ -288,9 +338,6 @@ def _add_optimizer(run: Run, unit: Unit, optimizer: Optimizer) -> None:
                     " replaced the parameters\nprepare the optimizer before its first step, then load_state"
                 )
             group["params"] = [now[name] for name in names]
-    inner = unit.hooks.wrap_optimizer(unit, optimizer)
-    unit.optimizers.append(inner)
-    run.optimizers.append((optimizer, PreparedOptimizer(inner, unit)))
 
 
 def _prepared(run: Run, kind: str, thing: Any, place: bool) -> Any:
@@ -312,9 +359,12 @@ def _prepared(run: Run, kind: str, thing: Any, place: bool) -> Any:
 def _scheduler(run: Run, scheduler: Any) -> PreparedScheduler:
     optimizer = run.proxy_of(scheduler.optimizer)
     assert optimizer is not None
-    optimizer.unit.schedulers.append(scheduler)
+    unit = optimizer.unit
+    unit.schedulers = [each for each in unit.schedulers if each is not scheduler]
+    inner = unit.hooks.wrap_scheduler(unit, scheduler)
+    unit.schedulers.append(inner)
     return PreparedScheduler(
-        scheduler,
+        inner,
         [optimizer],
         follows=run.config.step_scheduler_with_optimizer,
         each_micro_batch=not run.config.accumulation.adjust_scheduler,

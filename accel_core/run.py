@@ -262,6 +262,7 @@ class Run:
     def _load(self, trackers: Sequence[GeneralTracker]) -> None:
         self.binder = Binder()
         self.plugins: dict[str, object] = {}
+        self.configs: dict[str, object] = {}
         self._lower = [self.binder.register(Base(self), name="base", slot="base")]
         for chosen in (self.stack.device, self.stack.precision):
             self._lower.append(self._instance(chosen, chosen.name))
@@ -282,6 +283,7 @@ class Run:
                 f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name
             )
         config = self.resolved.plugin_config(record, alias if alias in self.config.strategies else None)
+        self.configs[alias] = config
         plugin = load_path(record, card.implementation)(config, self)
         registered = self.binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
         try:

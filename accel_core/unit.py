@@ -68,6 +68,8 @@ class Unit:
     given: list[nn.Module] = field(factory=list)
     models: list[nn.Module] = field(factory=list)
     wrapped: list[nn.Module] = field(factory=list)
+    config: Any = None
+    """The strategy's config, completed."""
     optimizers: list[Optimizer] = field(factory=list)
     schedulers: list[Any] = field(factory=list)
     scaler: GradScaler | None = None

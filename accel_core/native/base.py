@@ -143,6 +143,19 @@ class Base:
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         return optimizer
 
+    @implements(hooks.wrap_scheduler)
+    def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
+        return scheduler
+
+    @implements(hooks.complete)
+    def complete(self, config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
+        return config
+
+    @no_op
+    @implements(hooks.prepare_unit)
+    def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
+        return None
+
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
         return model if keep_compiled else uncompiled(model)

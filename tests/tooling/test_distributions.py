@@ -26,6 +26,7 @@ PLUGINS = {
     "accel-xpu": {"xpu"},
     "accel-hpu": {"hpu"},
     "accel-mps": {"mps"},
+    "accel-deepspeed": {"deepspeed"},
     "accel-tensorboard": {"tensorboard"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.

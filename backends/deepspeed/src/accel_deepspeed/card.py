@@ -1,0 +1,29 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from accel_core import Card
+
+__all__ = ["DEEPSPEED"]
+
+
+def probe() -> str | None:
+    """Whether DeepSpeed is installed; it is not imported."""
+    if find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed: pip install accel-deepspeed[runtime]"
+    return None
+
+
+DEEPSPEED = Card(
+    name="deepspeed",
+    slot="strategy",
+    summary="DeepSpeed's engine: ZeRO shards optimizer state, gradients and weights, or offloads them.",
+    api_version="1.0",
+    distributed_type="DEEPSPEED",
+    needs={"collectives.torch", "process_per_device"},
+    probe=probe,
+    config="accel_deepspeed.config:DeepSpeedPlugin",
+    implementation="accel_deepspeed.strategy:make",
+)

@@ -1,0 +1,145 @@
+"""An engine's gradients at the boundary of a window: reduced, measured, scaled, clipped, dropped.
+
+One class a ZeRO stage, because each keeps them elsewhere. DeepSpeed would do it all inside `step`;
+here reducing is a step of its own, so that the norm is known when `clip_grad_norm_` returns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Gradients", "of"]
+
+
+def of(engine: Any) -> Gradients:
+    """The gradients of an engine, by its stage."""
+    stage = engine.zero_optimization_stage()
+    kind = Gradients if stage == 0 else WholeWeights if stage < 3 else Sharded
+    return kind(engine)
+
+
+def _nothing() -> None:
+    return None
+
+
+class Gradients:
+    """Stage 0: whole gradients on each rank, in the parameters."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.optimizer = engine, engine.optimizer
+        self.trained = frozenset(id(p) for p in engine.module.parameters() if p.requires_grad)
+        self._reduce = self._take_over()
+
+    def _take_over(self) -> Any:
+        # Else `step` would reduce a second time.
+        self.engine.enable_backward_allreduce = False
+        return self.engine.allreduce_gradients
+
+    @property
+    def scale(self) -> float:
+        """By which the loss, and so the gradients, are multiplied."""
+        return float(getattr(self.optimizer, "loss_scale", 1.0))
+
+    def reduce(self) -> None:
+        """Average over the ranks; once a window, in its last micro-batch. Collective."""
+        self.engine._running_engine_step = True  # says to DeepSpeed: this is the boundary
+        self._reduce()
+        self.engine._running_engine_step = False
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's reduced gradients, times the scale."""
+        return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply all of them."""
+        torch._foreach_mul_([*self.tensors()], factor)
+
+    def clamp(self, value: float) -> None:
+        """Clamp each to [-value, value]."""
+        tensors, limit = self.tensors(), value * self.scale
+        torch._foreach_clamp_max_(tensors, limit)
+        torch._foreach_clamp_min_(tensors, -limit)
+
+    def norm(self) -> Tensor:
+        """Of all ranks' together (0-dim). Collective."""
+        return get_total_norm(self.tensors()) / self.scale
+
+    def clip(self, max_norm: float) -> None:
+        """Have the coming step clip to this norm; 0: not."""
+        if hasattr(self.optimizer, "clip_grad"):
+            self.optimizer.clip_grad = max_norm
+        elif max_norm:
+            clip_grad_norm_(self.engine.module.parameters(), max_norm)
+
+    def drop(self) -> None:
+        """Forget gradients that are not to be applied."""
+        self.engine.zero_grad()
+
+
+class WholeWeights(Gradients):
+    """Stages 1 and 2: this rank's share of each group, in the optimizer."""
+
+    def _take_over(self) -> Any:
+        if self.engine.zero_optimization_stage() == 1:
+            return super()._take_over()
+        finalize = self.optimizer.finalize_gradient_accumulation_boundary
+        self.optimizer.finalize_gradient_accumulation_boundary = _nothing
+        return finalize
+
+    def tensors(self) -> list[Tensor]:
+        if self.optimizer.cpu_offload:
+            return [group.grad for group in self.optimizer.single_partition_of_fp32_groups]
+        return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or ()]
+
+    def multiply(self, factor: Tensor) -> None:
+        super().multiply(factor)
+        if self.optimizer.cpu_offload:  # norms were taken when the gradients came in
+            norms = self.optimizer.norm_for_param_grads
+            self.optimizer.norm_for_param_grads = {key: norm * factor for key, norm in norms.items()}
+
+    def norm(self) -> Tensor:
+        norm: Tensor = self.optimizer.scaled_global_norm() / self.scale
+        return norm
+
+    def clip(self, max_norm: float) -> None:
+        self.optimizer.clip_grad = max_norm
+
+    def drop(self) -> None:
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+
+
+class Sharded(Gradients):
+    """Stage 3: this rank's share of each parameter."""
+
+    def _take_over(self) -> Any:
+        finalize = self.optimizer.finalize_gradient_accumulation_boundary
+        self.optimizer.finalize_gradient_accumulation_boundary = _nothing
+        return finalize
+
+    def tensors(self) -> list[Tensor]:
+        if self.optimizer.offload_optimizer:
+            return [group.grad for group in self.optimizer.fp32_partitioned_groups_flat]
+        return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group]
+
+    def norm(self) -> Tensor:
+        from deepspeed.runtime.zero.stage3 import combine_grad_norm_groups
+
+        norm: Tensor = combine_grad_norm_groups(self.optimizer._get_norm_groups()) / self.scale
+        return norm
+
+    multiply = WholeWeights.multiply
+    clip = WholeWeights.clip
+
+    def drop(self) -> None:
+        self.optimizer.zero_grad()
