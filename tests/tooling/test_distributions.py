@@ -28,6 +28,7 @@ PLUGINS = {
     "accel-mps": {"mps"},
     "accel-deepspeed": {"deepspeed"},
     "accel-tensorboard": {"tensorboard"},
+    "accel-context-parallel": {"cp"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.
 EXPECTED = os.environ.get("ACCEL_TEST_DISTRIBUTIONS")

@@ -1,0 +1,86 @@
+"""Attention over the whole sequence, from a rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
+
+from accel_context_parallel.sequence import positions
+from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["attending"]
+
+_GATHER = "all_gather_single_autograd"
+_gather = getattr(collectives, _GATHER if hasattr(collectives, _GATHER) else "all_gather_tensor_autograd")
+"""By the name it has from torch 2.13 on, or before."""
+_attend = functional.scaled_dot_product_attention
+
+
+@contextmanager
+def attending(mesh: DeviceMesh, length: int) -> Iterator[None]:
+    """Within, `functional.scaled_dot_product_attention` sees all `length` tokens, those of all ranks.
+
+    By torch's own rings; on the CPU, where these have no kernel, by gathering keys and values.
+
+    Raises:
+        AccelError: nobody called it, so that each rank took its part for all.
+    """
+    if mesh.device_type != "cpu":
+        # Torch looks at the length of a buffer to see that work can be balanced.
+        unused = torch.empty(length, device=mesh.device_type)
+        with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}):
+            yield
+        return
+    gathered: Any = Gathered(mesh, length)
+    functional.scaled_dot_product_attention = gathered  # as torch's own does
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = _attend
+    if not gathered.called:
+        raise AccelError(
+            "cp: the model never called torch.nn.functional.scaled_dot_product_attention: it saw only this"
+            " rank's part of each sequence\nlet its attention call it, by this name, or train without cp"
+        )
+
+
+class Gathered:
+    """Attends from a rank's queries to the keys and values of all ranks."""
+
+    def __init__(self, mesh: DeviceMesh, length: int) -> None:
+        self.mesh, self.length, self.called = mesh, length, False
+
+    def __call__(
+        self,
+        query: Tensor,  # (..., heads, S / ranks, width)
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        self.called = True
+        whole = key.shape[-2] * self.mesh.size()
+        if attn_mask is not None or (is_causal and whole != self.length):
+            found = "a mask" if attn_mask is not None else f"{key.shape[-2]} tokens a rank"
+            raise AccelError(
+                f"cp: attention with {found}; {self.mesh.size()} ranks share sequences of {self.length}\n"
+                "give the model the batch as the loader gave it; its attention may be causal or without mask"
+            )
+        keys, values = (_gather(each.contiguous(), each.dim() - 2, self.mesh) for each in (key, value))
+        mask = None
+        if is_causal:
+            where = positions(whole, self.mesh.size(), query.device)
+            mask = where[self.mesh.get_local_rank()][:, None] >= where.flatten()
+        return _attend(query, keys, values, mask, dropout_p, **options)

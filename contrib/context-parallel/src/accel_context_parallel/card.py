@@ -1,0 +1,17 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+
+__all__ = ["CP"]
+
+CP = Card(
+    name="cp",
+    slot="extension",
+    summary="Ranks share each sequence: every rank has a part of it, attention sees the whole.",
+    api_version="1.0",
+    needs={"collectives.torch", "process_per_device"},
+    config="accel_context_parallel.config:ContextParallelPlugin",
+    implementation="accel_context_parallel.extension:ContextParallel",
+)

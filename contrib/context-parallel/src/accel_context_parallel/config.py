@@ -1,0 +1,35 @@
+"""The options of section `cp`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from accel_core import KwargsHandler, option
+
+__all__ = ["ContextParallelPlugin"]
+
+
+def _names(value: Mapping[str, int]) -> dict[str, int]:
+    return {str(name): dim for name, dim in value.items()}
+
+
+def _usual() -> dict[str, int]:
+    return dict.fromkeys(("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids"), 1)
+
+
+@frozen(kw_only=True)
+class ContextParallelPlugin(KwargsHandler):
+    """Which ranks share a sequence, and where batches have it. Section `cp`."""
+
+    size: int = option(-1, help="Ranks that share a sequence; -1: as many as other dimensions leave.")
+    buffers: Mapping[str, int] = option(
+        factory=_usual,
+        converter=_names,
+        help="Entry of a batch -> its sequence dimension; entries of tuples are called 0, 1, ...",
+    )
+    derive: bool = option(
+        True,
+        help="Give batches with input_ids the position_ids they lack, those with labels their shift_labels.",
+    )

@@ -1,0 +1,218 @@
+"""A small language model, trained by a plain loop and under context parallelism."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from accel_context_parallel import ContextParallelPlugin
+from accel_core import Accelerator, InitProcessGroupKwargs
+
+VOCABULARY, LENGTH, SAMPLES = 17, 16, 32
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, causal):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.mlp = nn.Linear(width, width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        mixed = self.mix(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*mixed, is_causal=self.causal)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(x)
+
+
+class Gpt(nn.Module):
+    """Learnt positions, embeddings tied to the output."""
+
+    def __init__(self, causal=True, width=16, layers=2, heads=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.where = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, heads, causal) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids, position_ids=None, **_):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        x = self.tokens(input_ids) + self.where(position_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def samples(length=LENGTH):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCABULARY, (SAMPLES, length + 1), generator=generator)
+    return [{"input_ids": row[:-1], "targets": row[1:]} for row in ids]
+
+
+def loss_of(model, batch):
+    logits = model(batch["input_ids"], batch.get("position_ids"))
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None
+
+
+def plain(causal=True, batch_size=4, epochs=7):
+    """(losses, weights) of an ordinary loop."""
+    model = Gpt(causal)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(epochs):
+        for batch in DataLoader(samples(), batch_size):
+            loss, _ = loss_of(model, batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, model.head.weight.detach().clone()
+
+
+BUFFERS = {"input_ids": 1, "targets": 1}
+
+
+def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, **more):
+    from datetime import timedelta
+
+    plugin = ContextParallelPlugin(size=size, buffers=buffers)
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=30))
+    return Accelerator(cpu=True, strategy=strategy, plugins=[plugin, patience], **more)
+
+
+def ours(causal=True, batch_size=4, epochs=7, form="accumulate", **options):
+    """The same under context parallelism; losses are the mean over the ranks that have parts of them."""
+    accelerator = accelerator_of(**options)
+    model = Gpt(causal)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(), batch_size))
+    losses = []
+    for _ in range(epochs):
+        for batch in loader:
+            if form == "accumulate":
+                with accelerator.accumulate(model, batch=batch):
+                    loss, _ = loss_of(model, batch)
+                    accelerator.backward(loss)
+            else:
+                loss = accelerator.forward_backward(model, [batch], loss_of, microbatches=1).loss
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    weight = accelerator.unwrap_model(model).head.weight.detach().clone()
+    shape = tuple(batch["input_ids"].shape)
+    accelerator.end_training()
+    return losses, weight, shape
+
+
+def complaint(function, *args):
+    from accel_core import AccelError
+
+    try:
+        function(*args)
+    except AccelError as error:
+        return str(error)
+    return "nothing"
+
+
+def mistakes():
+    """What is said of each."""
+    accelerator = accelerator_of(buffers={**BUFFERS, "0": 1, "mask": 1})
+    model, loader = accelerator.prepare(Gpt(), DataLoader(samples(), 4))
+    batch = next(iter(loader))
+    found = {"outside of a step": complaint(loss_of, model, batch)}
+
+    def step(function):
+        with accelerator.accumulate(model, batch=batch):
+            function()
+
+    found["part of a part"] = complaint(step, lambda: model(batch["input_ids"][:, 1:]))
+    masked = torch.ones(4, 1, LENGTH // 2, LENGTH // 2).tril()
+    found["mask"] = complaint(
+        step, lambda: F.scaled_dot_product_attention(masked, masked, masked, attn_mask=masked)
+    )
+    found["no attention"] = complaint(step, lambda: batch["input_ids"] + 1)
+    for name, rows in {
+        "odd length": samples(LENGTH + 1),
+        "two lengths": [{**row, "mask": torch.ones(LENGTH * 2)} for row in samples()],
+        "attention_mask": [{**row, "attention_mask": torch.ones(LENGTH)} for row in samples()],
+    }.items():
+        found[name] = complaint(next, iter(accelerator.prepare(DataLoader(rows, 4))))
+    accelerator.end_training()
+    return found
+
+
+def evaluation():
+    """Logits of a whole batch: as this rank has its part of them, and which of it that is."""
+    accelerator = accelerator_of()
+    model, loader = accelerator.prepare(Gpt(), DataLoader(samples(), 4))
+    batch = next(iter(loader))
+    with torch.no_grad():
+        logits = model(batch["input_ids"], batch["position_ids"])
+    accelerator.end_training()
+    return logits, batch["position_ids"]
+
+
+def recomputed():
+    """Gradients where backward computes attention again."""
+    from torch.utils.checkpoint import checkpoint
+
+    accelerator = accelerator_of()
+    model, loader = accelerator.prepare(Gpt(), DataLoader(samples(), 4))
+    batch = next(iter(loader))
+    found = []
+    for again in (False, True):
+        with accelerator.accumulate(model, batch=batch):
+            loss = checkpoint(lambda: loss_of(model, batch)[0], use_reentrant=False) if again else 0
+            accelerator.backward(loss if again else loss_of(model, batch)[0])
+        found.append(accelerator.unwrap_model(model).blocks[0].mix.weight.grad.clone())
+        model.zero_grad()
+    accelerator.end_training()
+    return found
+
+
+def placed(batch, buffers):
+    """What a batch that a loader would give becomes."""
+    accelerator = accelerator_of(buffers=buffers)
+    loader = accelerator.prepare(DataLoader([batch], batch_size=None))
+    found = next(iter(loader))
+    accelerator.end_training()
+    return found
+
+
+def llama(shared):
+    """Losses of a transformers model on its own loss, whose tokens are counted over all ranks."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what transformers imports
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    model = LlamaForCausalLM(config)
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in samples()]
+    for row in rows[::2]:
+        row["labels"][:5] = -100
+    accelerator = accelerator_of(buffers={"input_ids": 1, "labels": 1}) if shared else Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4))
+    losses = []
+    for batch in loader:
+        following = batch.get("shift_labels")
+        items = ((batch["labels"][:, 1:] if following is None else following) != -100).sum()
+        with accelerator.accumulate(model, batch=batch, items=items):
+            loss = model(**batch, num_items_in_batch=1).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(torch.stack([loss.detach(), items.float()]), "sum"))
+    accelerator.end_training()
+    return [(loss / items).item() for loss, items in losses]

@@ -1,0 +1,146 @@
+"""Ranks that share sequences train as one process that has them whole."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import cp_problem
+import pytest
+import torch
+from cp_problem import LENGTH, Gpt, samples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor.experimental import context_parallel
+from torch.utils.data import default_collate
+
+from accel_context_parallel.sequence import part, positions
+from accel_core.testing import run_processes
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    name: str
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=5e-3, atol=5e-4)
+
+
+# -- training equals the plain loop ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_losses_and_weights_equal_the_plain_loop(causal):
+    for found in run_processes(cp_problem.ours, causal, world=2):
+        assert_same(found, cp_problem.plain(causal))
+        assert found[2] == (4, LENGTH // 2)
+
+
+def test_so_they_do_through_forward_backward():
+    for found in run_processes(cp_problem.ours, True, 4, 7, "forward_backward", world=2):
+        assert_same(found, cp_problem.plain())
+
+
+def data_and_context():
+    return cp_problem.ours(batch_size=2, size=2)
+
+
+def test_pairs_of_ranks_share_sequences_and_read_apart_from_other_pairs():
+    for found in run_processes(data_and_context, world=4):
+        assert_same(found, cp_problem.plain())
+        assert found[2] == (2, LENGTH // 2)
+
+
+def alone():
+    return cp_problem.ours(strategy="single")
+
+
+def test_one_process_shares_with_nobody():
+    (found,) = run_processes(alone, world=1)
+    assert_same(found, cp_problem.plain())
+
+
+def test_attention_that_backward_computes_again_is_of_the_whole_sequence():
+    for kept, computed_again in run_processes(cp_problem.recomputed, world=2):
+        torch.testing.assert_close(computed_again, kept)
+
+
+@pytest.mark.together
+def test_a_transformers_model_with_its_own_loss_trains_as_in_one_process():
+    (whole,) = run_processes(cp_problem.llama, False, world=1)
+    for shared in run_processes(cp_problem.llama, True, world=2):
+        torch.testing.assert_close(shared, whole, rtol=2e-4, atol=2e-5)
+
+
+def test_evaluation_without_gradients_needs_no_step():
+    batch = default_collate(samples()[:4])
+    with torch.no_grad():
+        whole = Gpt()(batch["input_ids"])
+    for logits, where in run_processes(cp_problem.evaluation, world=2):
+        torch.testing.assert_close(logits, whole[:, where[0]], rtol=1e-4, atol=1e-5)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+@given(pieces=st.integers(1, 3), ranks=st.integers(1, 8))
+def test_each_token_is_of_one_rank_and_heads_go_with_tails(pieces, ranks):
+    length = 2 * ranks * pieces
+    where = positions(length, ranks, torch.device("cpu"))
+    assert sorted(where.flatten().tolist()) == list(range(length))
+    assert len(set(where.sum(dim=1).tolist())) == 1, "causal work is not balanced"
+    tokens = torch.arange(2 * length).view(2, length)
+    assert torch.equal(part(tokens, 1, ranks - 1, ranks), tokens[:, where[-1]])
+
+
+def test_what_has_a_sequence_is_shared_whatever_the_batch_is():
+    ids = torch.arange(8).view(2, 4)
+    mine = ids[:, [0, 3]]
+    for batch, buffers in [(Pair(ids, "x"), {"0": 1}), ([ids, "x"], {0: 1})]:
+        found = run_processes(cp_problem.placed, batch, buffers, world=2)[0]
+        assert type(found) is type(batch)
+        assert torch.equal(found[0], mine)
+        assert found[1] == "x"
+    assert torch.equal(run_processes(cp_problem.placed, ids, {"0": 1}, world=2)[0], mine)
+
+
+def test_positions_and_the_labels_after_a_piece_are_given():
+    ids = torch.arange(10, 18).view(1, 8)
+    batch = {"input_ids": ids, "labels": ids, "id": 5}
+    found = run_processes(cp_problem.placed, batch, {"input_ids": 1, "labels": 1}, world=2)[1]
+    assert found["position_ids"].tolist() == [[2, 3, 4, 5]]
+    assert found["shift_labels"].tolist() == [[13, 14, 15, 16]]
+    assert found["id"] == 5
+    assert set(batch) == {"input_ids", "labels", "id"}
+
+
+def test_a_batch_without_sequences_stays_whole():
+    found = run_processes(cp_problem.placed, {"pixels": torch.ones(2, 4)}, {"input_ids": 1}, world=2)
+    assert [each["pixels"].shape for each in found] == [(2, 4), (2, 4)]
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+def test_what_would_train_something_else_is_an_error_on_every_rank():
+    said = {
+        "outside of a step": "accelerator.accumulate(model, batch=batch)",
+        "part of a part": "7 tokens a rank; 2 ranks share sequences of 16",
+        "mask": "attention with a mask",
+        "no attention": "never called torch.nn.functional.scaled_dot_product_attention",
+        "odd length": "input_ids 17",
+        "two lengths": "mask 32",
+        "attention_mask": "leave it out in the collate function",
+    }
+    for found in run_processes(cp_problem.mistakes, world=2):
+        assert found.keys() == said.keys()
+        for mistake, words in said.items():
+            assert words in found[mistake], mistake
+
+
+def test_torchs_own_has_the_arguments_that_we_give_it():
+    assert {"mesh", "buffers", "buffer_seq_dims", "no_restore_buffers"} <= {
+        *inspect.signature(context_parallel).parameters
+    }
