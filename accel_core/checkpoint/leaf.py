@@ -52,14 +52,19 @@ def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = N
     """The leaf of a tensor as torch holds it: a DTensor by this rank's part of it, any other whole."""
     if not hasattr(tensor, "device_mesh"):
         return whole(tensor, kind=kind, layout=layout)
+    from torch.distributed import get_world_size
+
     dtensor: Any = tensor.detach()
     local = dtensor.to_local()
-    held = dtensor.__create_chunk_list__() if dtensor.device_mesh.get_coordinate() is not None else ()
+    mesh = dtensor.device_mesh
+    held = dtensor.__create_chunk_list__() if mesh.get_coordinate() is not None else ()
     return Leaf(
         kind=kind,
         global_shape=tuple(dtensor.shape),
         shards=tuple((tuple(chunk.offsets), local) for chunk in held),
-        replicated=any(placement.is_replicate() for placement in dtensor.placements),
+        # Ranks outside its mesh may hold the same: those along a dimension that knows nothing of it.
+        replicated=any(placement.is_replicate() for placement in dtensor.placements)
+        or mesh.size() < get_world_size(),
         layout=layout,
     )
 

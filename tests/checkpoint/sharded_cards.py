@@ -15,4 +15,4 @@ def strategy(name: str) -> Card:
     )
 
 
-WHOLE, FSDP, TENSOR, FLAT, STAGES = map(strategy, ("whole", "fsdp", "tensor", "flat", "stages"))
+WHOLE, SHARDS, TENSOR, FLAT, STAGES = map(strategy, ("whole", "shards", "tensor", "flat", "stages"))

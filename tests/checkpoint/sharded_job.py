@@ -30,7 +30,7 @@ class Whole:
         self.run = run
 
 
-class Fsdp(Whole):
+class Shards(Whole):
     """torch's fully_shard, and not a line about state."""
 
     @implements(hooks.wrap_model)

@@ -15,12 +15,12 @@ from accel_core import flat_range
 from accel_core.testing.processes import run_processes
 from accel_core.testing.simulated import write_distribution
 
-WAYS = [("whole", 1), ("whole", 2), ("fsdp", 2), ("fsdp", 3), ("tensor", 2), ("flat", 1), ("flat", 3)]
+WAYS = [("whole", 1), ("whole", 2), ("shards", 2), ("shards", 3), ("tensor", 2), ("flat", 1), ("flat", 3)]
 
 
 @pytest.fixture(autouse=True)
 def toys(tmp_path, monkeypatch):
-    names = ("whole", "fsdp", "tensor", "flat", "stages")
+    names = ("whole", "shards", "tensor", "flat", "stages")
     lines = "".join(f"{name} = sharded_cards:{name.upper()}\n" for name in names)
     write_distribution(tmp_path / "site", "sharded-toys", f"[accel_core.strategy]\n{lines}")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -44,13 +44,13 @@ def check_all_pairs(folder, optimizer, ways, exact=1e-6):
 
 
 def test_however_it_is_held_it_goes_on_in_any_other_way(tmp_path):
-    ways = {1: ["whole", "flat"], 2: ["whole", "fsdp", "tensor", "stages"], 3: ["fsdp", "flat", "stages"]}
+    ways = {1: ["whole", "flat"], 2: ["whole", "shards", "tensor", "stages"], 3: ["shards", "flat", "stages"]}
     check_all_pairs(tmp_path, "SGD", ways)
 
 
 @pytest.mark.parametrize(("optimizer", "exact"), [("AdamW", 1e-6), ("Muon", 1e-3)])  # Muon rounds to bf16
 def test_optimizers_of_dtensors(tmp_path, optimizer, exact):
-    check_all_pairs(tmp_path, optimizer, {1: ["whole"], 2: ["fsdp"], 3: ["fsdp"]}, exact)
+    check_all_pairs(tmp_path, optimizer, {1: ["whole"], 2: ["shards"], 3: ["shards"]}, exact)
 
 
 def test_a_mesh_of_two_dimensions(tmp_path):

@@ -19,7 +19,7 @@ from accel_core.testing import run_processes
 PLUGINS = {
     "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun", "jsonl"},
     "accel-ddp": {"ddp"},
-    "accel-fsdp": {"fsdp"},
+    "accel-fsdp": {"fsdp", "tensor-parallel"},
     "accel-cuda": {"cuda"},
     "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp"},
     "accel-npu": {"npu"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_core import Card
 
-__all__ = ["FSDP"]
+__all__ = ["FSDP", "TENSOR_PARALLEL"]
 
 FSDP = Card(
     name="fsdp",
@@ -13,8 +13,18 @@ FSDP = Card(
     api_version="1.0",
     priority=None,  # only when named
     distributed_type="FSDP",
-    offers={"no_sync"},
+    offers={"no_sync", "dtensors"},
     needs={"collectives.torch", "process_per_device"},
     config="accel_fsdp.config:FullyShardedDataParallelPlugin",
     implementation="accel_fsdp.strategy:strategy",
+)
+
+TENSOR_PARALLEL = Card(
+    name="tensor-parallel",
+    slot="extension",
+    summary="Layers are split over processes that read the same data.",
+    api_version="1.0",
+    needs={"collectives.torch", "process_per_device", "dtensors"},
+    config="accel_fsdp.tensor_config:TorchTensorParallelPlugin",
+    implementation="accel_fsdp.tensor_parallel:TensorParallel",
 )

@@ -97,6 +97,12 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     ignored_modules: str | None = option(
         None, help="Modules whose parameters stay whole: a regular expression of names, or the modules."
     )
+    dp_replicate_size: int | None = option(
+        None, help="How many copies of the sharded model there are; -1: as many as fit; unset: 1."
+    )
+    dp_shard_size: int | None = option(
+        None, help="Over how many ranks a copy is sharded; unset, -1: over all that are left."
+    )
     state_dict_type: str | None = option(
         None,
         converter=_state_dict,

@@ -46,6 +46,7 @@ class Flat(FullyShardedDataParallel):
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Collective."""
+        self.join(unit)
         arguments = self._arguments(model)
         wrapped = model
         for group in self.prepare_groups(model):

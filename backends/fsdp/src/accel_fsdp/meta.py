@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["init_context", "materialize"]
 
 
-def init_context(config: FullyShardedDataParallelPlugin, mesh: DeviceMesh) -> AbstractContextManager[Any]:
-    """Where models are built: on the meta device, but for the rank that loads for all of its mesh."""
-    loads = config.cpu_ram_efficient_loading and _is_first(mesh)
+def init_context(config: FullyShardedDataParallelPlugin, *, first: bool) -> AbstractContextManager[Any]:
+    """Where models are built: on the meta device, but for a first rank that loads for its mesh."""
+    loads = config.cpu_ram_efficient_loading and first
     return nullcontext() if loads else torch.device("meta")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import hooks, implements
+from accel_fsdp.dims import stages
+from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import ignored
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_core import Leaf, OptimizerState, Unit
+    from accel_core import Leaf, OptimizerState, Run, Unit
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
 
 __all__ = ["Sharded"]
 
@@ -29,9 +33,14 @@ __all__ = ["Sharded"]
 class Sharded(FullyShardedDataParallel):
     """`fully_shard` of each group."""
 
+    def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
+        super().__init__(config, run)
+        self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
+
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Collective."""
+        self.join(unit)
         arguments: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": self.config.reshards,
@@ -57,8 +66,14 @@ class Sharded(FullyShardedDataParallel):
     def clip_grad_norm(
         self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
     ) -> Tensor:
-        norm: Tensor = self.below.clip_grad_norm(unit, parameters, max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        layout = self._layouts.get(unit)
+        if layout is None or not layout.is_of(parameters):
+            layout = self._layouts[unit] = Layout.of(parameters, stages(unit.mesh))
+        return clip_norm(layout, max_norm, norm_type, self.run.device)
+
+    @implements(hooks.clip_grad_value)
+    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
+        clip_value(parameters, value)
 
     # -- state: sharded parameters, whatever a forward has left unsharded ---------------------------
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_core import ConfigError, hooks, implements
-from accel_fsdp import alone, meta
+from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.precision import validate_mixed_precision_policy
 from accel_fsdp.wrapping import checkpointed, groups, ignored
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from accel_core import Run, RunConfig, Unit
+    from accel_core import MeshDim, Run, RunConfig, Unit, World
     from accel_fsdp.wrapping import Group
 
 __all__ = ["FullyShardedDataParallel", "strategy"]
@@ -51,18 +51,24 @@ class FullyShardedDataParallel:
         self._mesh: DeviceMesh | None = None
         self._groups: WeakKeyDictionary[nn.Module, list[Group]] = WeakKeyDictionary()
 
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
+        return dims.declared(self.config, world)
+
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks that share a model: one dimension to shard over, or one to replicate over before it."""
-        if self._mesh is None:
+        assert self._mesh is not None, "a model is wrapped first"
+        return self._mesh
+
+    def join(self, unit: Unit) -> None:
+        """Find the ranks that share the unit's models. Collective."""
+        if self._mesh is None and unit.mesh is not None:
+            self._mesh = dims.sharding(unit.mesh)
+        elif self._mesh is None:
             if not dist.is_initialized():
                 alone.join(self.run)
-            world, local = self.run.world.size, self.run.world.local_size
-            hybrid = self.config.strategy.startswith("HYBRID")
-            shape = (world // local, local) if hybrid else (world,)
-            names = ("dp_replicate", "dp_shard")[-len(shape) :]
-            self._mesh = init_device_mesh(self.run.device.type, shape, mesh_dim_names=names)
-        return self._mesh
+            self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -84,7 +90,9 @@ class FullyShardedDataParallel:
 
     @implements(hooks.model_init_context)
     def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:
-        return meta.init_context(self.config, self.mesh)
+        mesh = self.run.mesh
+        first = mesh is None or mesh.index(*mesh.names("samples", "tokens")) == 0
+        return meta.init_context(self.config, first=first)
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:

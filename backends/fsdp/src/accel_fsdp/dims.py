@@ -1,0 +1,51 @@
+"""The dimensions that section `fsdp` declares, and the part of a run's mesh that weights are sharded over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from accel_core import MeshDim
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from accel_core import Mesh, World
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
+
+__all__ = ["declared", "sharding", "stages"]
+
+
+def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
+    """Replicas of sharded models. A HYBRID strategy without sizes shards within a node."""
+    replicate, shard = config.dp_replicate_size, config.dp_shard_size
+    if replicate is None and shard is None and config.strategy.startswith("HYBRID"):
+        replicate, shard = -1, world.local_size
+    if shard is None:
+        shard = 1 if replicate == -1 else -1
+    return [MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]
+
+
+def sharding(mesh: Mesh) -> DeviceMesh:
+    """The ranks that share a model's weights: one dimension, or one to replicate over before it. Collective.
+
+    Whatever splits samples or tokens has gradients to reduce, so weights may be sharded over it too.
+    """
+    names = tuple(name for name in mesh.names("samples", "tokens") if name != "dp_replicate")
+    names = tuple(name for name in names if mesh.size(name) > 1) or ("dp_shard",)
+    shard: DeviceMesh = mesh.device_mesh[names]
+    if len(names) > 1:
+        shard = shard._flatten("+".join(names))
+    if mesh.size("dp_replicate") == 1:
+        return shard
+    both: DeviceMesh = DeviceMesh._concatenate([mesh.device_mesh["dp_replicate"], shard])
+    return both
+
+
+def stages(mesh: Mesh | None) -> ProcessGroup | None:
+    """The ranks that hold the other stages of this rank's part of a pipeline."""
+    if mesh is None or mesh.size("pp") == 1:
+        return None
+    group: ProcessGroup = mesh.device_mesh.get_group("pp")
+    return group

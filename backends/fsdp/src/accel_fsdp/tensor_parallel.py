@@ -1,0 +1,133 @@
+"""Extension `tensor-parallel`: layers are split over the ranks of mesh dimension `tp`, as plans say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils._pytree import tree_map_only
+
+from accel_core import AccelError, MeshDim, hooks, implements
+from accel_fsdp.plans import plan_of
+from accel_fsdp.tensor_config import TorchTensorParallelPlugin
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_core import Run, RunConfig, Unit, World
+
+__all__ = ["TensorParallel"]
+
+
+class TensorParallel:
+    """Ranks along `tp` read the same data and compute parts of the same layers."""
+
+    below: Any
+
+    def __init__(self, config: TorchTensorParallelPlugin | None, run: Run) -> None:
+        self.config = config or TorchTensorParallelPlugin()
+        self.run = run
+        self._loss_is_parallel = False
+
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
+        return [MeshDim("tp", self.config.tp_size)]
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        version = getattr(unit.plugin.config, "fsdp_version", None)
+        if self.config.tp_size == 1 or version != 1:
+            return ()
+        reason = (
+            f"tensor-parallel.tp_size is {self.config.tp_size}, but fsdp.fsdp_version 1 stores weights flat,"
+            " not as parts of layers\nset fsdp.fsdp_version: 2"
+        )
+        return [reason]
+
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        """In `parallelize`. Collective: all ranks of `tp` begin with the weights of its first."""
+        size = 1 if unit.mesh is None else unit.mesh.size("tp")
+        if phase != "parallelize" or unit.mesh is None or size == 1:
+            return model
+        mesh, config = unit.mesh.device_mesh["tp"], self.config
+        plan = plan_of(model, config.parallelize_plan, size, loss_parallel=config.loss_parallel)
+        ties = _ties(model)
+        _agree(model, mesh.get_group())
+        for planned in plan:
+            parallelize_module(planned.module, mesh, planned.style, src_data_rank=None)
+            if config.loss_parallel and planned.head:
+                planned.module.register_forward_pre_hook(self._require_context)
+        for (module, key), first in ties.items():
+            module._parameters[key] = first[0]._parameters[first[1]]
+        model.register_forward_hook(_give_no_views)
+        return model
+
+    @implements(hooks.step_context)
+    def step_context(self, unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
+        return self._parallel_loss() if self.config.loss_parallel else None
+
+    @contextmanager
+    def _parallel_loss(self) -> Iterator[None]:
+        before, self._loss_is_parallel = self._loss_is_parallel, True
+        try:
+            with loss_parallel():
+                yield
+        finally:
+            self._loss_is_parallel = before
+
+    def _require_context(self, module: nn.Module, inputs: Any) -> None:
+        if not self._loss_is_parallel and torch.is_grad_enabled():
+            raise AccelError(
+                "tensor-parallel.loss_parallel: this forward is outside the context in which losses of split"
+                " logits are computed\n"
+                "use accelerator.accumulate(model, batch=batch), or accelerator.forward_backward"
+            )
+
+
+class _Same(torch.autograd.Function):
+    """The same storage, but no view of another tensor."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _give_no_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    # A local part is a view of its DTensor: changed in place it would lose torch's hook that gathers the
+    # weights for backward, which torch warns of.
+    def same(tensor: Tensor) -> Tensor:
+        own = tensor._base is None or not tensor.requires_grad
+        return tensor if own else _Same.apply(tensor)  # type: ignore[no-untyped-call]
+
+    return tree_map_only(torch.Tensor, same, outputs)
+
+
+def _ties(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[nn.Module, str]]:
+    """Where a parameter stands again -> where it stands first."""
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    again = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and first.setdefault(parameter, (module, key)) != (module, key):
+                again[module, key] = first[parameter]
+    return again
+
+
+@torch.no_grad()
+def _agree(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """All ranks begin with what the first has; each then keeps its part."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            dist.broadcast(tensor, group=group, group_src=0)

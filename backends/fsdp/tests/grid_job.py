@@ -1,0 +1,197 @@
+"""What each rank of test_fsdp_grids does: train on a mesh that variables describe."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core import Accelerator
+
+STEPS, BATCH, WORDS, LENGTH = 6, 8, 12, 4
+
+
+class Block(nn.Module):
+    """Attention and a hidden layer, as everybody writes them."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.head = width // heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.ModuleDict({name: nn.Linear(width, width) for name in ("q", "k", "v", "o")})
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        h = self.before(x)
+        q, k, v = (
+            self.attention[name](h).unflatten(-1, (-1, self.head)).transpose(1, 2) for name in ("q", "k", "v")
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention["o"](mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(torch.tanh(self.up(self.between(x))))
+
+
+class Gpt(nn.Module):
+    """Two blocks; tied: the output layer is the embedding."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.output = nn.Linear(8, WORDS, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, words):
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))
+
+
+GPT_PLAN = {
+    "blocks.*.attention.[qkv]": "colwise",
+    "blocks.*.attention.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
+
+
+def llama():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS = {"gpt": Gpt, "untied": lambda: Gpt(tied=False), "llama": llama}
+
+
+def model_and_data(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    words = torch.randint(0, WORDS, (STEPS * BATCH, LENGTH + 1))
+    return model, TensorDataset(words[:, :-1].contiguous(), words[:, 1:].contiguous())
+
+
+def loss_of(model, words, following):
+    logits = model(words)
+    return cross_entropy(getattr(logits, "logits", logits).flatten(0, 1), following.flatten())
+
+
+def optimizer_of(model, **options):
+    # A bias of attention keys has no gradient but rounding, which Adam would make steps of.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **options)
+
+
+def plain(name, clip, norm_type=2.0):
+    """Losses, norms and final weights of plain PyTorch, a loop over global batches."""
+    model, data = model_and_data(name)
+    optimizer, losses, norms = optimizer_of(model), [], []
+    for words, following in DataLoader(data, BATCH):
+        loss = loss_of(model, words, following)
+        loss.backward()
+        if clip:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {key: value.tolist() for key, value in model.state_dict().items()}
+
+
+def trained(name, clip, norm_type=2.0, **options):
+    """The same on this run's mesh."""
+    accelerator = Accelerator(cpu=True)
+    topology = accelerator.run.topology
+    model, data = model_and_data(name)
+    if topology.reader or os.environ.get("RANK") != "0":  # only the first rank's weights count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    loader = DataLoader(data, BATCH // topology.readers)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model, **options), loader)
+    losses, norms = [], []
+    for words, following in loader:
+        with accelerator.accumulate(model, batch=(words, following)):
+            loss = loss_of(model, words, following)
+            accelerator.backward(loss)
+            if clip:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), clip, norm_type).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+        losses.append(accelerator.reduce(whole.detach(), "mean").item())
+    weights = {key: value.tolist() for key, value in accelerator.get_state_dict(model).items()}
+    shapes = {
+        key: tuple(p.to_local().shape) if hasattr(p, "to_local") else tuple(p.shape)
+        for key, p in model.named_parameters()
+    }
+    accelerator.end_training()
+    return losses, norms, weights, shapes
+
+
+def prepared(name):
+    """Whether it can be prepared at all."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(MODELS[name]())
+
+
+def saved(name, folder, steps):
+    """Train some steps, save, and give what the rest of the training gives."""
+    return _continued(name, folder, steps, load=False)
+
+
+def resumed(name, folder, steps):
+    """Load, and train the rest."""
+    return _continued(name, folder, steps, load=True)
+
+
+def _continued(name, folder, steps, *, load):
+    accelerator = Accelerator(cpu=True)
+    model, data = model_and_data(name)
+    loader = DataLoader(data, BATCH // accelerator.run.topology.readers)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    if load:
+        accelerator.load_state(folder)
+    losses = []
+    for words, following in loader:
+        loss = loss_of(model, words, following)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if not load and len(losses) == steps:
+            accelerator.save_state(folder)
+    accelerator.end_training()
+    return losses
+
+
+def environment(sizes, plan=None, **more):
+    """Variables for `dp_replicate 2, tp 2` and the like."""
+    sizes = dict(sizes)
+    variables = {"ACCEL__STRATEGY": "fsdp"}
+    if "tp" in sizes:
+        variables |= {
+            "ACCEL__EXTENSIONS": "tensor-parallel",
+            "ACCEL__TENSOR_PARALLEL__TP_SIZE": str(sizes.pop("tp")),
+        }
+        if plan is not None:
+            variables["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(plan)
+    variables |= {f"ACCEL__FSDP__{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
+    return variables | more

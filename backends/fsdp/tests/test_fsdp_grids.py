@@ -1,0 +1,178 @@
+"""Sharded, replicated, split by layers, and all at once: a model trains as it does in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import grid_job
+import pytest
+import torch
+
+from accel_core.testing.processes import run_processes
+
+PLAN = grid_job.GPT_PLAN
+TIED = {**PLAN, "embedding": "rowwise", "output": "colwise_rep"}
+SEQUENCE = {
+    **PLAN,
+    "embedding": {"style": "rowwise", "output": "sequence"},
+    "blocks.*.before": "sequence",
+    "blocks.*.between": "sequence",
+    "blocks.*.attention.[qkv]": {"style": "colwise", "input": "sequence"},
+    "blocks.*.attention.o": {"style": "rowwise", "output": "sequence"},
+    "blocks.*.up": {"style": "colwise", "input": "sequence"},
+    "blocks.*.down": {"style": "rowwise", "output": "sequence"},
+    "norm": "sequence",
+    "output": {"style": "colwise", "input": "sequence", "output": "whole"},
+}
+
+plain = cache(grid_job.plain)
+
+
+def train(name, sizes, plan=None, clip=0.1, norm_type=2.0, world=4, environment=(), **options):
+    variables = grid_job.environment(sizes, plan, **dict(environment))
+    return run_processes(_train, name, clip, norm_type, options, world=world, environment=variables)
+
+
+def _train(name, clip, norm_type, options):
+    return grid_job.trained(name, clip, norm_type, **options)
+
+
+def assert_as_plain(found, name, clip=0.1, norm_type=2.0):
+    losses, norms, weights = plain(name, clip, norm_type)
+    for mine in found:
+        assert mine[0] == pytest.approx(losses, abs=1e-5)
+        assert mine[1] == pytest.approx(norms, rel=1e-4)
+    assert found[0][2].keys() == weights.keys()
+    for key, value in weights.items():
+        torch.testing.assert_close(torch.tensor(found[0][2][key]), torch.tensor(value), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "world"),
+    [
+        ({"dp_replicate": 2}, None, 4),
+        ({"tp": 2}, PLAN, 2),
+        ({"tp": 2}, TIED, 4),
+        ({"dp_replicate": 2, "tp": 2}, PLAN, 4),
+        ({"tp": 2}, SEQUENCE, 4),
+    ],
+    ids=["hsdp", "tp", "fsdp x tp, tied", "replicas x tp", "fsdp x tp, sequence"],
+)
+def test_a_grid_trains_as_one_process_does(sizes, plan, world):
+    assert_as_plain(train("gpt", sizes, plan, world=world), "gpt")
+
+
+@pytest.mark.together
+def test_a_transformers_model_brings_its_own_plan():
+    found = train("llama", {"tp": 2})
+    assert_as_plain(found, "llama")
+    assert found[0][3]["model.layers.0.self_attn.q_proj.weight"] == (2, 8)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+def test_any_norm_is_that_of_the_whole_model(norm_type):
+    assert_as_plain(train("gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type)
+
+
+@pytest.mark.parametrize("kernels", ["foreach", "fused"])
+def test_optimizers_that_step_all_parameters_at_once(kernels):
+    assert_as_plain(train("gpt", {"tp": 2}, PLAN, **{kernels: True}), "gpt")
+
+
+def test_losses_of_split_logits():
+    environment = {"ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL": "true"}
+    plan = {**PLAN, "output": "colwise_rep"}
+    found = train("untied", {"tp": 2}, plan, environment=environment)
+    assert_as_plain(found, "untied")
+
+
+def test_a_loss_of_split_logits_outside_its_context_is_noticed():
+    variables = grid_job.environment(
+        {"tp": 2}, {"output": "colwise_rep"}, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true"
+    )
+    with pytest.raises(AssertionError, match="outside the context in which losses of split logits"):
+        run_processes(grid_job.saved, "untied", "nowhere", 9, environment=variables)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (({"tp": 2}, TIED, 4), ({"tp": 2}, PLAN, 2)),
+        (({"dp_replicate": 2}, None, 4), ({"tp": 2}, TIED, 4)),
+        (({"tp": 2}, PLAN, 2), ({"dp_replicate": 2}, None, 4)),
+        (({"tp": 2}, TIED, 4), None),
+        (None, ({"tp": 2}, TIED, 4)),
+    ],
+    ids=["2x2-tp", "hsdp-2x2", "tp-hsdp", "2x2-native", "native-2x2"],
+)
+def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path):
+    folder, steps = str(tmp_path / "state"), 3
+
+    def run(function, grid):
+        sizes, plan, world = grid or ({}, None, 1)
+        variables = grid_job.environment(sizes, plan) if grid else {"ACCEL__STRATEGY": "single"}
+        return run_processes(function, "gpt", folder, steps, world=world, environment=variables)[0]
+
+    before = run(grid_job.saved, saved)
+    assert run(grid_job.resumed, resumed) == pytest.approx(before[steps:], abs=1e-5)
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+def refusal(sizes, plan=None, world=4, name="gpt", **more):
+    with pytest.raises(AssertionError) as caught:
+        run_processes(
+            grid_job.prepared, name, world=world, environment=grid_job.environment(sizes, plan, **more)
+        )
+    return str(caught.value)
+
+
+def test_sizes_that_do_not_fill_the_world_spell_every_factor():
+    text = refusal({"dp_replicate": 2, "dp_shard": 3, "tp": 2}, PLAN)
+    assert "the mesh dp_replicate 2 × dp_shard 3 × tp 2 = 12, world 4" in text
+
+
+def test_a_weight_that_does_not_divide_is_named_with_its_shape():
+    text = refusal({"tp": 3}, {"blocks.*.up": "colwise"}, world=3)
+    assert "blocks.0.up.weight of shape (16, 8) is split along dimension 0, and 16 is no multiple" in text
+    assert "tensor-parallel.tp_size 3" in text
+
+
+def test_a_pattern_that_matches_nothing_is_named_with_near_ones():
+    text = refusal({"tp": 2}, {"blocks.0.upp": "colwise"})
+    assert "'blocks.0.upp' matches no module of this Gpt; did you mean blocks.0.up" in text
+
+
+def test_a_model_without_a_plan_is_refused():
+    assert "Gpt has no tp_plan of its own, and no plan was given" in refusal({"tp": 2})
+
+
+def test_an_unknown_style_names_those_there_are():
+    text = refusal({"tp": 2}, {"blocks.*.up": "colwide"})
+    assert "'colwide' for blocks.0.up is no style" in text
+    assert "colwise_rep" in text
+
+
+def test_a_layer_that_cannot_be_split_is_named():
+    assert "blocks.0.before is a LayerNorm" in refusal({"tp": 2}, {"blocks.*.before": "colwise"})
+
+
+def test_tied_weights_are_split_alike_or_not_at_all():
+    text = refusal({"tp": 2}, {"output": "colwise_rep"})
+    assert "embedding.weight and output.weight are one weight" in text
+
+
+def test_a_parallel_loss_needs_split_logits():
+    text = refusal({"tp": 2}, PLAN, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true")
+    assert "give it the style colwise_rep" in text
+
+
+def test_flat_weights_are_not_split_by_layers():
+    assert "set fsdp.fsdp_version: 2" in refusal({"tp": 2}, PLAN, ACCEL__FSDP__FSDP_VERSION="1")
+
+
+@pytest.mark.together
+def test_a_strategy_that_does_not_know_dtensors_is_refused():
+    text = refusal({"tp": 2}, PLAN, ACCEL__STRATEGY="ddp")
+    assert "needs dtensors, which the stack" in text
