@@ -15,11 +15,11 @@ LOW_RELATIVE, LOW_ABSOLUTE = 2e-2, 1e-2
 """The same in half precision, where a batch in two halves rounds otherwise than in one."""
 
 
-def assert_same_training(ours: Any, plain: Any) -> None:
+def assert_same_training(ours: Any, plain: Any, *, low_precision: bool = False) -> None:
     """Equal traces: losses, gradient norms, learning rates, skipped steps, final weights."""
     assert ours.skipped == plain.skipped or not plain.skipped, "other steps were skipped"
     for name in ("losses", "norms", "rates", "weights"):
-        assert_near(name, getattr(ours, name), getattr(plain, name))
+        assert_near(name, getattr(ours, name), getattr(plain, name), low_precision=low_precision)
 
 
 def assert_near(

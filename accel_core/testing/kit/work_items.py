@@ -36,7 +36,7 @@ def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, A
                         trace.norms.append(norm.item())  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
-    trace.weights.extend(weights(accelerator.unwrap_model(model)))
+    trace.weights.extend(weights(model, accelerator))
     reference = _whole(clip_norm, device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace, reference

@@ -161,7 +161,7 @@ def replicas(arguments: Mapping[str, Any]) -> list[float]:
         accelerator.backward(cross_entropy(model(x).float(), y))
         optimizer.step()
         optimizer.zero_grad()
-    found = weights(accelerator.unwrap_model(model))
+    found = weights(model, accelerator)
     accelerator.end_training()
     return found
 
@@ -253,7 +253,7 @@ def uneven_inputs(arguments: Mapping[str, Any]) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
     accelerator.wait_for_everyone()
-    found = weights(accelerator.unwrap_model(model))
+    found = weights(model, accelerator)
     accelerator.end_training()
     return found
 

@@ -104,11 +104,12 @@ def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[An
     return [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in made]
 
 
-def weights(model: nn.Module) -> list[float]:
-    """All parameters, in order, as numbers."""
+def weights(model: nn.Module, accelerator: Accelerator | None = None) -> list[float]:
+    """All parameters, by name, as numbers; of a model that ranks hold in parts, whole with `accelerator`."""
+    found = dict(model.named_parameters()) if accelerator is None else accelerator.get_state_dict(model)
     return [
         value
-        for parameter in model.parameters()
+        for _, parameter in sorted(found.items())
         for value in parameter.detach().float().cpu().flatten().tolist()
     ]
 
@@ -220,7 +221,7 @@ def train(recipe: Recipe, accelerator: Accelerator) -> Trace:
                 if accelerator.sync_gradients:
                     trace.skipped.extend(each.step_was_skipped for each in made)
                     trace.rates.extend(each.param_groups[0]["lr"] for each in made)
-    trace.weights.extend(weights(accelerator.unwrap_model(model)))
+    trace.weights.extend(weights(model, accelerator))
     return trace
 
 
@@ -266,7 +267,7 @@ def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, An
     found = {
         "inside": str(seen[0]),
         "unwrapped": str(seen[1]),
-        "parameters": str(next(inner.parameters()).dtype),
+        "parameters": str(accelerator.get_state_dict(model)["0.weight"].dtype),
         "left": torch.is_autocast_enabled(accelerator.device.type),
     }
     accelerator.end_training()
@@ -286,7 +287,7 @@ def whole_windows(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, 
             optimizer.zero_grad()
             trace.losses.append(output.loss.item())
         assert next(stream, None) is None
-    trace.weights.extend(weights(accelerator.unwrap_model(model)))
+    trace.weights.extend(weights(model, accelerator))
     plainly = plain(recipe, accelerator.device, accelerator.mixed_precision)
     size = recipe.accumulation
     means = [sum(plainly.losses[at : at + size]) / size for at in range(0, len(plainly.losses), size)]
@@ -305,7 +306,7 @@ def mid_window(arguments: Mapping[str, Any]) -> dict[str, bool]:
     accelerator = recipe_accelerator(recipe, arguments)
     model, (optimizer,), (scheduler,), batches = prepared(recipe, accelerator)
     x, y = next(iter(batches))
-    before, rate = weights(model), scheduler.get_last_lr()
+    before, rate = weights(model, accelerator), scheduler.get_last_lr()
     with accelerator.accumulate(model):
         accelerator.backward(cross_entropy(model(x).float(), y))
         gradients = [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
@@ -316,9 +317,9 @@ def mid_window(arguments: Mapping[str, Any]) -> dict[str, bool]:
         optimizer.zero_grad()
         kept = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     found = {
-        "weights changed": weights(model) != before,
+        "weights changed": weights(model, accelerator) != before,
         "clipped": not _equal(gradients, clipped),
-        "gradients kept": bool(gradients) and _equal(gradients, kept),
+        "gradients kept": _equal(gradients, kept),
         "rate changed": scheduler.get_last_lr() != rate,
     }
     accelerator.end_training()

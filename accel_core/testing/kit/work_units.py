@@ -113,7 +113,8 @@ def _play(trace: Trace, table: _ByHand | _Accelerated) -> None:
         discriminator.requires_grad_(False)
         trace.losses.append(table.learn(0, generate, last=number == 10))
         discriminator.requires_grad_(True)
-    trace.weights.extend(weights(generator) + weights(discriminator))
+    whole = table.accelerator if isinstance(table, _Accelerated) else None
+    trace.weights.extend(weights(generator, whole) + weights(discriminator, whole))
 
 
 def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
@@ -133,9 +134,7 @@ def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
         optimizer.step()
         optimizer.zero_grad()
         trace.losses.append(loss.item())
-    trace.weights.extend(
-        weights(accelerator.unwrap_model(student)) + weights(accelerator.unwrap_model(teacher))
-    )
+    trace.weights.extend(weights(student, accelerator) + weights(teacher, accelerator))
     reference = _distillation_by_hand(accelerator.device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace, reference
