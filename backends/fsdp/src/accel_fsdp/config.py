@@ -18,7 +18,15 @@ PREFETCHES: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATE_DICTS: Final = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 POLICY_KEYS: Final[Mapping[int, tuple[str, ...]]] = {
-    1: ("param_dtype", "reduce_dtype", "buffer_dtype", "cast_forward_inputs", "cast_root_forward_inputs"),
+    1: (
+        "param_dtype",
+        "reduce_dtype",
+        "buffer_dtype",
+        "keep_low_precision_grads",
+        "cast_forward_inputs",
+        "cast_root_forward_inputs",
+        "_module_classes_to_ignore",
+    ),
     2: ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
 }
 
@@ -58,6 +66,15 @@ def _offload(value: Any) -> Any:
     return getattr(value, "offload_params", type(value).__name__ == "CPUOffloadPolicy")
 
 
+def _fields(value: Any) -> Any:
+    # torch's MixedPrecision and MixedPrecisionPolicy, by the names of their fields
+    return {**vars(value)} if hasattr(value, "reduce_dtype") else value
+
+
+def _listed(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else tuple(value)
+
+
 def _names(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
@@ -84,9 +101,10 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     mixed_precision_policy: str | Mapping[str, Any] | None = option(
         None,
+        converter=_fields,
         help="Dtypes of gathered weights and of reduction: fp32, bf16, fp16, or a mapping; unset: the run's.",
     )
-    auto_wrap_policy: str | None = option(
+    auto_wrap_policy: str | object | None = option(
         None,
         converter=_wrap,
         help=f"Which modules are sharded each by itself: {', '.join(WRAPS)}, a callable.",
@@ -94,8 +112,10 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     cpu_offload: bool = option(
         False, converter=_offload, help="Keep shards and optimizer state in the CPU's memory."
     )
-    ignored_modules: str | None = option(
-        None, help="Modules whose parameters stay whole: a regular expression of names, or the modules."
+    ignored_modules: str | Sequence[object] | None = option(
+        None,
+        converter=_listed,
+        help="Modules whose parameters stay whole: a regular expression of names, or the modules.",
     )
     dp_replicate_size: int | None = option(
         None, help="How many copies of the sharded model there are; -1: as many as fit; unset: 1."
@@ -224,8 +244,9 @@ def _not_in_2(config: Config) -> str | None:
 
 def _wrapping(config: Config) -> str | None:
     policy = config.auto_wrap_policy
-    if isinstance(policy, str) and policy not in WRAPS:
-        near = difflib.get_close_matches(policy, WRAPS, 1)
+    takes_modules = callable(policy) or hasattr(policy, "_run_policy")
+    if policy is not None and policy not in WRAPS and not takes_modules:
+        near = difflib.get_close_matches(str(policy), WRAPS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"auto_wrap_policy: expected one of {', '.join(WRAPS)}, or a callable, got {policy!r}{hint}"
     if config.transformer_cls_names_to_wrap and policy not in (None, "TRANSFORMER_BASED_WRAP"):
@@ -258,7 +279,7 @@ def _policy(config: Config) -> str | None:
         name = str(value).removeprefix("torch.")
         if key.endswith("_dtype") and value is not None and name not in known:
             return f"mixed_precision_policy: {key} is one of {', '.join(sorted(known))}, not {value!r}"
-        if not key.endswith("_dtype") and not isinstance(value, bool):
+        if key.startswith(("cast", "keep")) and not isinstance(value, bool):
             return f"mixed_precision_policy: {key} is true or false, not {value!r}"
     return None
 

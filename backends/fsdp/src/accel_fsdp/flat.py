@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core import Leaf, OptimizerState, RunConfig, Unit
+    from accel_core import Leaf, OptimizerState, Unit
 
 __all__ = ["Flat"]
 
@@ -33,9 +33,11 @@ __all__ = ["Flat"]
 class Flat(FullyShardedDataParallel):
     """`FullyShardedDataParallel` around each group; the model's own parameters are views of its vector."""
 
-    @implements(hooks.refuse)
-    def refuse(self, config: RunConfig) -> Sequence[str]:
-        reasons = list(super().refuse(config))
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        reasons = list(super().refuse_unit(unit, models, optimizers))
         if self.config.cpu_offload and self.run.device.type == "cpu":
             reasons.append(
                 "fsdp.cpu_offload: fsdp_version 1 pins memory for an accelerator, and this run"
@@ -57,10 +59,16 @@ class Flat(FullyShardedDataParallel):
                 wrapped = FSDP(group.module, **arguments)
             if group.module is not model:
                 replace(model, group.module, wrapped)
-        kind = StateDictType[self.config.state_dict_type or "FULL_STATE_DICT"]
-        configs = (self.config.state_dict_config, self.config.optim_state_dict_config)
-        FSDP.set_state_dict_type(wrapped, kind, *configs)
+        if self.config.state_dict_type is not None:
+            self._set_state_dict_type(wrapped)
         return wrapped
+
+    def _set_state_dict_type(self, model: nn.Module) -> None:
+        configs = (self.config.state_dict_config, self.config.optim_state_dict_config)
+        with warnings.catch_warnings():
+            # What it recommends instead are functions, which `model.state_dict()` does not ask.
+            warnings.simplefilter("ignore", FutureWarning)
+            FSDP.set_state_dict_type(model, StateDictType[self.config.state_dict_type or ""], *configs)
 
     def _arguments(self, model: nn.Module) -> dict[str, Any]:
         config, strategy = self.config, self.config.strategy

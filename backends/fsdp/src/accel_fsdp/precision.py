@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from accel_core import ConfigError
 from accel_fsdp.config import DTYPES
 
 if TYPE_CHECKING:
     from accel_core import Run
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["mixed_precision", "validate_mixed_precision_policy"]
+__all__ = ["mixed_precision"]
 
 POLICIES: Final[Mapping[int, type]] = {1: MixedPrecision, 2: MixedPrecisionPolicy}
 
@@ -27,7 +26,6 @@ def mixed_precision(config: FullyShardedDataParallelPlugin, run: Run) -> Any:
     over whole weights does; a policy given as a word does both in that dtype.
     """
     make, policy = POLICIES[config.fsdp_version], config.mixed_precision_policy
-    validate_mixed_precision_policy(config)
     if policy is None:
         name = run.config.mixed_precision
         if name not in ("bf16", "fp16"):
@@ -35,22 +33,7 @@ def mixed_precision(config: FullyShardedDataParallelPlugin, run: Run) -> Any:
         return make(param_dtype=_dtype(name), reduce_dtype=torch.float32)
     if isinstance(policy, str):
         return make(param_dtype=_dtype(policy), reduce_dtype=_dtype(policy))
-    if isinstance(policy, Mapping):
-        return make(
-            **{key: _dtype(value) if key.endswith("_dtype") else value for key, value in policy.items()}
-        )
-    return policy
-
-
-def validate_mixed_precision_policy(config: FullyShardedDataParallelPlugin) -> None:
-    """Raises ConfigError if the policy is another version's object."""
-    policy = config.mixed_precision_policy
-    wanted = POLICIES[config.fsdp_version]
-    if policy is not None and not isinstance(policy, (str, Mapping, wanted)):
-        raise ConfigError(
-            f"fsdp.mixed_precision_policy is a {type(policy).__name__}\n"
-            f"fsdp_version {config.fsdp_version} takes torch.distributed.fsdp.{wanted.__name__}"
-        )
+    return make(**{key: _dtype(value) if key.endswith("_dtype") else value for key, value in policy.items()})
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
-from accel_fsdp.precision import validate_mixed_precision_policy
 from accel_fsdp.wrapping import checkpointed, groups, ignored
 
 if TYPE_CHECKING:
@@ -69,14 +68,6 @@ class FullyShardedDataParallel:
             if not dist.is_initialized():
                 alone.join(self.run)
             self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
-
-    @implements(hooks.refuse)
-    def refuse(self, config: RunConfig) -> Sequence[str]:
-        try:
-            validate_mixed_precision_policy(self.config)
-        except ConfigError as error:
-            return [str(error)]
-        return []
 
     @implements(hooks.refuse_unit)
     def refuse_unit(

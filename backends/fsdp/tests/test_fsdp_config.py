@@ -1,0 +1,185 @@
+"""What section `fsdp` takes, and what it refuses by name; what of a model no option matches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fsdp_problem import GPT, accelerator, net, plugin
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    ShardingStrategy,
+)
+
+from accel_core import ConfigError, LocalSGD
+from accel_core.testing import run_processes
+from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp.config import STRATEGIES
+from accel_fsdp.wrapping import groups
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_version": 3}, "expected one of 1, 2, got 3"),
+    ({"sharding_strategy": "FULL_SHART"}, "did you mean FULL_SHARD?"),
+    ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "say different things"),
+    ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": "HYBRID_SHARD"}, "say different things"),
+    ({"sharding_strategy": "NO_SHARD"}, "NO_SHARD is for fsdp_version 1"),
+    ({"backward_prefetch": "NO_PREFETCH"}, "backward_prefetch: NO_PREFETCH is for fsdp_version 1"),
+    ({"backward_prefetch": "BACKWARDS"}, "expected one of 'BACKWARD_PRE'"),
+    ({"limit_all_gathers": False}, "limit_all_gathers: false is for fsdp_version 1"),
+    ({"use_orig_params": False}, "use_orig_params: false is for fsdp_version 1"),
+    ({"fsdp_version": 1, "use_orig_params": False}, "flat parameters without names"),
+    ({"fsdp_version": 1, "reshard_after_forward": 2}, "is for fsdp_version 2"),
+    ({"state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is for fsdp_version 1"),
+    ({"state_dict_type": "HALF_STATE_DICT"}, "expected one of 'FULL_STATE_DICT'"),
+    ({"state_dict_config": object()}, "state_dict_config is for fsdp_version 1"),
+    ({"auto_wrap_policy": "transformer"}, "expected one of TRANSFORMER_BASED_WRAP"),
+    ({"auto_wrap_policy": "size_based_wrap"}, "needs min_num_params"),
+    ({"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": ["Block"]}, "TRANSFORMER_BASED_WRAP"),
+    ({"auto_wrap_policy": "no_wrap", "min_num_params": 3}, "goes with SIZE_BASED_WRAP"),
+    ({"min_num_params": 3, "transformer_cls_names_to_wrap": ["Block"]}, "two ways to wrap"),
+    ({"mixed_precision_policy": "fp8"}, "expected one of fp32, bf16, fp16"),
+    ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, "has param_dtype, reduce_dtype, output_dtype"),
+    ({"mixed_precision_policy": MixedPrecision()}, "output_dtype, cast_forward_inputs, not buffer_dtype"),
+    ({"mixed_precision_policy": {"param_dtype": "bf17"}}, "param_dtype is one of"),
+    ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
+    ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "needs sync_module_states"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_does_not_go_together_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        FullyShardedDataParallelPlugin(**options)
+
+
+@given(st.sampled_from(STRATEGIES), st.sampled_from(["as it is", "lower", "number", "enum"]))
+def test_a_strategy_may_be_spelt_as_people_spell_it(name: str, way: str) -> None:
+    member = getattr(ShardingStrategy, name, None) or ShardingStrategy[f"_{name}"]
+    spelt = {"as it is": name, "lower": name.lower(), "number": member.value, "enum": member}[way]
+    assert FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy=spelt).strategy == name
+
+
+def test_objects_of_torch_are_taken_for_what_they_say() -> None:
+    for offload in (CPUOffload(offload_params=True), CPUOffloadPolicy(), True):
+        assert FullyShardedDataParallelPlugin(cpu_offload=offload).cpu_offload is True
+    assert FullyShardedDataParallelPlugin(cpu_offload=CPUOffload()).cpu_offload is False
+    found = FullyShardedDataParallelPlugin(fsdp_version=1, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    assert found.backward_prefetch == "BACKWARD_POST"
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, None),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
+        ({"reshard_after_forward": True}, True),
+        ({"reshard_after_forward": False}, False),
+        ({"reshard_after_forward": 4}, 4),
+        ({"reshard_after_forward": "HYBRID_SHARD_ZERO2"}, False),
+    ],
+)
+def test_both_ways_to_say_a_strategy_mean_one_thing(options: dict[str, Any], again: object) -> None:
+    assert FullyShardedDataParallelPlugin(**options).reshards is again or again == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transformer_cls_names_to_wrap": ["Atending"]}, "did you mean Attending?"),
+        ({"auto_wrap_policy": "transformer_based_wrap"}, "matches nothing in this model"),
+        ({"ignored_modules": "tokns"}, "did you mean tokens?"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_an_error_with_the_near_ones(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        groups(GPT(), FullyShardedDataParallelPlugin(**options))
+
+
+def test_a_model_may_name_its_own_blocks() -> None:
+    model = GPT()
+    model._no_split_modules = ["Attending", "OfAnotherSize"]
+    names = [group.name for group in groups(model, FullyShardedDataParallelPlugin())]
+    assert names == ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+def test_each_parameter_is_in_one_group() -> None:
+    model = GPT()
+    found = groups(model, plugin("gpt", 2))
+    counted = [p for group in found for p in group.parameters]
+    assert len(counted) == len(set(counted)) == len(list(model.parameters()))
+
+
+def test_tied_weights_that_would_be_parted_are_refused_by_their_names() -> None:
+    config = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Embedding"])
+    with pytest.raises(ConfigError, match="tokens.weight and head.weight are one weight"):
+        groups(GPT(), config)
+
+
+def prepared(options: dict[str, Any], ignore: bool = False, **optimizer: Any) -> str:
+    run = accelerator(plugin("mlp", **options))
+    model = net("mlp")
+    if ignore:
+        model[4].requires_grad_(False)
+    try:
+        run.prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **optimizer))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.end_training()
+    return "prepared"
+
+
+def test_an_ignored_module_that_trains_is_refused() -> None:
+    (said,) = run_processes(prepared, {"version": 2, "ignored_modules": "4"}, world=1)
+    assert "4.weight is in one of fsdp.ignored_modules" in said
+    assert run_processes(prepared, {"version": 2, "ignored_modules": "4"}, True, world=1) == ["prepared"]
+
+
+def device_only() -> str:
+    run = accelerator(plugin("mlp", 2, cpu_offload=True))
+    model = net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["capturable"] = True
+    with pytest.raises(ConfigError) as caught:
+        run.prepare(model, optimizer)
+    run.end_training()
+    return str(caught.value)
+
+
+def test_an_optimizer_of_the_device_is_refused_with_cpu_offload() -> None:
+    assert "SGD(capturable=True) steps on the device" in run_processes(device_only, world=1)[0]
+
+
+def test_version_1_cannot_offload_a_run_on_the_cpu() -> None:
+    (said,) = run_processes(prepared, {"version": 1, "cpu_offload": True}, world=1)
+    assert said.splitlines()[-1] == "leave it out, or set fsdp.fsdp_version: 2"
+
+
+def apart_and_uneven(version: int) -> list[str]:
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said = []
+    with pytest.raises(ConfigError) as caught, LocalSGD(run, model, 1) as local:
+        local.step()
+    said.append(str(caught.value))
+    with pytest.raises(ConfigError) as caught, run.join_uneven_inputs([model]):
+        pass
+    said.append(str(caught.value))
+    run.end_training()
+    return said
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_needs_whole_weights_on_a_rank_is_refused_and_does_not_hang(version: int) -> None:
+    for local, uneven in run_processes(apart_and_uneven, version):
+        assert "is sharded" in local
+        assert "cannot train on ranks that run out of batches apart" in uneven

@@ -1,0 +1,203 @@
+"""Two processes with parts of a model train it as one process with all of it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fsdp_problem import Block, accelerator, distance, net, plugin, train_ours, train_plainly
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from accel_core import GradScalerKwargs
+from accel_core.testing import run_processes
+
+VERSIONS = (1, 2)
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def assert_same(trained: list[Trained], plain: Trained, tolerance: float = 1e-5) -> None:
+    for losses, weights in trained:
+        assert losses == pytest.approx(plain[0], abs=tolerance)
+        assert distance(weights, plain[1]) < tolerance
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv", "gpt"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fifty_steps_have_the_losses_of_one_process(version: int, kind: str) -> None:
+    assert_same(run_processes(train_ours, kind, 50, {"version": version}), train_plainly(kind, 50), 1e-4)
+
+
+def trainings(kind: str, cases: dict[str, dict[str, Any]]) -> dict[str, Trained]:
+    return {name: train_ours(kind, 3, dict(options)) for name, options in cases.items()}
+
+
+def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or isinstance(module, Block)
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "the model alone": {"auto_wrap_policy": "no_wrap"},
+    "by size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 200},
+    "by a callable": {"auto_wrap_policy": large},
+    "by a policy of torch": {"auto_wrap_policy": ModuleWrapPolicy({Block})},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "numbered": {"sharding_strategy": 2},
+    "forward_prefetch": {"forward_prefetch": True},
+    "activation_checkpointing": {"activation_checkpointing": True},
+    "checkpointing of a model without blocks": {
+        "auto_wrap_policy": "no_wrap",
+        "activation_checkpointing": True,
+    },
+}
+OWN: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+        "backward_prefetch": {"backward_prefetch": "BACKWARD_POST"},
+        "no prefetch": {"backward_prefetch": "NO_PREFETCH", "limit_all_gathers": False},
+    },
+    2: {
+        "reshard_after_forward": {"reshard_after_forward": True},
+        "kept after forward": {"reshard_after_forward": False},
+        "cpu_offload": {"cpu_offload": True},
+        "offloaded activations": {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+    },
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_option_changes_what_is_trained(version: int) -> None:
+    cases = {name: {"version": version, **options} for name, options in (SHARED | OWN[version]).items()}
+    plain = train_plainly("mlp", 3)
+
+    for found in run_processes(trainings, "mlp", cases):
+        for name, (losses, weights) in found.items():
+            assert losses == pytest.approx(plain[0], abs=1e-5), name
+            assert distance(weights, plain[1]) < 1e-5, name
+
+
+def accumulated(version: int) -> Trained:
+    return train_ours("gpt", 4, {"version": version}, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_accumulated_windows_equal_whole_batches(version: int) -> None:
+    assert_same(run_processes(accumulated, version), train_plainly("gpt", 4))
+
+
+def collectives_of_a_window(version: int) -> list[set[str]]:
+    run = accelerator(plugin("mlp", version), gradient_accumulation_steps=2)
+    model = net("mlp")
+    model, _optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for _ in range(2):
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu) as profile, run.accumulate(model):
+            run.backward(model(torch.ones(2, 6)).sum())
+        found.append({event.name for event in profile.events() if event.name.startswith("c10d::")})
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_gradients_are_reduced_at_the_end_of_a_window_only(version: int) -> None:
+    for inside, at_its_end in run_processes(collectives_of_a_window, version):
+        assert not any("reduce" in name for name in inside)
+        assert any("reduce" in name for name in at_its_end)
+
+
+def parts(version: int) -> tuple[int, int, list[str]]:
+    run = accelerator(plugin("gpt", version))
+    model = net("gpt")
+    whole = sum(p.numel() for p in model.parameters())
+    model, _optimizer = run.prepare(model, torch.optim.AdamW(model.parameters()))
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    names = list(run.run.units[0].named_parameters())
+    run.end_training()
+    return sum(p.numel() for p in held), whole, names
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_rank_holds_its_share_under_the_models_own_names(version: int) -> None:
+    names = [name for name, _ in net("gpt").named_parameters()]
+    for held, whole, found in run_processes(parts, version):
+        assert whole / 2 * 0.9 < held < whole / 2 * 1.1
+        assert found == names
+
+
+def unwrapped(version: int) -> tuple[bool, bool]:
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    prepared = run.prepare(model)
+    found = (prepared is model, run.unwrap_model(prepared) is model)
+    run.end_training()
+    return found
+
+
+def test_version_2_leaves_the_user_the_very_same_model() -> None:
+    assert run_processes(unwrapped, 2, world=1) == [(True, True)]
+    assert run_processes(unwrapped, 1, world=1) == [(False, True)]
+
+
+def policies(version: int, given: Any, precision: str | None) -> dict[str, Any]:
+    run = accelerator(plugin("mlp", version, mixed_precision_policy=given), mixed_precision=precision)
+    model = net("mlp")
+    seen: list[torch.dtype] = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight.dtype))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.backward(model(torch.ones(2, 6)).float().sum())
+    optimizer.step()
+    run.end_training()
+    kept = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    return {"computed in": seen[-1], "kept in": kept}
+
+
+POLICIES: list[tuple[Any, str | None, torch.dtype]] = [
+    (None, None, torch.float32),
+    (None, "bf16", torch.bfloat16),
+    ("fp32", "bf16", torch.float32),
+    ("bf16", None, torch.bfloat16),
+    ({"param_dtype": "bf16", "reduce_dtype": "float32"}, None, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("given", "precision", "dtype"), POLICIES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_weights_are_gathered_in_the_policys_dtype_and_kept_in_their_own(
+    version: int, given: Any, precision: str | None, dtype: torch.dtype
+) -> None:
+    (found,) = run_processes(policies, version, given, precision, world=1)
+    assert found == {"computed in": dtype, "kept in": {torch.float32}}
+
+
+def test_a_policy_object_of_torch_is_taken_as_it_is() -> None:
+    for version, make in ((1, MixedPrecision), (2, MixedPrecisionPolicy)):
+        (found,) = run_processes(policies, version, make(param_dtype=torch.bfloat16), None, world=1)
+        assert found["computed in"] == torch.bfloat16
+
+
+def overflow_on_one_rank(version: int) -> tuple[list[bool], float]:
+    scale = GradScalerKwargs(init_scale=4.0)
+    run = accelerator(plugin("mlp", version), mixed_precision="fp16", kwargs_handlers=[scale])
+    model = net("mlp")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    skipped = []
+    for step in range(3):
+        factor = float("inf") if run.process_index == 1 and step == 1 else 1.0
+        run.backward(model(torch.ones(2, 6)).float().sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    weights = sum(tensor.sum().item() for tensor in run.get_state_dict(model).values())
+    run.end_training()
+    return skipped, weights
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(version: int) -> None:
+    first, second = run_processes(overflow_on_one_rank, version)
+    assert first == second
+    assert first[0] == [False, True, False]
