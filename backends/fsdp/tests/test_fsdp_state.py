@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_problem import accelerator, batch, distance, loss_of, net, optimizer_of, plugin, steps_of, train_plainly
+from fsdp_problem import (
+    accelerator,
+    batch,
+    distance,
+    loss_of,
+    net,
+    optimizer_of,
+    plugin,
+    steps_of,
+    train_plainly,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
@@ -202,4 +212,5 @@ def resumed(folder: str, version: int) -> list[float]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_save_that_does_not_wait_is_resumed_by_the_other_version(tmp_path: Path, version: int) -> None:
     expected = run_processes(saved, str(tmp_path / "saved"), version)[0]
-    assert run_processes(resumed, str(tmp_path / "saved"), 3 - version)[0] == pytest.approx(expected, abs=1e-5)
+    found = run_processes(resumed, str(tmp_path / "saved"), 3 - version)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
