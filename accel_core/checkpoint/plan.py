@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from accel_core.checkpoint.codec import name_of
@@ -60,7 +61,14 @@ def declare(leaf: Leaf, *, spread: bool) -> Declared:
     # Lists first: this runs for every leaf of every save, and a generator takes twice the time.
     boxes = tuple([Box(tuple(offset), tensor.shape) for offset, tensor in leaf.shards])
     dtypes = tuple([tensor.dtype for _, tensor in leaf.shards])
-    return Declared(leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, spread, dtypes, boxes)
+    shape = tuple(leaf.global_shape)
+    return _one(Declared(leaf.kind, shape, leaf.layout, leaf.replicated, spread, dtypes, boxes))
+
+
+@lru_cache(maxsize=4096)
+def _one(declared: Declared) -> Declared:
+    """One object for equal ones, which are kept between saves: leaves are many, their shapes are few."""
+    return declared
 
 
 def plan(

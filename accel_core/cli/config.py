@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from accel_core.cli.plugins import aligned
 from accel_core.errors import ConfigError
 from accel_core.plugins import discover, near
 
@@ -62,11 +63,7 @@ def show(file: str | None, as_json: bool) -> None:
         return
     print(f"file: {resolved.file or 'none (./accel.yaml does not exist)'}")
     cells = [(path, json.dumps(value), origin) for path, value, origin in rows]
-    widths = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
-    for path, value, origin in cells:
-        print(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
-    for note in notes:
-        print(note)
+    print(*aligned(cells), *notes, sep="\n")
 
 
 def _load(file: str | None) -> Resolved:

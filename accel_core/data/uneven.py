@@ -28,8 +28,10 @@ def refusing(run: Run, loader: PreparedLoader) -> Iterator[None]:
             outer, run.refuse = run.refuse, lambda unit: _training(run, loader, unit, "backward")
             stack.callback(setattr, run, "refuse", outer)
             for unit in run.units:
+                before = _forward(run, loader, unit)
                 for model in unit.wrapped:
-                    stack.callback(model.register_forward_pre_hook(_forward(run, loader, unit)).remove)
+                    # First: strategies that shard communicate in such hooks too.
+                    stack.callback(model.register_forward_pre_hook(before, prepend=True).remove)
         yield
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -132,48 +133,43 @@ class TorchCollectives:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
-        try:
+        with self._named("all_reduce", tensor):
             dist.all_reduce(tensor, _REDUCE["sum" if operation == "mean" else operation], group=self.group)
-        except RuntimeError as error:
-            raise self._failure(f"all_reduce of {_shape(tensor)}", error) from error
         return tensor.div_(self.size) if operation == "mean" else tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        try:
+        with self._named("all_gather", tensor):
             dist.all_gather(list(gathered.chunk(self.size)), tensor.contiguous(), group=self.group)
-        except RuntimeError as error:
-            raise self._failure(f"all_gather of {_shape(tensor)}", error) from error
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        try:
+        with self._named("broadcast", tensor):
             dist.broadcast(tensor, group=self.group, group_src=source)
-        except RuntimeError as error:
-            raise self._failure(f"broadcast of {_shape(tensor)}", error) from error
         return tensor
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
         values: list[Any] = [None] * self.size
-        try:
+        with self._named("all_gather_object"):
             dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise self._failure("all_gather_object", error) from error
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         values = [value]
-        try:
+        with self._named("broadcast_object"):
             dist.broadcast_object_list(values, group=self.group, group_src=source)
-        except RuntimeError as error:
-            raise self._failure("broadcast_object", error) from error
         return values[0]
 
     def barrier(self) -> None:
-        try:
+        with self._named("barrier"):
             dist.barrier(group=self.group)
+
+    @contextmanager
+    def _named(self, operation: str, tensor: Tensor | None = None) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
-            raise self._failure("barrier", error) from error
+            raise self._failure(operation + _shape(tensor), error) from error
 
     def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
         """Who else noticed, and in what? Ranks that waited in vain say so in the store."""
@@ -210,8 +206,8 @@ def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
     return {rank: store.get(str(rank)).decode() for rank in heard}
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _shape(tensor: Tensor | None) -> str:
+    return "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class Alone:

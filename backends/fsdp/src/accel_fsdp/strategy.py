@@ -62,6 +62,7 @@ class FullyShardedDataParallel:
 
     def join(self, unit: Unit) -> None:
         """Find the ranks that share the unit's models. Collective."""
+        unit.gathers = True
         if self._mesh is None and unit.mesh is not None:
             self._mesh = dims.sharding(unit.mesh)
         elif self._mesh is None:
