@@ -1,0 +1,181 @@
+"""Which rank this is, what ranks do together, and what only some of them do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from accel_core import ops
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+
+__all__ = ["Ranks"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Ranks:
+    """Over the run that a subclass holds."""
+
+    run: Run
+
+    # -- who and where ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.run.device
+
+    @property
+    def num_processes(self) -> int:
+        """World size."""
+        return self.run.world.size
+
+    @property
+    def process_index(self) -> int:
+        """Rank in the world."""
+        return self.run.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank on this node."""
+        return self.run.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on one rank of the world."""
+        return self.run.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on one rank of each node."""
+        return self.run.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the last rank of the world."""
+        return self.run.world.rank == self.run.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.run.world.size > 1
+
+    @property
+    def distributed_type(self) -> str:
+        """The strategy's own word for itself, else the device's."""
+        stack = self.run.stack
+        return (
+            stack.strategy.card.distributed_type or stack.device.card.distributed_type or stack.strategy.name
+        )
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate each tensor of a nested structure over all ranks, along dim 0. Collective."""
+        return ops.gather(tensor, run=self.run)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that only padded the last batch. Collective."""
+        return ops.gather_for_metrics(input_data, use_gather_object=use_gather_object, run=self.run)
+
+    def reduce(self, tensor: Any, reduction: ops.Reduction = "sum", scale: float = 1.0) -> Any:
+        """Reduce each tensor of a nested structure over all ranks ("sum", "mean" or "none"). Collective."""
+        return ops.reduce(tensor, reduction, scale, run=self.run)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Each tensor of a nested structure as rank `from_process` has it. Collective."""
+        return ops.broadcast(tensor, from_process, run=self.run)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad each tensor of a nested structure to the longest on any rank, along `dim`. Collective."""
+        return ops.pad_across_processes(tensor, dim, pad_index, pad_first, run=self.run)
+
+    def wait_for_everyone(self) -> None:
+        """Return once every rank is here. Collective."""
+        ops.wait_for_everyone(run=self.run)
+
+    def set_trigger(self) -> None:
+        """Make the next `check_trigger` true on every rank. On any rank, at any time."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank called `set_trigger` since the last check. Collective."""
+        flag = torch.tensor([int(self._triggered)])
+        self._triggered = False
+        return bool(self.run.collectives("control").all_reduce(flag, "max").item())
+
+    # -- rank-aware running ----------------------------------------------------------------------
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print`, on the main process only."""
+        if self.is_main_process:
+            print(*values, **options)  # noqa: T201  the method's purpose
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process runs the block first, then all others. Collective."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first process of each node runs the block first, then the others. Collective."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, mine: bool) -> Iterator[None]:
+        if not mine:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if mine:
+                self.wait_for_everyone()
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on the main process only; elsewhere the call gives None."""
+        return _only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on the first process of each node only."""
+        return _only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on the last process only."""
+        return _only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
+        """Decorator: run on the process of that rank only."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
+        """Decorator: run on the process of that local rank of each node only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _only(function, lambda: self.local_process_index == local_process_index)
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """A context that gives this process its share of a list, tuple, dict of these, or tensor."""
+        return ops.split_between_processes(inputs, apply_padding=apply_padding, run=self.run)
+
+
+def _only(function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if here() else None
+
+    return run

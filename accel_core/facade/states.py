@@ -1,0 +1,202 @@
+"""State on the disk and whole weights in memory: saved, restored, given to other libraries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_core.errors import CheckpointError
+from accel_core.saving import save as write_object
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from accel_core.run import Run
+
+__all__ = ["States"]
+
+
+class States:
+    """Over the run that a subclass holds."""
+
+    run: Run
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state."""
+        unable = [
+            thing
+            for thing in objects
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"))
+        ]
+        if unable:
+            raise CheckpointError(
+                f"register_for_checkpointing: {type(unable[0]).__name__} cannot be saved and restored\n"
+                "give it state_dict and load_state_dict, returning and taking plain data and tensors"
+            )
+        self.run.registered.extend(objects)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Write everything that training needs to go on into `output_dir`, atomically. Collective.
+
+        Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
+        project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
+        `step` is noted for people. A checkpoint that is there is replaced; any other folder is refused.
+        With `wait=False` training stops only while the state is copied, and a thread writes the copy
+        (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
+        as do `wait_for_checkpoint` and `end_training`. Returns the directory.
+        """
+        from accel_core.checkpoint.save import save  # late: start-up need not wait for it
+
+        return save(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step, wait=wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.
+
+        Raises:
+            CheckpointError: it failed, on some rank; what was there before is unchanged.
+        """
+        if self.run.saver is not None:
+            self.run.saver.settle()
+
+    def save_on_preemption(
+        self, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
+    ) -> bool:
+        """Whether this job was told to stop (SIGTERM, on any rank); if so, its state is saved. Collective.
+
+        Call it on all ranks after each step, and leave the loops when it is true. The first call starts
+        to watch; a call costs no communication until then, and all ranks stop after the same step.
+        Inside an accumulation window it is False. Arguments as of `save_state`.
+        """
+        from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
+
+        run = self.run
+        if run.preemption is None:
+            run.require_alive()
+            run.preemption = Preemption(run)
+        if not all(unit.window.boundary for unit in run.units) or not run.preemption.due():
+            return False
+        self.save_state(output_dir, step=step)
+        return True
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool = True,
+        missing_ok: bool = False,
+    ) -> Path | None:
+        """Restore what `save_state` wrote, into the objects prepared so far. Collective.
+
+        In a world of another size weights, optimizers and data go on exactly; random streams start
+        anew, from a seed derived from the checkpoint's.
+
+        Args:
+            input_dir: what was given to `save_state`. Without it, under `automatic_checkpoint_naming`,
+                the newest one that is valid; damaged ones are logged and passed over.
+            strict: refuse names that are missing, unexpected or of another shape; else leave them out.
+            missing_ok: where there is no checkpoint yet, do nothing and return None.
+
+        Returns the directory that was loaded.
+
+        Raises:
+            CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
+        """
+        from accel_core.checkpoint.load import load
+
+        directory = self._checkpoint_directory(input_dir, "load_state")
+        return load(self.run, directory, strict=strict, missing_ok=missing_ok)
+
+    def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Path | None:
+        self.run.require_alive()
+        if given is not None:
+            return Path(given).expanduser()
+        if not self.run.config.project.automatic_checkpoint_naming:
+            raise CheckpointError(
+                f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint'), or set"
+                " project.automatic_checkpoint_naming"
+            )
+        return None
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write `obj` once per machine, replacing `f` only when it is complete on disk."""
+        if self._writes:
+            write_object(obj, f, safe_serialization=safe_serialization)
+
+    @property
+    def _writes(self) -> bool:
+        world, on_each_node = self.run.world, self.run.config.project.save_on_each_node
+        return (world.local_rank if on_each_node else world.rank) == 0
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model's weights, whole and under its own names, for other libraries. Collective.
+
+        The layout is that of `from_pretrained`: `model.safetensors`, or files of at most `max_shard_size`
+        and `model.safetensors.index.json`; without `safe_serialization` the same by `torch.save`, as
+        `pytorch_model.bin`. A weight larger than that gets a file of its own. In safetensors, tied weights
+        stand once, under their first name.
+
+        Raises:
+            CheckpointError: they could not be written; an earlier save is still there.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        weights.save_model(
+            self.run,
+            model,
+            save_directory,
+            limit=max_shard_size,
+            safe=safe_serialization,
+            here=self._writes,
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's whole state by its own names, on every rank; do not write to it. Collective.
+
+        unwrap: False gives what the wrapped model's own `state_dict` gives.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        return weights.state_dict(self.run, model) if unwrap else model.state_dict()
+
+    def iter_weights(
+        self, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight or buffer), one after the other: for models too large to be whole. Collective.
+
+        All ranks must read it to its end, and must not write to the tensors. Tied weights come once.
+
+        Args:
+            model: prepared, or not.
+            dtype: of floating-point weights; default: their own.
+            to: device; default: where they cost least.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        return ((names[0], tensor) for names, tensor in weights.weights_of(self.run, model, dtype, to))
+
+    def full_parameters(
+        self, model: nn.Module, names: Iterable[str] | None = None, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """A context in which these parameters (default: all) of the model are whole. Collective.
+
+        writeback: keep what is written to them inside.
+        """
+        from accel_core import weights  # late: start-up need not wait for it
+
+        return weights.full_parameters(self.run, model, names, writeback=writeback)

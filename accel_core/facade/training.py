@@ -1,0 +1,204 @@
+"""The training step: windows, backward, clipping, and the loop where a strategy owns the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import step
+from accel_core.errors import AccelError
+from accel_core.native.precision import autocast
+from accel_core.step import Accumulation
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_core.config.schema import AutocastKwargs
+    from accel_core.hookspecs import StepOutput
+    from accel_core.run import Run
+    from accel_core.unit import Unit, Window
+
+__all__ = ["Training"]
+
+
+class Training:
+    """Over the run that a subclass holds."""
+
+    run: Run
+    _accumulations: dict[tuple[nn.Module, ...], Accumulation]
+    """Made once for a set of models, until something more is prepared."""
+
+    @property
+    def window(self) -> Window:
+        """The window of the innermost `accumulate`, or of the last one."""
+        return self.run.window
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is its window's last. Settable."""
+        return self.run.window.boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        for unit in self.run.units:
+            unit.window.boundary = value
+        self.run.window.boundary = value
+
+    def accumulate(
+        self, *models: nn.Module, items: Tensor | float | None = None, batch: Any = None
+    ) -> Accumulation:
+        """The context of one micro-batch of the windows of these models' units (default: of all).
+
+        Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping
+        and schedulers act at the window's boundary only: its last micro-batch, or the loader's.
+
+        Args:
+            models: prepared.
+            items: of this micro-batch on this rank, such as its tokens that count. The loss is then
+                their *sum*, and the gradients at the boundary are divided by the items of the whole
+                window on all ranks: exact for batches of any lengths, short last windows included.
+            batch: the micro-batch, for extensions that work around its forward and backward.
+        """
+        found = self._accumulations.get(models)
+        if found is None:
+            self.run.require_alive()
+            units = self._units(models) if models else list(self.run.units)
+            found = self._accumulations[models] = Accumulation(self.run, units, models)
+        found.items, found.batch = items, batch
+        return found
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which this model's forward and backward do not reduce gradients."""
+        (unit,) = self._units([model])
+        return step.quiet(unit, [model])
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The stack's autocast, for what is computed outside a prepared model's forward.
+
+        `autocast_handler`: other settings than the run's, within the context.
+        """
+        return autocast(self.run, autocast_handler)
+
+    def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
+        """Gradients of `loss` (0-dim). Inside `accumulate` it is divided by the window's size,
+        unless it was given the micro-batch's items.
+
+        Args:
+            loss: from the forward of prepared models.
+            model: whose loss this is; needed only where several strategies do their own backward.
+            options: for torch: retain_graph, create_graph, inputs.
+
+        Raises:
+            AccelError: the loss requires no gradient, or `model` is needed.
+        """
+        step.backward(self.run, loss, None if model is None else self._units([model])[0], options)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Clip the parameters' gradients, after unscaling, to exactly this norm, over all ranks.
+
+        Returns the total norm before clipping (0-dim), or None inside a window.
+        """
+        unit, mine = self._owner(parameters)
+        return step.clip_norm(unit, mine, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp each gradient to [-clip_value, clip_value], after unscaling; nothing inside a window."""
+        unit, mine = self._owner(parameters)
+        step.clip_value(unit, mine, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Divide gradients by the loss scale now, to look at or change them before the step."""
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for unit in self.run.trained:
+            mine = [proxy for _, proxy in self.run.optimizers if proxy.unit is unit]
+            if unit.window.boundary and (optimizer is None or any(proxy in chosen for proxy in mine)):
+                step.unscale(unit)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer skipped its last step (overflow under a loss scale)."""
+        return any(proxy.step_was_skipped for _, proxy in self.run.optimizers)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
+        *,
+        microbatches: int | None = None,
+        forward_only: bool = False,
+    ) -> StepOutput:
+        """Forward and backward of one window; the only form where the strategy owns the schedule.
+
+        Args:
+            model: prepared.
+            batches: `microbatches` of them are taken.
+            forward_loss: (model, batch) -> (0-dim loss, anything).
+            microbatches: default: the run's gradient_accumulation_steps.
+            forward_only: no backward, for evaluation.
+        """
+        (unit,) = self._units([model])
+        unit.window.items = None
+        count = microbatches or unit.window.size
+        self.run.window = unit.window
+        output: StepOutput = unit.steps.forward_backward(
+            unit, iter(batches), forward_loss, count, forward_only
+        )
+        if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
+            unit.window.fresh = unit.reduced = False
+            unit.unscaled.clear()
+            unit.waiting.update(unit.optimizers)
+        return output
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[nn.Module], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """A context in which ranks may run out of batches at different times.
+
+        `even_batches`: what prepared loaders of map-style data do inside, instead of what is configured.
+        """
+        units = self._units(joinables)
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self.run.loaders:
+                    stack.enter_context(loader.dealing(even=even_batches))
+            stack.enter_context(units[0].hooks.join(units, even_batches))
+            for unit in units:
+                unit.joined = True
+                stack.callback(setattr, unit, "joined", False)
+            yield
+
+    def _units(self, models: Iterable[nn.Module]) -> list[Unit]:
+        units: list[Unit] = []
+        for model in models:
+            unit = self.run.unit_of_model(model)
+            if unit is None:
+                self.run.require_alive()
+                raise AccelError(
+                    f"this run has not prepared the {type(model).__name__} it was given\n"
+                    "prepare it first, and use what accelerator.prepare(...) returns"
+                )
+            if unit not in units:
+                units.append(unit)
+        return units
+
+    def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
+        mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        units = self.run.homes.units_of(mine)
+        if len(units) == 1:
+            (unit,) = units
+            if unit is not None:
+                return unit, mine
+        names = sorted("no unit" if each is None else each.name for each in units)
+        raise AccelError(
+            f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'};"
+            " one call clips the parameters of one prepared model\n"
+            "pass model.parameters() of a model that was prepared"
+        )
