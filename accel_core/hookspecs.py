@@ -29,7 +29,7 @@ The order of a step (only core counts; a window is the micro-batches of one opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
@@ -325,6 +325,16 @@ def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
     """The optimizer that per-step hooks get. Its groups already hold the final parameters.
 
     base: the user's own object. What the user gets from `prepare` is core's proxy around it.
+    """
+
+
+@owner
+def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
+    """What brings a prepared loader's batches to the device, instead of core.
+
+    Called each time that such a loader is iterated, with this reader's batches on the host; only for
+    loaders with workers, as another thread may read on ahead of the user. The points in an attribute
+    `marks` of what it returns are left to it by `mark_step`. base: nobody; core moves batch by batch.
     """
 
 

@@ -30,15 +30,20 @@ def mover(run: Run, *, moves: bool, ahead: bool) -> Mover | None:
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
     start = move and (partial(_ahead, move, stream) if stream is not None else partial(map, move))
+    wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
+    if wrap is not None:
+        start = lambda batches: wrap(batches, topology)  # noqa: E731 - one of three
     if mark is None and refine is None:
         return start
 
     def place(batches: Iterator[Any]) -> Iterator[Any]:
         unit = run.units[0] if len(run.units) == 1 else None
-        for batch in batches if start is None else start(batches):
+        found = batches if start is None else start(batches)
+        mine = None if "batch" in getattr(found, "marks", ()) else mark
+        for batch in found:
             placed = batch if refine is None else refine(unit, batch, device)
-            if mark is not None:
-                mark("batch")
+            if mine is not None:
+                mine("batch")
             yield placed
 
     return place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -155,6 +155,11 @@ class Base:
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         return None
+
+    @no_op
+    @implements(hooks.wrap_dataloader)
+    def wrap_dataloader(self, loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
+        return loader
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:

@@ -153,5 +153,5 @@ def _unpack(stream: Tensor, name: str) -> Any:
 
 
 def _device_generators(run: Run) -> Any:
-    module = torch.get_device_module(run.device)
+    module = getattr(torch, run.device.type, None)  # not every backend gives torch a module of its device
     return module if hasattr(module, "get_rng_state") else None

@@ -44,6 +44,10 @@ GRACE_SECONDS: Final = 2.0
 OUTPUT_LINES: Final = 40
 PRELOADED: Final = ("torch", "torch.distributed.tensor", "torch._dynamo", "accel_core.accelerator")
 """What nearly every task would import: torch's optimizers alone load two of these, for two seconds."""
+PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"
+"""Names, joined by commas, what else to import there: a vendor's library that takes seconds, and starts
+nothing yet.
+"""
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
@@ -198,7 +202,9 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # Else the server would find what is under test in its directory first, a checkout for instance.
     safe = sys.version_info >= (3, 11)
-    context.set_forkserver_preload([name for name in PRELOADED if safe or name.startswith("torch")])
+    named = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
+    preloaded = [name for name in PRELOADED if safe or name.startswith("torch")]
+    context.set_forkserver_preload([*preloaded, *named])
     with _variable("PYTHONSAFEPATH", "1"):
         forkserver.ensure_running()
     return context

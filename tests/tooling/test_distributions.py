@@ -26,6 +26,7 @@ PLUGINS = {
     "accel-xpu": {"xpu"},
     "accel-hpu": {"hpu"},
     "accel-mps": {"mps"},
+    "accel-xla": {"xla", "xla-dp", "xla-spmd"},
     "accel-deepspeed": {"deepspeed"},
     "accel-tensorboard": {"tensorboard"},
     "accel-context-parallel": {"cp"},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accel_core import ConfigError, GradScalerKwargs
-from accel_core.testing.kit.work import make
+from accel_core.testing.kit.work import cut, make
 from accel_core.testing.kit.work_training import Trace, autocast, dataset, network, weights
 
 __all__ = ["float16_refusal", "ragged"]
@@ -51,6 +51,7 @@ def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Tra
         with autocast(precision, device):
             output = model(x)
         scaler.scale(cross_entropy(output.float(), y)).backward()
+        cut()
         if clip_norm is not None:
             scaler.unscale_(optimizer)
             trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, GradScalerKwargs
-from accel_core.testing.kit.work import make
+from accel_core.testing.kit.work import cut, make
 
 __all__ = [
     "Recipe",
@@ -106,6 +106,7 @@ def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[An
 
 def weights(model: nn.Module, accelerator: Accelerator | None = None) -> list[float]:
     """All parameters, by name, as numbers; of a model that ranks hold in parts, whole with `accelerator`."""
+    cut()  # the last step, too, is done before its results are read one by one
     found = dict(model.named_parameters()) if accelerator is None else accelerator.get_state_dict(model)
     return [
         value
@@ -139,6 +140,7 @@ def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
             output = model(x.to(device))
         loss = cross_entropy(output.float(), y.to(device))
         scaler.scale(loss / recipe.accumulation).backward()
+        cut()
         trace.losses.append(loss.item())
         if not boundary:
             continue

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
-from accel_core.testing.kit.work import make
+from accel_core.testing.kit.work import cut, make
 from accel_core.testing.kit.work_training import FEATURES, Trace, autocast, dataset, network, weights
 
 __all__ = ["distillation", "gan"]
@@ -46,6 +46,7 @@ class _ByHand:
     def learn(self, player: int, loss: Callable[[], Tensor], last: bool) -> float:
         value = loss()
         self.scalers[player].scale(value / self.accumulation).backward()
+        cut()
         self.counts[player] += 1
         if self.counts[player] % self.accumulation == 0 or last:
             self.counts[player] = 0
@@ -153,6 +154,7 @@ def _distillation_by_hand(device: torch.device, precision: str) -> Trace:
             output = student(x)
         loss = mse_loss(output.float(), target.float())
         scaler.scale(loss).backward()
+        cut()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

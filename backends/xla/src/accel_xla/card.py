@@ -1,0 +1,48 @@
+"""What accel-core reads of this package before anything else of it is imported."""
+
+from __future__ import annotations
+
+from accel_core import Card
+from accel_xla.machine import hardware, probe
+
+__all__ = ["XLA", "XLA_DP", "XLA_SPMD"]
+
+XLA = Card(
+    name="xla",
+    slot="device",
+    summary="What torch_xla drives: TPUs, Neuron cores, XLA's own CPU device.",
+    api_version="1.0",
+    # Its CPU device is there wherever torch_xla is; `auto` must not prefer that to anything.
+    priority=100 if hardware() else None,
+    distributed_type="XLA",
+    torch_device="xla",
+    offers={"bf16", "float64", "memory_stats", "process_per_device", "rng"},
+    probe=probe,
+    verify="accel_xla.device:verify",
+    launch="accel_xla.machine:XlaLaunch",
+    config="accel_xla.config:XlaConfig",
+    implementation="accel_xla.device:XlaDevice",
+)
+XLA_DP = Card(
+    name="xla-dp",
+    slot="strategy",
+    summary="Each XLA device's process trains a copy of the model; gradients are averaged once a step.",
+    api_version="1.0",
+    distributed_type="XLA",
+    offers={"no_sync", "whole_weights"},
+    needs={"process_per_device"},
+    probe=probe,
+    implementation="accel_xla.data_parallel:XlaDataParallel",
+)
+XLA_SPMD = Card(
+    name="xla-spmd",
+    slot="strategy",
+    summary="One process drives all devices of its host; XLA's compiler spreads model and batch over them.",
+    api_version="1.0",
+    distributed_type="XLA",
+    offers={"no_sync"},
+    probe=probe,
+    launch="accel_xla.machine:SpmdLaunch",
+    config="accel_xla.config:SpmdConfig",
+    implementation="accel_xla.spmd:Spmd",
+)

@@ -1,0 +1,46 @@
+"""The options of sections `xla` and `xla-spmd`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from accel_core import option
+
+__all__ = ["SpmdConfig", "XlaConfig"]
+
+
+@frozen(kw_only=True)
+class XlaConfig:
+    """How this process uses its XLA device. Section `xla`."""
+
+    pjrt_device: str | None = option(
+        None,
+        choices=("TPU", "NEURON", "CPU"),
+        help="PJRT_DEVICE; unset: the hardware found here. XLA's CPU device is used only when named.",
+    )
+    cut_after_backward: bool = option(
+        False, help="End the recorded graph after each backward too: smaller graphs, less to fuse."
+    )
+    prefetch: int = option(
+        8, minimum=1, unit="batches", help="Uploaded ahead by threads, for loaders that have workers."
+    )
+
+
+@frozen(kw_only=True)
+class SpmdConfig:
+    """How one process spreads a model over all its devices. Section `xla-spmd`."""
+
+    dp_shard_size: int = option(
+        -1, help="Devices over which parameters are spread (FSDPv2); -1: all that are left."
+    )
+    dp_replicate_size: int = option(
+        1, help="Groups of such devices, each with all parameters and other samples; -1: all devices."
+    )
+    wrap: Sequence[str] = option(
+        factory=tuple, help="Classes of modules whose outputs are sharded too, such as LlamaDecoderLayer."
+    )
+    cpu_devices: int | None = option(
+        None, minimum=1, help="Virtual devices that XLA's CPU device is split into."
+    )

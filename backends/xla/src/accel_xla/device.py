@@ -1,0 +1,187 @@
+"""XLA devices: torch gives them no module of their own, so each service is torch_xla's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import LaunchError, hooks, implements
+from accel_xla import machine
+from accel_xla.communication import XlaCollectives
+from accel_xla.config import XlaConfig
+from accel_xla.loading import Uploading
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from accel_core import Collectives, Run, Topology, Unit, World
+
+__all__ = ["XlaDevice", "verify"]
+
+
+def verify() -> str | None:
+    """None if torch_xla loads for the device that is asked for, else why not. Starts no runtime."""
+    if machine.DEVICE not in os.environ:
+        return (
+            "no TPU or Neuron device is found here, and XLA's CPU device is used only when named"
+            f" (xla.pjrt_device: CPU, or {machine.DEVICE}=CPU)"
+        )
+    try:
+        import torch_xla  # noqa: F401
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return f"torch_xla does not load: {type(error).__name__}: {error}"
+    return None
+
+
+class XlaDevice:
+    """Device `xla`. The run has one device; in a world of several, torch_xla must see as many replicas."""
+
+    below: Any
+
+    def __init__(self, config: XlaConfig | None, run: Run) -> None:
+        import torch_xla
+        from torch_xla import runtime
+        from torch_xla.core import xla_model
+
+        self.config = config or XlaConfig()
+        self.run = run
+        self._sync, self._device = torch_xla.sync, torch_xla.device
+        self._xm, self._xr = xla_model, runtime
+        self._cuts = {"batch", "step", "host_read", "state"}
+        if self.config.cut_after_backward:
+            self._cuts.add("backward")
+
+    # -- set-up ----------------------------------------------------------------------------------
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        if world.size > 1 and not self._xr.is_spmd():
+            from torch_xla._internal import pjrt
+
+            pjrt.initialize_multiprocess(world.local_rank, world.local_size)
+            _require_replicas(world, self._xr.addressable_device_count(), self._xr.world_size())
+        return torch.device(self._device())
+
+    @implements(hooks.seed)
+    def seed(self, seed: int, topology: Topology) -> None:
+        self.below.seed(seed, topology)
+        self._xm.set_rng_state(seed % 2**63)
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        if self._xr.device_type() != "CPU":
+            return able - {"float64"}  # TPUs emulate it by pairs of float32, with fewer digits
+        return able - {"memory_stats"}
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        # Collectives are operations of XLA, not of a process group; core adds one for the CPU, for
+        # objects and votes. (torch_xla's own backend would take the whole default group over.)
+        return {}
+
+    @implements(hooks.collectives)
+    def collectives(self, dim: str) -> Collectives:
+        if dim != "world" or self.run.world.size == 1 or self._xr.is_spmd():
+            below: Collectives = self.below.collectives(dim)
+            return below
+        return XlaCollectives(self.run.collectives("control"))
+
+    # -- prepare ---------------------------------------------------------------------------------
+
+    @implements(hooks.place_model)
+    def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+        tied = list(_tied(model))
+        placed: nn.Module = self.below.place_model(unit, model, device)
+        for module, name, owner, owners_name in tied:  # moving to XLA makes a new tensor of each name
+            setattr(module, name, getattr(owner, owners_name))
+        return placed
+
+    @implements(hooks.wrap_dataloader)
+    def wrap_dataloader(self, loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
+        return Uploading(loader, self.run, self.config.prefetch)
+
+    # -- each step -------------------------------------------------------------------------------
+
+    @implements(hooks.mark_step)
+    def mark_step(self, point: str) -> None:
+        if point in self._cuts:
+            self._sync()
+
+    # -- state and services ----------------------------------------------------------------------
+
+    @implements(hooks.rng_state)
+    def rng_state(self) -> Mapping[str, Tensor]:
+        # The device's generator is one number, which each operation that draws replaces.
+        return {"xla": torch.tensor([*self._xm.get_rng_state().to_bytes(8, "little")], dtype=torch.uint8)}
+
+    @implements(hooks.set_rng_state)
+    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
+        if "xla" in streams:
+            self._xm.set_rng_state(int.from_bytes(bytes(streams["xla"].tolist()), "little"))
+
+    @implements(hooks.synchronize)
+    def synchronize(self, device: torch.device) -> None:
+        self._sync(wait=True)
+        self._xm.wait_device_ops()
+
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device: torch.device) -> Mapping[str, int]:
+        if self._xr.device_type() == "CPU":
+            return {}
+        found = self._xm.get_memory_info(device)
+        known = {"allocated": "bytes_used", "peak": "peak_bytes_used", "total": "bytes_limit"}
+        return {key: int(found[name]) for key, name in known.items() if name in found}
+
+    @implements(hooks.empty_cache)
+    def empty_cache(self) -> None:
+        self._sync()  # XLA's allocator keeps no cache that could be given back; garbage goes with the graph
+
+    @implements(hooks.profiler_activities)
+    def profiler_activities(self) -> Sequence[str]:
+        return ["CPU"]  # torch's profiler does not see XLA's work; torch_xla.debug.profiler does
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        return {
+            "torch_xla": metadata.version("torch_xla"),
+            machine.DEVICE: os.environ.get(machine.DEVICE, "unset"),
+            "XLA devices": f"{self._xr.global_runtime_device_count()} x {self._xm.xla_device_kind()}",
+            "XLA SPMD": "on" if self._xr.is_spmd() else "off",
+            "libtpu": _version("libtpu"),
+        }
+
+
+def _require_replicas(world: World, devices: int, replicas: int) -> None:
+    """Refuse processes that would train alone, or hold several devices each, without a word."""
+    if devices != 1:
+        raise LaunchError(
+            f"this process is given {devices} XLA devices, but it trains on one\n"
+            "use strategy: xla-spmd, with which one process drives all of them"
+        )
+    if replicas != world.size:
+        raise LaunchError(
+            f"{world.size} processes were started, but torch_xla joins {replicas} of them\n"
+            f"start one a device ({machine.DEVICE}={os.environ.get(machine.DEVICE)}); XLA's CPU device"
+            " serves one process only"
+        )
+
+
+def _tied(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """(module, name, first module, first name) of each tensor that is another's alias."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and first.setdefault(id(tensor), (module, name)) != (module, name):
+                yield (module, name, *first[id(tensor)])
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
