@@ -79,8 +79,8 @@ class Spmd:
     def build_mesh(self, dims: Sequence[MeshDim], world: World) -> Mesh:
         if strange := [dim.name for dim in dims if dim.name not in _DATA]:
             raise ConfigError(
-                f"xla-spmd shards parameters and batches along {' and '.join(_DATA)} only, but this stack also"
-                f" wants the dimension {', '.join(strange)}\nleave out the extension that does"
+                f"xla-spmd shards parameters and batches along {' and '.join(_DATA)} only, but this stack"
+                f" also wants the dimension {', '.join(strange)}\nleave out the extension that does"
             )
         count = self._xr.global_runtime_device_count()
         arranged = arrange(dims, count)
@@ -102,7 +102,7 @@ class Spmd:
         wrapped = [module for module in model.modules() if type(module).__name__ in self.config.wrap]
         if missing := set(self.config.wrap) - {type(module).__name__ for module in wrapped}:
             raise ConfigError(
-                f"xla-spmd.wrap names {', '.join(sorted(missing))}, of which the {type(model).__name__} has no"
+                f"xla-spmd.wrap names {', '.join(sorted(missing))}, of which {type(model).__name__} has no"
                 " module\nname classes of its modules, or leave it out"
             )
         for module in (*wrapped, model):
