@@ -29,6 +29,7 @@ def mover(run: Run, *, moves: bool, ahead: bool) -> Mover | None:
     move = partial(_move, run.hooks.move, device, run.config.data.non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
+    start: Callable[..., Any] | None
     start = move and (partial(_ahead, move, stream) if stream is not None else partial(map, move))
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
     if wrap is not None:

@@ -98,6 +98,37 @@ def test_on_a_device_with_streams(workers):
     assert run_processes(on_a_simulated_device, workers, world=1) == [[float(each) for each in range(7)]]
 
 
+class Carrier(list):
+    """What a plugin's `wrap_dataloader` may give."""
+
+
+def carried(marks=(), workers=1):
+    """(batches of a loader that a plugin brings to the device, what it was given, points marked)."""
+    given, points = [], []
+
+    def wrap(loader, topology):
+        given.append(topology.readers)
+        found = Carrier(-batch for batch in loader)
+        found.marks = frozenset(marks)
+        return found
+
+    (run,) = world(device="meta", move=lambda batch, *_: batch, wrap=wrap, mark_step=points.append)
+    loader = prepare_loader(DataLoader(Numbers(4), 2, num_workers=workers), run)
+    return [batch.tolist() for batch in loader], given, points
+
+
+def test_a_plugin_brings_the_batches_of_loaders_with_workers():
+    assert carried() == ([[0, -1], [-2, -3]], [1], ["batch", "batch"])
+
+
+def test_a_plugins_loader_that_marks_batches_is_left_alone():
+    assert carried(marks=["batch"])[2] == []
+
+
+def test_a_plugin_does_not_read_ahead_in_this_process():
+    assert carried(workers=0) == ([[0, 1], [2, 3]], [], ["batch", "batch"])
+
+
 def test_nothing_is_done_on_a_cpu():
     (loader,) = prepared(lambda _: DataLoader(Numbers(4), 2, num_workers=1))
     assert loader._move is None
