@@ -60,14 +60,15 @@ def full_parameters(
     """A context in which the model's parameters of these names are whole. Collective."""
     unit, number = _home(run, model)
     module = unit.models[number]
-    known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    prefix, all_names = unit.qualify(number, ""), module.named_parameters(remove_duplicate=False)
+    known = [unit.qualify(number, name).removeprefix(prefix) for name, _ in all_names]
     wanted = known if names is None else list(names)
     if unknown := sorted({*wanted}.difference(known)):
         raise AccelError(
             f"full_parameters: the {type(module).__name__} has no parameter {unknown[0]!r}"
             f"{near(unknown[0], known)}\nuse the names that named_parameters() of your own model gives"
         )
-    canonical = [unit.qualify(number, name) for name in wanted]
+    canonical = [prefix + name for name in wanted]
     once = list(dict.fromkeys(unit.aliases.get(name, name) for name in canonical))
     context: AbstractContextManager[Any] = unit.hooks.full_parameters(unit, once, writeback)
     return context

@@ -81,6 +81,9 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         self.register_buffer("ones", torch.ones(width), persistent=False)
 
+    def reset_parameters(self) -> None:
+        self.ones.fill_(1)
+
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from accel_core import AccelError
 from accel_core.testing import run_processes
 
 VERSIONS = (1, 2)
@@ -34,24 +35,39 @@ def started(version: int, kind: str = "gpt", **options: Any) -> tuple[Any, nn.Mo
     return run, model, optimizer
 
 
-def after_evaluation(version: int, reshard: bool) -> dict[str, torch.Tensor]:
-    run, model, optimizer = started(version, reshard_after_forward=reshard)
+def after_evaluation(version: int, strategy: str) -> dict[str, torch.Tensor]:
+    run, model, optimizer = started(version, sharding_strategy=strategy)
     for _ in steps_of(run, model, optimizer, "gpt", range(2)):
         model.eval()
         with torch.no_grad():
             model(batch("gpt", 0)[0])
         model.train()
-        model(batch("gpt", 0)[0])  # a forward whose backward never comes
+        if version == 2:
+            model(batch("gpt", 0)[0])  # a forward whose backward never comes
     found = dict(run.get_state_dict(model))
     run.end_training()
     return tree_map(torch.clone, found)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_evaluating_between_steps_changes_nothing(version: int, reshard: bool) -> None:
-    for found in run_processes(after_evaluation, version, reshard):
+def test_evaluating_between_steps_changes_nothing(version: int, strategy: str) -> None:
+    for found in run_processes(after_evaluation, version, strategy):
         assert distance(found, train_plainly("gpt", 2)[1]) < 1e-5
+
+
+def gathered() -> str:
+    run, model, _ = started(1, sharding_strategy="SHARD_GRAD_OP")
+    model(batch("gpt", 0)[0])
+    with pytest.raises(AccelError) as caught:
+        run.get_state_dict(model)
+    run.end_training()
+    return str(caught.value)
+
+
+def test_weights_that_version_1_has_kept_gathered_are_not_read_without_a_word() -> None:
+    for said in run_processes(gathered):
+        assert said.splitlines()[-1] == "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
 
 
 def streamed(version: int) -> tuple[list[str], set[torch.dtype], bool]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrateg
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from accel_core import flat_range, hooks, implements
+from accel_core import AccelError, flat_range, hooks, implements
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import ignored, replace
@@ -192,13 +192,20 @@ class Flat(FullyShardedDataParallel):
 
 def _modules(unit: Unit) -> list[FSDP]:
     """The wrapped modules that hold parameters of their own."""
-    return [
-        module
-        for model in unit.wrapped
-        if isinstance(model, FSDP)
-        for module in FSDP.fsdp_modules(model)
-        if module._handle is not None
-    ]
+    wrapped = [model for model in unit.wrapped if isinstance(model, FSDP)]
+    found = [each for model in wrapped for each in FSDP.fsdp_modules(model) if each._handle is not None]
+    if any(map(_is_gathered, found)):
+        raise AccelError(
+            f"unit {unit.name!r}: the last forward had no backward, and fsdp_version 1 has kept its weights"
+            f" gathered (sharding_strategy {unit.plugin.config.strategy}), where they have no names\n"
+            "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
+        )
+    return found
+
+
+def _is_gathered(module: FSDP) -> bool:
+    handle: Any = module._handle
+    return bool(handle._skipped_use_sharded_views)
 
 
 def _parameters(module: FSDP) -> list[nn.Parameter]:

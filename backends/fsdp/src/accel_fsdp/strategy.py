@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_core import ConfigError, hooks, implements
@@ -66,8 +65,7 @@ class FullyShardedDataParallel:
         if self._mesh is None and unit.mesh is not None:
             self._mesh = dims.sharding(unit.mesh)
         elif self._mesh is None:
-            if not dist.is_initialized():
-                alone.join(self.run)
+            alone.join(self.run)
             self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
 
     @implements(hooks.refuse_unit)
