@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_core import ConfigError, hooks, implements
@@ -16,6 +15,7 @@ from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.wrapping import checkpointed, groups, ignored
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
