@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["Gradients", "of"]
 
 
-def of(engine: Any) -> Gradients:
-    """The gradients of an engine, by its stage."""
+def of(engine: Any, max_norm: float) -> Gradients:
+    """The gradients of an engine, by its stage. max_norm: what its config clips each step to; 0: nothing."""
     stage = engine.zero_optimization_stage()
     kind = Gradients if stage == 0 else WholeWeights if stage < 3 else Sharded
-    return kind(engine)
+    return kind(engine, max_norm)
 
 
 def _nothing() -> None:
@@ -31,7 +31,8 @@ def _nothing() -> None:
 class Gradients:
     """Stage 0: whole gradients on each rank, in the parameters."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, max_norm: float) -> None:
+        self.configured = self.asked = max_norm
         self.engine, self.optimizer = engine, engine.optimizer
         self.trained = frozenset(id(p) for p in engine.module.parameters() if p.requires_grad)
         self._reduce = self._take_over()
@@ -58,7 +59,10 @@ class Gradients:
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply all of them."""
-        torch._foreach_mul_([*self.tensors()], factor)
+        torch._foreach_mul_(self.tensors(), factor)
+        norms = getattr(self.optimizer, "norm_for_param_grads", None)
+        if norms:  # of offloaded gradients, taken when they came in
+            self.optimizer.norm_for_param_grads = {key: norm * factor for key, norm in norms.items()}
 
     def clamp(self, value: float) -> None:
         """Clamp each to [-value, value]."""
@@ -69,6 +73,13 @@ class Gradients:
     def norm(self) -> Tensor:
         """Of all ranks' together (0-dim). Collective."""
         return get_total_norm(self.tensors()) / self.scale
+
+    def step(self) -> bool:
+        """Clip as was asked, and have the engine step; whether it did. Collective."""
+        self.clip(self.asked)
+        self.asked = self.configured
+        self.engine.step()
+        return bool(self.engine.was_step_applied())
 
     def clip(self, max_norm: float) -> None:
         """Have the coming step clip to this norm; 0: not."""
@@ -97,12 +108,6 @@ class WholeWeights(Gradients):
             return [group.grad for group in self.optimizer.single_partition_of_fp32_groups]
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or ()]
 
-    def multiply(self, factor: Tensor) -> None:
-        super().multiply(factor)
-        if self.optimizer.cpu_offload:  # norms were taken when the gradients came in
-            norms = self.optimizer.norm_for_param_grads
-            self.optimizer.norm_for_param_grads = {key: norm * factor for key, norm in norms.items()}
-
     def norm(self) -> Tensor:
         norm: Tensor = self.optimizer.scaled_global_norm() / self.scale
         return norm
@@ -115,8 +120,8 @@ class WholeWeights(Gradients):
         optimizer.zero_grad()
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
-        for group in optimizer.averaged_gradients:
-            optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+        for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            held.update(dict.fromkeys(held))
 
 
 class Sharded(Gradients):
@@ -138,7 +143,6 @@ class Sharded(Gradients):
         norm: Tensor = combine_grad_norm_groups(self.optimizer._get_norm_groups()) / self.scale
         return norm
 
-    multiply = WholeWeights.multiply
     clip = WholeWeights.clip
 
     def drop(self) -> None:

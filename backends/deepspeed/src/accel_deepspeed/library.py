@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import sys
@@ -18,7 +20,7 @@ from accel_core import ConfigError
 if TYPE_CHECKING:
     from accel_core import Run
 
-__all__ = ["deepspeed_for", "forget", "quiet"]
+__all__ = ["deepspeed_for", "dismantle", "leave", "quiet"]
 
 
 def deepspeed_for(run: Run) -> Any:
@@ -51,7 +53,8 @@ def deepspeed_for(run: Run) -> Any:
             f"{device}:{name}" for device, name in run.hooks.communication_backend(run.device).items()
         )
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        _state["alone"] = True
+        _alone.append(True)
+    _users.add(id(run))
     return deepspeed
 
 
@@ -64,17 +67,45 @@ def quiet() -> Iterator[None]:
         yield
 
 
-_state: dict[str, Any] = {}
+_users: set[int] = set()
+"""The runs, by identity, that have engines or make models: DeepSpeed's globals are dropped with the last."""
+_alone: list[bool] = []
+"""Not empty while the process group is one that was made here."""
 
 
-def forget() -> None:
-    """Drop what DeepSpeed keeps of the process group, which is about to end or may end at any time."""
-    if "deepspeed" not in sys.modules:
+def dismantle(engine: Any) -> None:
+    """Undo what an engine has put on the user's module, and let go of process groups.
+
+    A group that outlives the process's default one aborts some processes at exit.
+    """
+    with contextlib.suppress(AttributeError):  # of an engine whose making failed half way
+        engine.destroy()
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+    optimizer = engine.optimizer
+    offload = getattr(optimizer, "parameter_offload", None)
+    for holder in (engine, optimizer, offload, *engine.module.parameters()):
+        for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
+            if _is_group(value):
+                setattr(holder, name, None)
+
+
+def _is_group(value: Any) -> bool:
+    held = value if isinstance(value, (list, tuple)) else [value]
+    return bool(held) and all(isinstance(each, dist.ProcessGroup) for each in held)
+
+
+def leave(run: Run) -> None:
+    """The run has no engine any more; the last one takes along what DeepSpeed keeps of process groups."""
+    _users.discard(id(run))
+    if _users or "deepspeed" not in sys.modules:
         return
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
     comm.cdb = None
-    if _state.pop("alone", False) and dist.is_initialized():
+    gc.collect()  # engines are full of cycles that hold groups
+    if _alone and dist.is_initialized():
         dist.destroy_process_group()
+    _alone.clear()

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from accel_core import AccelError, hooks, implements, no_op
-from accel_deepspeed import completing, gradients
+import torch
+
+from accel_core import AccelError, ConfigError, hooks, implements, no_op
+from accel_deepspeed import completing, gradients, settings
 from accel_deepspeed.config import DeepSpeedPlugin
-from accel_deepspeed.library import deepspeed_for, quiet
-from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
+from accel_deepspeed.initializing import sharded_init
+from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
+from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core import Run, Unit
+    from accel_core import Run, RunConfig, Unit
     from accel_deepspeed.gradients import Gradients
 
 __all__ = ["DeepSpeed", "make"]
+
+
+_OFF: Final = (None, False, 0, 1)
+_NOT_SERVED: Final = {
+    "sequence_parallel_size": "ranks would have to read the same batches; leave it out",
+    "tensor_parallel.autotp_size": "ranks would have to read the same batches; leave it out",
+    "expert_parallel.enabled": "it replaces parameters under the optimizer; use deepspeed.moe.layer.MoE",
+    "managed_gradient_accumulation": "micro-batches are counted by the run; leave it out",
+    "elasticity.enabled": "batches are those of your loaders; leave it out",
+    "autotuning.enabled": "it starts the script by itself; tune first, then train with what it found",
+    "compression_training": "not shown to work; leave it out",
+}
+"""Paths of DeepSpeed's JSON that cannot be served -> why, and what to do."""
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
@@ -40,7 +58,15 @@ class DeepSpeed:
         self.config = config
         self.run = run
         self.gradients: dict[Unit, Gradients] = {}
-        self._clip: dict[Unit, float] = {}
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        made = self.config.deepspeed_config
+        return [
+            f"{path} is {found}: {reason}"
+            for path, reason in _NOT_SERVED.items()
+            if (found := settings.get(made, path)) not in _OFF
+        ]
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -81,21 +107,50 @@ class DeepSpeed:
 
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
-        """Collective: weights become rank 0's."""
+        """Collective: weights become rank 0's. A late optimizer has the engine built anew, in its place."""
+        engine = self._engine(unit)
+        if unit.wrapped:
+            held: Any = unit.wrapped[0]
+            held.__dict__ = engine.__dict__
+        else:
+            unit.wrapped.append(engine)
+        if unit.optimizers:
+            unit.optimizers[:] = [engine.optimizer]
+            clipping = unit.config.deepspeed_config.get("gradient_clipping") or 0.0
+            self.gradients[unit] = gradients.of(engine, clipping)
+        if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
+            unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
+
+    def _engine(self, unit: Unit) -> Any:
         deepspeed = deepspeed_for(self.run)
         told = completing.engine_settings(unit.config.deepspeed_config, unit)
+        if told["fp16"]["enabled"] and not deepspeed.get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                f"DeepSpeed trains in float16 (mixed_precision fp16), which {self.run.device} cannot do\n"
+                "set mixed_precision: bf16"
+            )
+        for engine in unit.wrapped:
+            dismantle(engine)
         given: dict[str, Any] = {}
         for optimizer in unit.optimizers:
-            if isinstance(optimizer, DummyOptim):
-                given["model_parameters"] = optimizer.parameters
-            else:
-                given["optimizer"] = optimizer
+            dummy = isinstance(optimizer, DummyOptim)
+            given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
         with quiet():
-            engine, made, _, _ = deepspeed.initialize(model=unit.models[0], config=told, **given)
-        unit.wrapped[:] = [engine]
-        if unit.optimizers:
-            unit.optimizers[:] = [made]
-            self.gradients[unit] = gradients.of(engine)
+            return deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
+
+    @implements(hooks.wrap_scheduler)
+    def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
+        if not isinstance(scheduler, DummyScheduler):
+            return scheduler
+        engine: Any = unit.wrapped[0]
+        if scheduler.lr_scheduler_callable is not None:
+            return scheduler.lr_scheduler_callable(engine.basic_optimizer)
+        for each in unit.schedulers:
+            if isinstance(each, EngineScheduler):
+                unit.schedulers.remove(each)
+                return each
+        made, engine.lr_scheduler = engine.lr_scheduler, None  # left to the user
+        return made
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
@@ -103,12 +158,23 @@ class DeepSpeed:
         unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
         return unwrapped
 
+    @implements(hooks.model_init_context)
+    def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:
+        return sharded_init(self.config, self.run) if self.config.shards_init else None
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        """The user's module works on where it holds its weights (stages 0 to 2)."""
+        self.gradients.pop(unit, None)
+        for engine in unit.wrapped:
+            dismantle(engine)
+        if all(each is unit or each.plugin is not self for each in self.run.units):
+            leave(self.run)
+
     # -- each step -------------------------------------------------------------------------------
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        import torch
-
         held = self.gradients[unit]
         held.reduce()
         if num_items is not None:
@@ -128,7 +194,12 @@ class DeepSpeed:
                 f"DeepSpeed clips a unit's parameters together, and {unit.name!r} has more than were given\n"
                 "pass model.parameters()"
             )
-        self._clip[unit] = max_norm
+        if held.configured not in (0.0, max_norm) and math.isfinite(max_norm):
+            raise AccelError(
+                f"clip_grad_norm_ asks for {max_norm}, and gradient_clipping of the DeepSpeed config for"
+                f' {held.configured}\nset gradient_clipping to "auto", or leave clip_grad_norm_ out'
+            )
+        held.asked = held.configured or max_norm
         return held.norm()
 
     @implements(hooks.clip_grad_value)
@@ -142,10 +213,7 @@ class DeepSpeed:
                 "optimizer.step(closure) evaluates the loss several times a step; DeepSpeed's engine cannot\n"
                 "use an optimizer that needs no closure"
             )
-        engine: Any = unit.wrapped[0]
-        self.gradients[unit].clip(self._clip.pop(unit, 0.0))
-        engine.step()
-        return bool(engine.was_step_applied())
+        return self.gradients[unit].step()
 
     @implements(hooks.zero_grad)
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
