@@ -140,7 +140,7 @@ def rate_and_optimizer_from_json(stage: int) -> Pair:
         optimizer.zero_grad()
         rates.append(rate.get_last_lr()[0])
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
-    return rates, [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]
+    return rates, [0.0, 0.01, 0.02, 0.03, 0.04, 0.04]  # DeepSpeed's warmup begins with step 0
 
 
 def _pair(stage: int, **more: Any) -> tuple[Any, tuple[Any, Any], tuple[Any, Any], Any, Any]:

@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from accel_deepspeed.config import DeepSpeedPlugin
     from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
+    from accel_deepspeed.strategy import select
 
-__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler"]
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "select"]
 __version__ = "0.1.0"
 
-_HOMES: Final = {"DeepSpeedPlugin": "config", "DummyOptim": "placeholders", "DummyScheduler": "placeholders"}
+_HOMES: Final = {
+    "DeepSpeedPlugin": "config",
+    "DummyOptim": "placeholders",
+    "DummyScheduler": "placeholders",
+    "select": "strategy",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,13 +19,13 @@ __all__ = ["sharded_init"]
 
 
 @contextmanager
-def sharded_init(config: DeepSpeedPlugin, run: Run) -> Iterator[None]:
+def sharded_init(user: object, config: DeepSpeedPlugin, run: Run) -> Iterator[None]:
     """Each module built inside keeps its shard of its parameters only. Collective.
 
     Inside, and only there, transformers' `from_pretrained` finds the settings it shards by.
     """
     told = _settings(config, run)
-    with _told_transformers(told), quiet(), deepspeed_for(run).zero.Init(config_dict_or_path=told):
+    with _told_transformers(told), quiet(), deepspeed_for(run, user).zero.Init(config_dict_or_path=told):
         yield
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["deepspeed_for", "dismantle", "leave", "quiet"]
 
 
-def deepspeed_for(run: Run) -> Any:
-    """The module `deepspeed`, for the run's device, with a process group for it to use.
+def deepspeed_for(run: Run, user: object) -> Any:
+    """The module `deepspeed`, for the run's device, with a process group for it, until `leave(user)`.
 
     Raises:
         ConfigError: it was loaded for another device.
@@ -54,7 +54,7 @@ def deepspeed_for(run: Run) -> Any:
         )
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         _alone.append(True)
-    _users.add(id(run))
+    _users.add(id(user))
     return deepspeed
 
 
@@ -68,7 +68,7 @@ def quiet() -> Iterator[None]:
 
 
 _users: set[int] = set()
-"""The runs, by identity, that have engines or make models: DeepSpeed's globals are dropped with the last."""
+"""The plugins, by identity, that make engines or models: DeepSpeed's globals are dropped with the last."""
 _alone: list[bool] = []
 """Not empty while the process group is one that was made here."""
 
@@ -95,9 +95,9 @@ def _is_group(value: Any) -> bool:
     return bool(held) and all(isinstance(each, dist.ProcessGroup) for each in held)
 
 
-def leave(run: Run) -> None:
-    """The run has no engine any more; the last one takes along what DeepSpeed keeps of process groups."""
-    _users.discard(id(run))
+def leave(user: object) -> None:
+    """The user has no engine any more; the last one takes along what DeepSpeed keeps of process groups."""
+    _users.discard(id(user))
     if _users or "deepspeed" not in sys.modules:
         return
     from deepspeed.comm import comm

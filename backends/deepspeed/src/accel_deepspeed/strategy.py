@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+from attrs import evolve
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import completing, gradients, settings
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from accel_core import Run, RunConfig, Unit
     from accel_deepspeed.gradients import Gradients
 
-__all__ = ["DeepSpeed", "make"]
+__all__ = ["DeepSpeed", "make", "select"]
 
 
 _OFF: Final = (None, False, 0, 1)
@@ -47,6 +48,18 @@ def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
     config = config or DeepSpeedPlugin()
     own = config.stage == 0 or run.config.mixed_precision == "fp16"
     return (EngineBackward if own else DeepSpeed)(config, run)
+
+
+def select(run: Run, name: str) -> None:
+    """Have later `prepare` calls that name no strategy use this one of the config's `strategies`.
+
+    Raises:
+        ConfigError: the run has no strategy of that name.
+    """
+    if name not in run.stack.strategies:
+        known = ", ".join(run.stack.strategies)
+        raise ConfigError(f"select({name!r}): this run has the strategies {known}\nadd it under strategies:")
+    run.stack = evolve(run.stack, default=name)
 
 
 class DeepSpeed:
@@ -122,7 +135,7 @@ class DeepSpeed:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
     def _engine(self, unit: Unit) -> Any:
-        deepspeed = deepspeed_for(self.run)
+        deepspeed = deepspeed_for(self.run, self)
         told = completing.engine_settings(unit.config.deepspeed_config, unit)
         if told["fp16"]["enabled"] and not deepspeed.get_accelerator().is_fp16_supported():
             raise ConfigError(
@@ -160,7 +173,7 @@ class DeepSpeed:
 
     @implements(hooks.model_init_context)
     def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:
-        return sharded_init(self.config, self.run) if self.config.shards_init else None
+        return sharded_init(self, self.config, self.run) if self.config.shards_init else None
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
@@ -169,7 +182,7 @@ class DeepSpeed:
         for engine in unit.wrapped:
             dismantle(engine)
         if all(each is unit or each.plugin is not self for each in self.run.units):
-            leave(self.run)
+            leave(self)
 
     # -- each step -------------------------------------------------------------------------------
 

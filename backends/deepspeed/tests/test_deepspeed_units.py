@@ -1,0 +1,176 @@
+"""Several engines in one run, models built in shards, and what is refused before an engine is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_problem import accelerator, adamw, data, network, sgd, weights, whole_weights
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from accel_core import Accelerator, AccelError
+from accel_core.testing import run_processes
+from accel_deepspeed import DeepSpeedPlugin, DummyOptim, select
+
+pytestmark = pytest.mark.timeout(300)
+
+NAMED = """
+strategy: student
+strategies:
+  student: {plugin: deepspeed, zero_stage: 2}
+  teacher: {plugin: deepspeed, zero_stage: 3}
+"""
+
+
+def one_loss_of_two_engines() -> tuple[list[float], list[float], list[str]]:
+    ours, x, y = Accelerator(cpu=True), *data()[0:8]
+    one, two, plain_one, plain_two = network(1), network(2), network(1), network(2)
+    one, first = ours.prepare(one, sgd(one.parameters()))
+    select(ours.run, "teacher")
+    two, second = ours.prepare(two, sgd(two.parameters()))
+    optimizers = [first, second, sgd(plain_one.parameters()), sgd(plain_two.parameters())]
+    for _ in range(3):
+        ours.backward(mse_loss(one(x) + two(x), y))
+        mse_loss(plain_one(x) + plain_two(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    stages = [unit.strategy for unit in ours.run.units]
+    found = whole_weights(ours, one) + whole_weights(ours, two)
+    ours.end_training()
+    return found, weights(plain_one) + weights(plain_two), stages
+
+
+def test_plugins_by_name_make_units_that_share_a_loss(tmp_path: Path) -> None:
+    file = tmp_path / "accel.yaml"
+    file.write_text(NAMED)
+    environment = {"ACCEL_CONFIG": str(file)}
+    for found, plain, stages in run_processes(one_loss_of_two_engines, environment=environment):
+        assert found == pytest.approx(plain, rel=1e-6, abs=1e-6)
+        assert stages == ["student", "teacher"]
+
+
+def built_in_shards() -> tuple[list[int], list[float], list[float], bool]:
+    ours = accelerator(DeepSpeedPlugin(hf_ds_config=SHARDED))
+    with ours.model_init_context():
+        model: Any = network()
+    held = [parameter.numel() for parameter in model.parameters()]
+    outside = hasattr(nn.Linear(2, 2).weight, "ds_id")
+    plain, x, y = network(), *data()[0:8]
+    model, optimizer = ours.prepare(model, sgd(model.parameters()))
+    by_hand = sgd(plain.parameters())
+    losses, expected = [], []
+    for _ in range(4):
+        loss, plain_loss = mse_loss(model(x), y), mse_loss(plain(x), y)
+        ours.backward(loss)
+        plain_loss.backward()
+        for each in (optimizer, by_hand):
+            each.step()
+            each.zero_grad()
+        losses.append(loss.item())
+        expected.append(plain_loss.item())
+    ours.end_training()
+    return held, losses, expected, outside
+
+
+SHARDED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
+
+def test_a_model_is_sharded_while_it_is_built_and_only_there() -> None:
+    for held, losses, expected, outside in run_processes(built_in_shards):
+        assert held == [0] * len(held)
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert not outside
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def two_optimizers() -> None:
+    ours, model = accelerator(), network()
+    parameters = list(model.parameters())
+    ours.prepare(model, sgd(parameters[:2]), sgd(parameters[2:]))
+
+
+def two_models() -> None:
+    ours, one, two = accelerator(), network(1), network(2)
+    ours.prepare(one, two, adamw([*one.parameters(), *two.parameters()]))
+
+
+def mismatches() -> None:
+    sizes = {"train_batch_size": 99, "train_micro_batch_size_per_gpu": 7}
+    ours, model = accelerator(DeepSpeedPlugin(hf_ds_config=sizes | SHARDED)), network()
+    ours.prepare(model, sgd(model.parameters()), DataLoader(data(), 4))
+
+
+def no_json_optimizer() -> None:
+    ours, model = accelerator(), network()
+    ours.prepare(model, DummyOptim(model.parameters()))
+
+
+def unknown_width() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto"}
+    ours, model = accelerator(DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})), network()
+    ours.prepare(model, sgd(model.parameters()))
+
+
+def sequence_parallel() -> None:
+    accelerator(DeepSpeedPlugin(hf_ds_config={"sequence_parallel_size": 2}))
+
+
+def _clipped(max_norm: float, norm_type: float, some: bool) -> None:
+    ours, model = accelerator(DeepSpeedPlugin(gradient_clipping=1.0)), network()
+    model, _ = ours.prepare(model, sgd(model.parameters()))
+    ours.backward(model(torch.ones(2, 6)).sum())
+    ours.clip_grad_norm_(list(model.parameters())[: 2 if some else None], max_norm, norm_type)
+
+
+def another_norm() -> None:
+    _clipped(0.5, 2, some=False)
+
+
+def another_norm_type() -> None:
+    _clipped(1.0, 1, some=False)
+
+
+def some_parameters() -> None:
+    _clipped(1.0, 2, some=True)
+
+
+REFUSED: dict[Callable[[], None], str] = {
+    two_optimizers: "give one optimizer several parameter groups",
+    two_models: "put them in one nn.Module",
+    mismatches: "train_micro_batch_size_per_gpu is 7 in the DeepSpeed config, but 4 by the prepared loaders'",
+    no_json_optimizer: "a DummyOptim stands for the JSON's optimizer, but there is none",
+    unknown_width: "nothing says what to fill in for zero_optimization.reduce_bucket_size",
+    sequence_parallel: "ranks would have to read the same batches",
+    another_norm: "clip_grad_norm_ asks for 0.5, and gradient_clipping of the DeepSpeed config for 1.0",
+    another_norm_type: "not by norm_type=1",
+    some_parameters: "has more than were given",
+}
+
+
+def refusals() -> dict[str, str]:
+    from accel_core.run import live
+
+    said = {}
+    for case in REFUSED:
+        try:
+            case()
+        except AccelError as error:
+            said[case.__name__] = str(error)
+        for run in live():
+            run.end()
+    return said
+
+
+def test_what_cannot_be_is_said_before_training() -> None:
+    (said,) = run_processes(refusals, world=1)
+    for case, message in REFUSED.items():
+        assert message in said.get(case.__name__, "nothing"), case.__name__
+    assert "train_batch_size is 99" in said["mismatches"], "all mismatches are listed at once"
