@@ -1,0 +1,15 @@
+"""The package, installed, against the conformance kit, as its author would run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel_core.testing import conform
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stack", ["ddp", pytest.param("ddp+bf16", marks=pytest.mark.slow)])
+def test_the_kit_is_green_from_an_empty_folder(tmp_path: Path, stack: str) -> None:
+    assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, stack)

@@ -1,0 +1,104 @@
+"""The table of the kit's results in README.md: what recorded reports say, for each backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from snippets import ROOT
+
+from accel_core.known import known_plugins
+
+TOOL = ROOT / "tools" / "kit_results.py"
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kit_results", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(
+    folder: Path,
+    stack: str,
+    outcomes: str = "passed",
+    distribution: str = "accel-core",
+    simulated: bool = True,
+) -> None:
+    plugins = dict(zip(("device", "strategy"), stack.split("+"), strict=False))
+    facts = {
+        "stack": [
+            {"slot": slot, "plugin": name, "distribution": distribution} for slot, name in plugins.items()
+        ],
+        "worlds": [1, 2],
+        "simulated": simulated,
+        "checks": [{"level": level, "outcome": outcomes} for level in range(5)],
+    }
+    (folder / f"{stack}-{outcomes}.json").write_text(json.dumps(facts))
+
+
+def test_every_device_and_strategy_has_a_row_and_no_cell_is_red_or_empty(tool: ModuleType) -> None:
+    rows = tool.written(tool.README.read_text("utf-8"))
+
+    named = {name for stack in rows for name in stack.split(" + ")}
+    assert {plugin.name for plugin in known_plugins() if plugin.slot in ("device", "strategy")} <= named
+    cells = {row[level] for row in rows.values() for level in tool.LEVELS}
+    assert [cell for cell in cells if not re.fullmatch(r"(real|simulated)(, .+)?|not run: .+", cell)] == []
+
+
+def test_the_table_is_as_the_tool_writes_it(tool: ModuleType) -> None:
+    text = tool.README.read_text("utf-8")
+
+    assert tool.render(tool.written(text)) in text
+
+
+def test_a_row_says_what_its_report_does(tool: ModuleType, tmp_path: Path) -> None:
+    report(tmp_path, "native+single")
+    report(tmp_path, "native", "xfailed", simulated=False)
+
+    rows = tool.reported(tmp_path.glob("*.json"))
+
+    assert set(rows["native + single"].values()) == {"1, 2", "simulated"}
+    assert set(rows["native"].values()) == {"1, 2", "real, 5 known to fail"}
+
+
+def test_a_table_that_says_otherwise_is_stale(tool: ModuleType) -> None:
+    said = {"a": {"device": "simulated"}}
+
+    assert tool.stale(said, said) == []
+    assert tool.stale({"a": {"device": "real"}}, said) == []  # it ran on the chip elsewhere
+    assert tool.stale(said, {"a": {"device": "failed"}}) != []
+    assert tool.stale(said, {"b": {"device": "real"}}) != []
+
+
+def test_a_level_that_did_not_run_needs_a_reason(tool: ModuleType) -> None:
+    with pytest.raises(KeyError):
+        tool.render({"a": {"at once": "1", "device": "real"}})
+
+
+def test_what_strangers_report_is_no_row(tool: ModuleType, tmp_path: Path) -> None:
+    report(tmp_path, "acme", distribution="accel-acme")
+
+    assert tool.reported(tmp_path.glob("*.json")) == {}
+
+
+def test_the_check_says_which_result_is_stale(tmp_path: Path) -> None:
+    report(tmp_path, "native", "failed")
+
+    ended = subprocess.run(
+        [sys.executable, str(TOOL), "--check", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == 1
+    assert "native, training: the table says " in ended.stdout
+    assert "the kit 'failed'" in ended.stdout

@@ -1,0 +1,103 @@
+"""Write the conformance kit's results into README.md: stack by level, real or simulated.
+
+`ACCEL_KIT_REPORTS=FOLDER pytest backends` has each run of the kit leave its report in FOLDER;
+`python tools/kit_results.py FOLDER` brings the table up to date for what ran, and leaves the rest.
+`--check` only says whether the table tells what the reports do. Imports no torch.
+"""
+# ruff: noqa: INP001, T201  # a script
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_core.known import known_plugins
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+LEVELS = ("packaging", "device", "training", "processes", "checkpoints")
+HEAD = f"| stack | at once | {' | '.join(LEVELS)} |\n|---|---|{'---|' * len(LEVELS)}\n"
+TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
+NOT_RUN: Mapping[tuple[str, str], str] = {}
+"""(stack, level) -> why the kit does not run it."""
+
+Row = dict[str, str]
+
+
+def reported(files: Iterable[Path]) -> dict[str, Row]:
+    """Stack -> what the reports say, level by level; of this repository's devices and strategies."""
+    ours = {"accel-core", *(plugin.distribution for plugin in known_plugins())}
+    found: dict[str, Row] = {}
+    for file in files:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        names = {each["slot"]: each["plugin"] for each in report["stack"]}
+        from_us = {each["distribution"] for each in report["stack"]} <= ours
+        if from_us and names.keys() & {"device", "strategy"}:
+            row = found.setdefault(" + ".join(names.values()), {})
+            row["at once"] = max(row.get("at once", ""), ", ".join(map(str, report["worlds"])))
+            row.update(_levels(report))
+    return found
+
+
+def _levels(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for number, level in enumerate(LEVELS):
+        outcomes = [check["outcome"] for check in report["checks"] if check["level"] == number]
+        known = outcomes.count("xfailed")
+        if "failed" in outcomes:
+            yield level, "failed"
+        elif outcomes:
+            how = "simulated" if report["simulated"] else "real"
+            yield level, how + (f", {known} known to fail" if known else "")
+
+
+def written(text: str) -> dict[str, Row]:
+    """Stack -> row, as README.md has it."""
+    table = TABLE.search(text)
+    if table is None:
+        raise SystemExit(f"{README} has no table that starts with\n{HEAD}")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+    return {row[0]: dict(zip(("at once", *LEVELS), row[1:], strict=True)) for row in rows}
+
+
+def render(rows: Mapping[str, Row]) -> str:
+    """The table; a level without a result says why."""
+    lines = []
+    for stack, row in sorted(rows.items()):
+        cells = [row.get(level) or f"not run: {NOT_RUN[stack, level]}" for level in LEVELS]
+        lines.append(f"| {stack} | {row['at once']} | {' | '.join(cells)} |\n")
+    return HEAD + "".join(lines)
+
+
+def stale(rows: Mapping[str, Row], fresh: Mapping[str, Row]) -> list[str]:
+    """What the table says otherwise than the reports. What is real somewhere may be simulated here."""
+    return [
+        f"{stack}, {name}: the table says {rows.get(stack, {}).get(name)!r}, the kit {said!r}"
+        for stack, row in fresh.items()
+        for name, said in row.items()
+        if rows.get(stack, {}).get(name) not in (said, said.replace("simulated", "real"))
+    ]
+
+
+def main() -> int:
+    """Update the table, or with --check compare it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the kit's reports lie")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the table is stale")
+    given = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    rows, fresh = written(text), reported(sorted(given.folder.glob("*.json")))
+    if given.check:
+        wrong = stale(rows, fresh)
+        print("\n".join(wrong) or f"README.md says what {len(fresh)} stacks' reports do")
+        return 1 if wrong else 0
+    merged = {stack: {**rows.get(stack, {}), **fresh.get(stack, {})} for stack in {*rows, *fresh}}
+    README.write_text(TABLE.sub(lambda _: render(merged), text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
