@@ -306,6 +306,11 @@ def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
     """
 
 
+@everyone
+def compile_options() -> Mapping[str, Any]:
+    """Arguments of `torch.compile` for what section `compile` leaves open; `backend` for backend `auto`."""
+
+
 @owner
 def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
     """Move the model's parameters and buffers to the device. base: `model.to(device)`."""

@@ -99,7 +99,9 @@ class ProfileKwargs(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled; nothing is compiled while `backend` is unset. Section `compile`."""
 
-    backend: str | None = option(None, help="Backend of torch.compile; unset or no: nothing is compiled.")
+    backend: str | None = option(
+        None, help="Backend of torch.compile; auto: the device's own. Unset or no: nothing is compiled."
+    )
     mode: str | None = option(None, help="Mode of torch.compile, such as default or max-autotune.")
     fullgraph: bool | None = option(None, help="Refuse to split a model into several graphs.")
     dynamic: bool | None = option(None, help="Compile for dynamic shapes; unset: torch finds out.")

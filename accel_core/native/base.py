@@ -128,7 +128,7 @@ class Base:
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "compile":
-            compile_model(model, self.run.config.compile)
+            compile_model(model, self.run.config.compile, unit.hooks.compile_options())
         return model
 
     @implements(hooks.place_model)

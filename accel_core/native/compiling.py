@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["compile_model", "inside", "uncompiled"]
 
 
-def compile_model(model: nn.Module, config: TorchDynamoPlugin) -> None:
+def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> None:
     """Have the model's forward compiled when it is first run; with regions, its repeated blocks'.
 
-    What comes compiled stays as it is: a model, or a block of it.
+    `offered` is what plugins say of options that the config leaves open. What comes compiled stays as it
+    is: a model, or a block of it.
     """
-    options = config.to_kwargs()
+    options = {**offered, **config.to_kwargs()}
     options.pop("use_regional_compilation", None)
-    backend = (options.pop("backend", None) or "no").lower()
+    options.pop("backend", None)
+    backend = (config.backend or "no").lower()
+    if backend == "auto":
+        backend = offered.get("backend", "inductor")
     if backend == "no" or _is_compiled(model):
         return
     blocks = list(_repeated(model)) if config.use_regional_compilation else []

@@ -104,9 +104,8 @@ def rng_state(run: Run) -> dict[str, Tensor]:
         "numpy": _pack(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global stream
         "torch": torch.get_rng_state(),
     }
-    device = _device_generators(run)
-    if device is not None:
-        streams[run.device.type] = device.get_rng_state(run.device)
+    for name, device in _device_streams(run).items():
+        streams[name] = torch.get_device_module(device).get_rng_state(device)
     return streams
 
 
@@ -118,9 +117,17 @@ def set_rng_state(run: Run, streams: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(streams["torch"])
     if "numpy" in streams:
         np.random.set_state(_unpack(streams["numpy"], "numpy"))  # noqa: NPY002 - the global stream
-    device = _device_generators(run)
-    if device is not None and run.device.type in streams:
-        device.set_rng_state(streams[run.device.type], run.device)
+    devices = _device_streams(run)
+    kind = run.device.type
+    missing = sorted(name for name in streams if name.startswith(f"{kind}:") and name not in devices)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has random states of {', '.join(missing)}; this process trains on {run.device},"
+            f" and sees {torch.get_device_module(kind).device_count()} such device(s)\n"
+            "resume on the same one of as many devices"
+        )
+    for name in devices.keys() & streams.keys():
+        torch.get_device_module(kind).set_rng_state(streams[name], devices[name])
 
 
 def _leaf(optimizer: Optimizer, parameter: nn.Parameter, value: Tensor, *, packed: bool) -> Leaf:
@@ -152,6 +159,12 @@ def _unpack(stream: Tensor, name: str) -> Any:
     return decode(json.loads(bytes(stream.tolist())), name)
 
 
-def _device_generators(run: Run) -> Any:
-    module = getattr(torch, run.device.type, None)  # not every backend gives torch a module of its device
-    return module if hasattr(module, "get_rng_state") else None
+def _device_streams(run: Run) -> dict[str, torch.device]:
+    """Stream -> device: the run's own, and those that the only process of a run may use beside it."""
+    kind, own = run.device.type, run.device
+    module = getattr(torch, kind, None)  # not every backend gives torch a module of its device
+    if not hasattr(module, "get_rng_state"):
+        return {}
+    others = range(module.device_count() if run.world.size == 1 else 0)
+    rest = {f"{kind}:{index}": torch.device(kind, index) for index in others if index != (own.index or 0)}
+    return {kind: own, **rest}

@@ -9,9 +9,11 @@ import pytest
 import torch
 from ranks import ranks
 
-from accel_core import ConfigError, Topology, World, set_seed
+from accel_core import CheckpointError, ConfigError, Topology, World, set_seed
 from accel_core.native.process_group import Alone
+from accel_core.native.state import rng_state, set_rng_state
 from accel_core.random import synchronize_rng_state, synchronize_rng_states
+from accel_core.testing import Recorder
 
 np = pytest.importorskip("numpy")
 
@@ -109,3 +111,42 @@ def synchronize_one(accelerator):
 def test_synchronizing_a_stream_leaves_the_others_alone():
     first, second = ranks(synchronize_one)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]
+
+
+# -- of several devices ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """torch.cuda as on a machine with three devices; their states are their numbers."""
+    cuda = Recorder(monkeypatch, torch.cuda)
+    cuda.answers("device_count", 3)
+    cuda.answers("get_rng_state", lambda device: torch.tensor([device.index], dtype=torch.uint8))
+    cuda.answers("set_rng_state", None)
+    return cuda
+
+
+def run_on(index, *, world=1):
+    return SimpleNamespace(world=World(size=world), device=torch.device("cuda", index))
+
+
+def test_a_single_process_keeps_the_states_of_all_devices_that_it_may_use(three):
+    streams = rng_state(run_on(1))
+    set_rng_state(run_on(1), streams)
+
+    of_devices = {name: state.item() for name, state in streams.items() if name.startswith("cuda")}
+    assert of_devices == {"cuda": 1, "cuda:0": 0, "cuda:2": 2}
+    restored = [arguments for name, arguments in three.calls if name == "set_rng_state"]
+    assert sorted((state.item(), device.index) for state, device in restored) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_one_of_several_processes_keeps_its_own_devices_state(three):
+    assert "cuda" in rng_state(run_on(1, world=3))
+    assert [name for name in rng_state(run_on(1, world=3)) if name.startswith("cuda:")] == []
+
+
+def test_a_state_of_a_device_that_is_not_there_is_refused(three):
+    with pytest.raises(CheckpointError, match=r"random states of cuda:5; .* trains on cuda:0, and sees 3"):
+        set_rng_state(run_on(0), {"cuda:5": torch.zeros(1)})
+
+    assert [name for name, _ in three.calls] == ["device_count", "device_count"]

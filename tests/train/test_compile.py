@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from accel_core import TorchDynamoPlugin
+from accel_core.native.compiling import compile_model
 
 # Dynamo looks at `.grad` of what flows between blocks; torch's warning of that must not be an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -97,6 +98,20 @@ def test_the_model_stays_the_users_object_with_its_names(accelerator_of, graphs)
     model(X)
     assert len(graphs) == 1
     assert list(model.state_dict()) == list(accelerator.run.units[0].named_parameters()) == names
+
+
+def test_the_backend_auto_is_the_one_that_a_plugin_offers(graphs):
+    model = net()
+    compile_model(model, TorchDynamoPlugin(backend="auto"), {"backend": "keep_graphs", "fullgraph": True})
+    model(X)
+    assert len(graphs) == 1
+
+
+def test_what_the_config_says_wins_over_what_a_plugin_offers(graphs):
+    model = net()
+    compile_model(model, TorchDynamoPlugin(backend="keep_graphs"), {"backend": "no_such_backend"})
+    model(X)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("backend", [None, "no", "NO"])

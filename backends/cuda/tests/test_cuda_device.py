@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import CheckpointError, ConfigError, World
+from accel_core import ConfigError, World
 from accel_core.binding import Binder
 from accel_core.testing import Recorder
 from accel_cuda import CudaConfig, affinity, device, machine
@@ -110,32 +110,6 @@ def test_two_runs_of_a_process_cannot_set_one_switch_differently() -> None:
         second.select_device(World())
     first.run_ended()
     assert second.select_device(World()) == DEVICE
-
-
-def test_random_states_of_the_other_gpus_are_saved_and_restored(cuda: Recorder) -> None:
-    cuda.answers("device_count", 3)
-    cuda.answers("get_rng_state", lambda index: torch.tensor([index], dtype=torch.uint8))
-    cuda.answers("set_rng_state", None)
-
-    streams = plugin().rng_state()
-    plugin().set_rng_state(streams | {"cuda": torch.zeros(1), "torch": torch.zeros(1)})
-
-    assert {name: state.item() for name, state in streams.items()} == {"cuda:1": 1, "cuda:2": 2}
-    restored = [arguments for name, arguments in cuda.calls if name == "set_rng_state"]
-    assert [(state.item(), index) for state, index in restored] == [(1, 1), (2, 2)]
-
-
-def test_in_a_world_of_several_each_process_keeps_its_own_gpus_state_only(cuda: Recorder) -> None:
-    cuda.answers("device_count", 3)
-
-    assert plugin(world=3).rng_state() == {}
-
-
-def test_a_random_state_of_a_gpu_that_is_not_there_is_an_error(cuda: Recorder) -> None:
-    cuda.answers("device_count", 2)
-
-    with pytest.raises(CheckpointError, match=r"random states of GPUs \[5\], this process sees 2"):
-        plugin().set_rng_state({"cuda:5": torch.zeros(1)})
 
 
 # -- verify --------------------------------------------------------------------------------------

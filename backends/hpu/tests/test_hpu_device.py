@@ -146,7 +146,23 @@ def test_graphs_in_eager_mode_are_refused(here: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv(machine.LAZY, "0")
     made = plugin(monkeypatch, Gaudi(), HpuConfig(graphs=True))
 
-    assert ["PT_HPU_LAZY_MODE is 0" in reason for reason in made.refuse(None)] == [True]  # type: ignore[arg-type]
+    assert ["PT_HPU_LAZY_MODE is 0" in reason for reason in made.refuse(compiling(None))] == [True]
+
+
+def compiling(backend: str | None) -> Any:
+    return SimpleNamespace(compile=SimpleNamespace(backend=backend))
+
+
+@pytest.mark.parametrize(("lazy", "refused"), [("1", True), ("0", False)])
+def test_lazy_mode_cannot_compile(
+    here: Path, monkeypatch: pytest.MonkeyPatch, lazy: str, refused: bool
+) -> None:
+    monkeypatch.setenv(machine.LAZY, lazy)
+    made = plugin(monkeypatch, Gaudi())
+
+    assert made.compile_options() == {"backend": "hpu_backend"}
+    assert bool(made.refuse(compiling("auto"))) == refused
+    assert made.refuse(compiling("no")) == []
 
 
 @pytest.mark.parametrize(("chip", "able"), [("GAUDI", {"bf16"}), ("GAUDI3", {"bf16", "fp16"})])

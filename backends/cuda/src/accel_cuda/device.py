@@ -10,14 +10,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from accel_core import CheckpointError, ConfigError, hooks, implements
+from accel_core import ConfigError, hooks, implements
 from accel_cuda import machine
 from accel_cuda.affinity import set_numa_affinity
 from accel_cuda.config import CudaConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from accel_core import Run, World
 
 __all__ = ["CudaDevice", "verify"]
@@ -76,29 +74,6 @@ class CudaDevice:
                 "set process_group.backend: gloo (slow), or train in one process: accel launch -n 1"
             )
         return {device.type: "nccl"}
-
-    @implements(hooks.rng_state)
-    def rng_state(self) -> Mapping[str, Tensor]:
-        """Those of the other GPUs, which one process may use too; its own is the base layer's."""
-        return {f"cuda:{index}": torch.cuda.get_rng_state(index) for index in self._others()}
-
-    @implements(hooks.set_rng_state)
-    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
-        mine = {int(name[5:]): state for name, state in streams.items() if name.startswith("cuda:")}
-        missing = sorted(mine.keys() - set(self._others()))
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint has random states of GPUs {missing}, this process sees"
-                f" {torch.cuda.device_count()} and trains on {self.run.device}\n"
-                f"resume with as many GPUs ({machine.VISIBLE}), on the same one"
-            )
-        for index, state in mine.items():
-            torch.cuda.set_rng_state(state, index)
-
-    def _others(self) -> list[int]:
-        if self.run.world.size > 1:
-            return []
-        return [index for index in range(torch.cuda.device_count()) if index != self.run.device.index]
 
     @implements(hooks.set_affinity)
     def set_affinity(self, world: World) -> None:

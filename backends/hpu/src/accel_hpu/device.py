@@ -47,9 +47,18 @@ class HpuDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        if self.config.graphs and not machine.lazy_mode():
-            return [f"hpu.graphs replays what lazy mode records, and {machine.LAZY} is 0; set hpu.lazy: true"]
-        return []
+        lazy, reasons = machine.lazy_mode(), []
+        if self.config.graphs and not lazy:
+            reasons.append(
+                f"hpu.graphs replays what lazy mode records, {machine.LAZY} is 0; set hpu.lazy: true"
+            )
+        if lazy and (config.compile.backend or "no").lower() != "no":
+            reasons.append("hpu: torch.compile does not work in lazy mode; set hpu.lazy: false")
+        return reasons
+
+    @implements(hooks.compile_options)
+    def compile_options(self) -> Mapping[str, Any]:
+        return {"backend": "hpu_backend"}
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
