@@ -162,7 +162,7 @@ def _unpack(stream: Tensor, name: str) -> Any:
 def _device_streams(run: Run) -> dict[str, torch.device]:
     """Stream -> device: the run's own, and those that the only process of a run may use beside it."""
     kind, own = run.device.type, run.device
-    module = getattr(torch, kind, None)  # not every backend gives torch a module of its device
+    module: Any = getattr(torch, kind, None)  # not every backend gives torch a module of its device
     if not hasattr(module, "get_rng_state"):
         return {}
     others = range(module.device_count() if run.world.size == 1 else 0)
