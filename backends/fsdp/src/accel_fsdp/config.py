@@ -13,6 +13,7 @@ from accel_core import KwargsHandler, option
 __all__ = ["FullyShardedDataParallelPlugin"]
 
 STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+SCHEDULES: Final = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 WRAPS: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATE_DICTS: Final = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
@@ -122,6 +123,15 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     dp_shard_size: int | None = option(
         None, help="Over how many ranks a copy is sharded; unset, -1: over all that are left."
+    )
+    pp_size: int = option(
+        1, minimum=1, help="Over how many ranks the model's layers are spread, in pipeline stages."
+    )
+    pp_schedule: str = option("1F1B", choices=SCHEDULES, help="Torch's schedule of the stages, by its name.")
+    pp_split_points: Sequence[str] = option(
+        (),
+        converter=_names,
+        help="Modules at which stages but the first begin; unset: the model's, or even cuts.",
     )
     state_dict_type: str | None = option(
         None,

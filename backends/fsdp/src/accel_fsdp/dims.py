@@ -24,7 +24,8 @@ def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshD
         replicate, shard = -1, world.local_size
     if shard is None:
         shard = 1 if replicate == -1 else -1
-    return [MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]
+    stages = [MeshDim("pp", config.pp_size)] if config.pp_size > 1 else []
+    return [*stages, MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]
 
 
 def sharding(mesh: Mesh) -> DeviceMesh:

@@ -17,6 +17,7 @@ from accel_core import hooks, implements
 from accel_fsdp.dims import stages
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.precision import mixed_precision
+from accel_fsdp.stages import absent
 from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import ignored
 
@@ -46,7 +47,9 @@ class Sharded(FullyShardedDataParallel):
             "reshard_after_forward": self.config.reshards,
             "mp_policy": mixed_precision(self.config, self.run),
             "offload_policy": self._offload(),
-            "ignored_params": {p for module in ignored(model, self.config) for p in module.parameters()},
+            "ignored_params": {
+                p for module in (*ignored(model, self.config), *absent(model)) for p in module.parameters()
+            },
         }
         made = []
         for group in self.prepare_groups(model):

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import wrap
 
 from accel_core import ConfigError
+from accel_fsdp.stages import absent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +53,7 @@ def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Gro
     names = {module: name for name, module in model.named_modules()}
     outermost = [_outermost(block, model) for block in blocks(model, config)]
     roots = [*dict.fromkeys(outermost), model]
-    left = [module for module in ignored(model, config) for module in module.modules()]
+    left = [module for module in (*ignored(model, config), *absent(model)) for module in module.modules()]
     taken: set[nn.Module] = {*left}
     found = []
     for root in sorted(roots, key=lambda module: -names[module].count(".") - (module is not model)):
@@ -86,7 +87,7 @@ def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.
     policy = _policy(model, config)
     if policy is None:
         return []
-    left = set(ignored(model, config))
+    left = {*ignored(model, config), *(module for piece in absent(model) for module in piece.modules())}
     if isinstance(policy, wrap._Policy):
         chosen = policy._run_policy(model, left, {})
         return [m for m in reversed(list(model.modules())) if m in chosen and m is not model]

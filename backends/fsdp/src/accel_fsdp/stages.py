@@ -1,0 +1,208 @@
+"""A model cut into pipeline stages: its names stay whole, and a rank keeps the weights of its own stages.
+
+The model's own forward runs on every rank. What belongs to an earlier stage is passed over; the first
+module of the stage is given what the stage before sent; the first of the next stage ends the forward
+with what is to be sent. So nothing is traced, and nothing of the model is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_core import AccelError, ConfigError
+
+__all__ = ["Left", "Running", "absent", "cut", "points_of"]
+
+
+class Left(BaseException):
+    """A stage's forward has reached the next stage: no error, but the way out of it."""
+
+    def __init__(self, activation: Tensor) -> None:
+        super().__init__()
+        self.activation = activation
+
+
+class Running:
+    """Which stage of the model is running, and what it was sent."""
+
+    def __init__(self) -> None:
+        self.stage: int | None = None
+        self.received: Tensor | None = None
+        self.entered = False
+
+    @contextmanager
+    def at(self, stage: int, received: Tensor | None) -> Iterator[None]:
+        """Forwards inside are of this stage."""
+        self.stage, self.received, self.entered = stage, received, stage == 0
+        try:
+            yield
+        finally:
+            self.stage = self.received = None
+
+
+class _Piece:
+    """Put before a module's class: all of the module is of one stage."""
+
+    _running: Running
+    _stage: int
+    _name: str
+    _entry: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = self._running
+        if running.stage is None or (self._stage == running.stage and running.entered):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self._stage == running.stage and self._entry:
+            running.entered = True
+            return super().__call__(running.received, *args[1:], **kwargs)  # type: ignore[misc]
+        if self._stage == running.stage + 1 and self._entry and running.entered:
+            raise Left(args[0])
+        if self._stage < running.stage and not running.entered:
+            return running.received
+        raise AccelError(
+            f"pipeline: {self._name} is of stage {self._stage}, by where the model registers it, but its turn"
+            f" comes in stage {running.stage}\nregister modules in the order in which forward calls them, or"
+            " split the model elsewhere (fsdp.pp_split_points)"
+        )
+
+
+class _Root:
+    """Put before the model's class."""
+
+    _running: Running
+    _left: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        except Left as left:  # the hooks of what is sharded must see what is sent
+            self._left = left.activation
+            return left.activation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._running.stage is None:
+            raise AccelError(
+                f"pipeline: {type(self).__name__} is spread over ranks, and cannot be called on one\n"
+                "use accelerator.forward_backward(model, batches, forward_loss), with forward_only=True to"
+                " evaluate"
+            )
+        self._left = None
+        found = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self._left is not None:
+            self._left = None
+            raise Left(found)
+        return found
+
+
+def points_of(model: nn.Module, named: Sequence[str], stages: int) -> list[str]:
+    """Names of the modules at which stages but the first begin.
+
+    Those named; else the model's own `pp_split_points`; else its longest list of modules is cut evenly.
+
+    Raises:
+        ConfigError: there is no such module, or no list to cut.
+    """
+    points = list(named) or list(getattr(model, "pp_split_points", ()))
+    modules = dict(model.named_modules())
+    if not points:
+        kinds = (nn.ModuleList, nn.Sequential)
+        lists = {name: len(module) for name, module in modules.items() if isinstance(module, kinds)}
+        longest = max(lists, key=lists.__getitem__, default="")
+        length = lists.get(longest, 0)
+        if length < stages:
+            raise ConfigError(
+                f"{type(model).__name__} has no list of modules that could be cut into {stages} stages\n"
+                "name the modules at which stages begin: fsdp.pp_split_points, or the model's pp_split_points"
+            )
+        points = [f"{longest}.{stage * length // stages}".lstrip(".") for stage in range(1, stages)]
+    if unknown := [name for name in points if name not in modules]:
+        raise ConfigError(
+            f"fsdp.pp_split_points: {type(model).__name__} has no module {unknown[0]!r}\n"
+            f"it has {', '.join(list(modules)[1:20])}, ..."
+        )
+    return points
+
+
+def cut(
+    model: nn.Module, points: Sequence[str], mine: Sequence[int]
+) -> tuple[Running, dict[int, list[nn.Module]]]:
+    """Let the model run by stages, and give the weights of all but the stages `mine` up.
+
+    Returns the switch, and the pieces by stage.
+
+    Raises:
+        ConfigError: a weight is of several stages, or of a module that is.
+    """
+    running = Running()
+    pieces: dict[int, list[nn.Module]] = {stage: [] for stage in range(len(points) + 1)}
+    for name, module, stage in _pieces(model, points):
+        pieces[stage].append(module)
+        _become(module, _Piece, _running=running, _stage=stage, _name=name, _entry=name in points)
+    _become(model, _Root, _running=running)
+    _refuse_shared(model, pieces)
+    for module in chain(*(pieces[stage] for stage in pieces if stage not in mine)):
+        module.__dict__["_absent"] = True
+        for tensor in list(module.parameters()) + list(module.buffers()):
+            if not tensor.is_meta:
+                _empty(tensor)
+    return running, pieces
+
+
+def absent(model: nn.Module) -> list[nn.Module]:
+    """The pieces of the model whose weights other ranks have."""
+    return [module for module in model.modules() if "_absent" in module.__dict__]
+
+
+def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:
+    """(name, module, stage) of the largest modules that have weights, can be called, and are of one stage."""
+    stage, started = 0, set[str]()
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if name in points and name not in started:
+            started.add(name)
+            stage += 1
+        inner = [point for point in points if point.startswith(f"{name}." if name else "")]
+        if name and not inner and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if name in points or any(True for _ in chain(module.parameters(), module.buffers())):
+                yield name, module, stage
+            continue
+        if any(value is not None for value in module._parameters.values()):
+            raise ConfigError(
+                f"pipeline: {type(module).__name__} is cut into stages, and has weights of its own:"
+                f" {', '.join(module._parameters)}\nput them into a module inside it"
+            )
+        children = [(f"{name}.{child}" if name else child, value) for child, value in module.named_children()]
+        stack.extend(reversed(children))
+
+
+def _refuse_shared(model: nn.Module, pieces: dict[int, list[nn.Module]]) -> None:
+    home: dict[Tensor, int] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for stage, modules in pieces.items():
+        for parameter in chain(*(module.parameters() for module in modules)):
+            if home.setdefault(parameter, stage) != stage:
+                raise ConfigError(
+                    f"pipeline: {names[parameter]} is one weight of stages {home[parameter]} and {stage}, and"
+                    " would become two\nuntie it, or split the model so that one stage has all of it"
+                )
+
+
+def _become(module: nn.Module, first: type, **attributes: Any) -> None:
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
+    module.__dict__.update(attributes)
+
+
+def _empty(tensor: Tensor) -> None:
+    # The same object goes on: optimizers hold it, and its name and shape stay known on every rank.
+    data: Tensor = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        data = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, data)

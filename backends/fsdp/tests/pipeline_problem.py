@@ -1,0 +1,192 @@
+"""A small language model trained by `forward_backward`, in one process or as a pipeline."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from accel_core import Accelerator, AccelError, InitProcessGroupKwargs
+from accel_fsdp import FullyShardedDataParallelPlugin
+
+VOCABULARY, LENGTH, WIDTH = 17, 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        queries, keys, values = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return x + self.mlp(x)
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers=4, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.where = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.where(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Muddled(Gpt):
+    """Registers its head before its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = self._modules.pop("blocks")
+
+
+class Bare(Gpt):
+    """Has a weight of its own, beside its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Named(Gpt):
+    pp_split_points = ("blocks.1",)
+
+
+def window(step, microbatches=4, rows=2, length=LENGTH):
+    """The micro-batches of a step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCABULARY, (microbatches, rows, length + 1), generator=generator)
+    return [{"ids": each[:, :-1], "targets": each[:, 1:]} for each in ids]
+
+
+def loss_of(model, batch):
+    logits = model(batch["ids"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), logits.argmax(-1)
+
+
+def accelerator_of(**options):
+    """A pipeline of two ranks; without options one process that has all."""
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=40))
+    given = [patience]
+    if options:
+        given.append(FullyShardedDataParallelPlugin(**{"pp_size": 2, **options}))
+    return Accelerator(cpu=True, plugins=given)
+
+
+def mine_of(batches, accelerator):
+    """What this reader has of each micro-batch."""
+    reader, readers = accelerator.run.topology.reader, accelerator.run.topology.readers
+    return [{key: value[reader::readers] for key, value in batch.items()} for batch in batches]
+
+
+def train(accelerator, model, optimizer, steps):
+    losses, norms = [], []
+    for step in steps:
+        batches = mine_of(window(step), accelerator)
+        found = accelerator.forward_backward(model, batches, loss_of, microbatches=4)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(found.loss, "mean").item())
+    return losses, norms
+
+
+def trained(kind, options, steps=50):
+    accelerator = accelerator_of(**options)
+    model = kind()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    losses, norms = train(accelerator, model, optimizer, range(steps))
+    held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+    weights = {name: tensor.clone() for name, tensor in accelerator.iter_weights(model)}
+    batches = mine_of(window(99, 2), accelerator)
+    seen = accelerator.forward_backward(model, batches, loss_of, microbatches=2, forward_only=True)
+    accelerator.end_training()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "held": held,
+        "evaluated": seen.loss.item(),
+        "outputs": [each.shape for each in seen.outputs],
+    }
+
+
+def saved(options, folder, steps=3):
+    """Losses after a save."""
+    accelerator = accelerator_of(**options)
+    model = Gpt()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    train(accelerator, model, optimizer, range(steps))
+    accelerator.save_state(folder)
+    losses, _ = train(accelerator, model, optimizer, range(steps, 2 * steps))
+    accelerator.end_training()
+    return losses
+
+
+def resumed(options, folder, steps=3):
+    """Losses after a load, from other weights."""
+    accelerator = accelerator_of(**options)
+    model = Gpt()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    accelerator.load_state(folder)
+    losses, _ = train(accelerator, model, optimizer, range(steps, 2 * steps))
+    accelerator.end_training()
+    return losses
+
+
+def complaint(function, *args, **options):
+    try:
+        function(*args, **options)
+    except (AccelError, RuntimeError) as error:  # a rank's partner may have ended with an error of its own
+        return str(error)
+    return "nothing"
+
+
+def unprepared(kind, options):
+    """What is said when the model is prepared, or run for the first time."""
+    accelerator = accelerator_of(**options)
+    model = kind()
+
+    def run():
+        prepared = accelerator.prepare(model)
+        accelerator.forward_backward(prepared, window(0), loss_of, microbatches=4)
+
+    said = complaint(run)
+    accelerator.end_training()
+    return said
+
+
+def tied():
+    return Gpt(tied=True)
+
+
+def misused():
+    """What is said of calls that a pipeline cannot do."""
+    accelerator = accelerator_of(pp_size=2)
+    model = Gpt()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    batch = window(0)[0]
+    loss = torch.ones((), requires_grad=True)
+    uneven = [*window(0)[:3], *window(0, 1, rows=1)]
+    found = {
+        "call": complaint(model, batch["ids"]),
+        "backward": complaint(accelerator.backward, loss),
+        "shapes": complaint(accelerator.forward_backward, model, uneven, loss_of, microbatches=4),
+        "whole": complaint(lambda: accelerator.full_parameters(model).__enter__()),
+    }
+    accelerator.end_training()
+    return found

@@ -1,0 +1,104 @@
+"""A model in pipeline stages trains as in one process, and keeps its names in checkpoints."""
+
+from __future__ import annotations
+
+import pipeline_problem as problem
+import pytest
+import torch
+from pipeline_problem import Bare, Gpt, Muddled, Named
+
+from accel_core.testing import run_processes
+
+WHOLE = sum(parameter.numel() for parameter in Gpt().parameters())
+
+
+@pytest.fixture(scope="module")
+def native():
+    (found,) = run_processes(problem.trained, Gpt, {}, world=1)
+    return found
+
+
+def assert_same(found, native):
+    torch.testing.assert_close(found["losses"], native["losses"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found["norms"], native["norms"], rtol=5e-3, atol=1e-3)
+    assert found["weights"].keys() == native["weights"].keys()
+    for name, weight in native["weights"].items():
+        if "mix.bias" not in name:  # of keys: their gradients are noise around zero
+            torch.testing.assert_close(found["weights"][name], weight, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
+def test_losses_norms_and_weights_equal_one_process(native, schedule):
+    options = {"pp_size": 2, "pp_schedule": schedule}
+    first, last = run_processes(problem.trained, Gpt, options, world=2, timeout=100)
+    for found in (first, last):
+        assert_same(found, native)
+        assert found["evaluated"] == pytest.approx(native["evaluated"], rel=1e-3)
+    assert first["held"] + last["held"] == WHOLE
+    assert (first["outputs"], last["outputs"]) == ([], native["outputs"])
+
+
+def test_stages_of_two_ranks_are_sharded_over_two_more(native):
+    options = {"pp_size": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    options["transformer_cls_names_to_wrap"] = ["Block"]
+    for found in run_processes(problem.trained, Gpt, options, world=4, timeout=100):
+        assert_same(found, native)
+
+
+def test_a_model_names_its_split_points_and_the_config_overrules_it():
+    named = run_processes(problem.trained, Named, {"pp_size": 2}, 1, world=2)
+    other = run_processes(problem.trained, Named, {"pp_split_points": ["blocks.3"]}, 1, world=2)
+    assert named[0]["held"] < other[0]["held"]
+    assert named[0]["losses"] == pytest.approx(other[0]["losses"])
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+PIPE = {"pp_size": 2}
+WAYS = {
+    "native": ({}, 1),
+    "pipeline": (PIPE, 2),
+    "interleaved": ({**PIPE, "pp_schedule": "Interleaved1F1B"}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("pipeline", "native"), ("native", "pipeline"), ("pipeline", "interleaved")]
+)
+def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader):
+    folder = str(tmp_path / "checkpoint")
+    (options, world), (others, size) = WAYS[saver], WAYS[loader]
+    expected = run_processes(problem.saved, options, folder, world=world)[0]
+    for losses in run_processes(problem.resumed, others, folder, world=size):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Bare, {}, "has weights of its own: scale"),
+        (problem.tied, {}, "tokens.weight is one weight of stages 0 and 1"),
+        (Gpt, {"pp_split_points": ["blocks.9"]}, "no module 'blocks.9'"),
+        (Gpt, {"pp_split_points": ["blocks.1", "blocks.2"]}, "needs 2 stages"),
+        (Gpt, {"pp_schedule": "Interleaved1F1B", "pp_split_points": ["blocks.1"]}, "several times 2 stages"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(kind, options, words):
+    for said in run_processes(problem.unprepared, kind, {"pp_size": 2, **options}, world=2):
+        assert words in said
+
+
+def test_a_module_that_is_registered_out_of_turn_is_named():
+    said = run_processes(problem.unprepared, Muddled, {"pp_size": 2}, world=2)
+    assert "norm is of stage 0" in said[1]
+
+
+def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
+    for said in run_processes(problem.misused, world=2):
+        assert "forward_backward" in said["call"].splitlines()[-1]
+        assert "forward_backward" in said["backward"].splitlines()[-1]
+        assert "pad them to one shape" in said["shapes"]
+        assert "iter_weights" in said["whole"]

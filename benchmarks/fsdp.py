@@ -1,0 +1,267 @@
+"""FSDP2 by a hand-written loop, by Accelerate and by us: a step, wrapping, memory, a checkpoint.
+
+`python fsdp.py [--peers PYTHON] [--rounds N]` prints the tables, contenders taking turns. On the CPU two gloo
+ranks train a small model; where there is a GPU, one rank also trains a Llama-shaped model in bfloat16,
+compiled block by block: tokens a second, the share of the GPU's peak that matrix products use (MFU), memory.
+`python fsdp.py NAME` is one rank of a contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from arena import Contender, serve
+
+CONTENDERS = {"by hand": "here", "accelerate": "peers", "accel-core": "here"}
+CPU = {"width": 128, "layers": 4, "heads": 4, "vocabulary": 512, "length": 64, "batch": 2}
+GPU = {"width": 2048, "layers": 16, "heads": 16, "vocabulary": 32_000, "length": 2048, "batch": 4}
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 operations a second, as their maker states."""
+UNITS = {"step": "ms", "wrap": "ms", "memory": "MB", "save": "ms", "tokens": "/s", "mfu": "%", "gpu": "GB"}
+
+
+def build(sizes: dict[str, int]) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    width, heads = sizes["width"], sizes["heads"]
+
+    class Block(nn.Module):
+        """Of Llama's shape: RMS norms, causal attention, a gated MLP of 8 / 3 the width."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+            self.mix, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+            inner = 8 * width // 3 // 64 * 64
+            self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+            self.down = nn.Linear(inner, width, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            batch, length, _ = x.shape
+            mixed = self.mix(self.first(x)).view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            seen = functional.scaled_dot_product_attention(*mixed, is_causal=True)
+            x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+            y = self.second(x)
+            return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+    class Model(nn.Module):
+        _no_split_modules = ["Block"]  # noqa: RUF012 - by this name libraries look for it
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(sizes["vocabulary"], width)
+            self.blocks = nn.ModuleList(Block() for _ in range(sizes["layers"]))
+            self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, sizes["vocabulary"], bias=False)
+
+        def forward(self, ids: Any) -> Any:
+            x = self.tokens(ids)
+            for block in self.blocks:
+                x = block(x)
+            return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), ids.flatten())
+
+    torch.manual_seed(0)
+    return Model()
+
+
+class Loop:
+    """One contender on one model: `step`, `save`; `wrapped`: the milliseconds that preparing took."""
+
+    def __init__(self, name: str, sizes: dict[str, int], device: str) -> None:
+        import torch
+
+        self.sizes, self.device = sizes, torch.device(device)
+        self.model = build(sizes).to(self.device)
+        self.weights = sum(p.numel() for p in self.model.parameters())
+        self.ids = torch.randint(sizes["vocabulary"], (sizes["batch"], sizes["length"]), device=self.device)
+        self.folder = str(Path(tempfile.gettempdir(), "accel-benchmark-fsdp", name.replace(" ", "-")))
+        if device != "cpu":
+            for block in self.model.blocks:
+                block.compile()
+        started = time.perf_counter()
+        {"by hand": self.by_hand, "accelerate": self.accelerate, "accel-core": self.accel_core}[name]()
+        self.wrapped = (time.perf_counter() - started) * 1e3
+
+    def optimizer_of(self) -> Any:
+        import torch
+
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device.type != "cpu")
+
+    def by_hand(self) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.checkpoint import save
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        if not dist.is_initialized():
+            dist.init_process_group()
+        low = torch.bfloat16 if self.device.type != "cpu" else None
+        policy = MixedPrecisionPolicy(param_dtype=low)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mp_policy=policy)
+        optimizer = self.optimizer_of()
+
+        def step() -> None:
+            self.model(self.ids).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def write() -> None:
+            weights, state = get_state_dict(self.model, optimizer)
+            save({"model": weights, "optimizer": state}, checkpoint_id=self.folder)
+
+        self.step, self.write = step, write
+
+    def accelerate(self) -> None:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        cpu = self.device.type == "cpu"
+        if cpu:  # without it Accelerate makes DDP of it
+            os.environ["ACCELERATE_USE_FSDP"] = "true"
+            os.environ["FSDP_VERSION"] = "2"
+        self._ours(Accelerator(cpu=cpu, fsdp_plugin=plugin, mixed_precision="no" if cpu else "bf16"))
+
+    def accel_core(self) -> None:
+        from accel_core import Accelerator
+        from accel_fsdp import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+        cpu = self.device.type == "cpu"
+        self._ours(Accelerator(cpu=cpu, plugins=[plugin], mixed_precision="no" if cpu else "bf16"))
+
+    def _ours(self, accelerator: Any) -> None:
+        self.model, optimizer = accelerator.prepare(self.model, self.optimizer_of())
+
+        def step() -> None:
+            with accelerator.accumulate(self.model):
+                accelerator.backward(self.model(self.ids))
+                accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        self.step, self.write = step, lambda: accelerator.save_state(self.folder)
+
+    def timed(self, call: Callable[[], None], times: int) -> float:
+        """Milliseconds of one call, all of the device's work included."""
+        import torch
+
+        wait = (lambda: None) if self.device.type == "cpu" else torch.accelerator.synchronize
+        wait()
+        started = time.perf_counter()
+        for _ in range(times):
+            call()
+        wait()
+        return (time.perf_counter() - started) / times * 1e3
+
+
+def contender(name: str) -> None:
+    import torch
+
+    on = torch.accelerator.current_accelerator()
+    gpu = on is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if gpu:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.setdefault("MASTER_PORT", "29777")
+    loop = Loop(name, GPU if gpu else CPU, "cuda" if gpu else "cpu")
+    for _ in range(3):
+        loop.step()
+    times = 10 if gpu else 20
+
+    def tokens() -> float:
+        return loop.sizes["batch"] * loop.sizes["length"] * 1e3 / loop.timed(loop.step, times)
+
+    def mfu() -> float:
+        peak = next((rate for word, rate in PEAK.items() if word in torch.cuda.get_device_name()), None)
+        sizes = loop.sizes
+        attention = 6 * sizes["layers"] * sizes["width"] * sizes["length"]  # causal: half of 12
+        return tokens() * (6 * loop.weights + attention) / peak * 100 if peak else float("nan")
+
+    def save() -> float:
+        shutil.rmtree(loop.folder, ignore_errors=True)
+        return loop.timed(loop.write, 1)
+
+    serve(
+        {
+            "step": lambda: loop.timed(loop.step, times),
+            "wrap": lambda: loop.wrapped,
+            "memory": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "save": save,
+            "tokens": tokens,
+            "mfu": mfu,
+            "gpu": lambda: torch.cuda.max_memory_allocated() / 2**30,
+        }
+    )
+
+
+def contest(peers: str | None, ranks: int, cases: tuple[str, ...], count: int) -> str:
+    """A table: contenders by figures, the medians of rounds, and the median ratio to the loop by hand."""
+    pythons = {"here": sys.executable, "peers": peers}
+    found: dict[str, dict[str, list[float]]] = {}
+    with ExitStack() as ends:
+        contenders = {}
+        for name, where in CONTENDERS.items():
+            if python := pythons[where]:
+                contenders[name] = Contender(name, python, "fsdp.py", ranks)
+                ends.callback(contenders[name].end)
+        for each in contenders.values():
+            each.answers()
+        for number in range(count + 1):
+            for name, each in contenders.items():
+                for case in cases:
+                    figure = each.turn(case)
+                    if number or case in ("wrap", "memory"):
+                        found.setdefault(name, {}).setdefault(case, []).append(figure)
+    lines = [f"| | {' | '.join(cases)} |", "|" + "---|" * (len(cases) + 1)]
+    for name, figures in found.items():
+        cells = [cell(figures[case], found["by hand"][case], UNITS[case]) for case in cases]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(mine: list[float], base: list[float], unit: str) -> str:
+    ratio = statistics.median(one / other for one, other in zip(mine, base, strict=True))
+    return f"{statistics.median(mine):.1f} {unit} ({ratio:.3f} ×)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contender", nargs="?", choices=CONTENDERS)
+    parser.add_argument("--peers", metavar="PYTHON", help="interpreter that has accelerate")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.contender:
+        contender(args.contender)
+        return
+    print("Two gloo ranks, 1 million weights, float32:\n")
+    print(contest(args.peers, 2, ("step", "wrap", "memory", "save"), args.rounds))
+    import torch
+
+    if torch.accelerator.is_available():
+        print("\nOne GPU, a Llama-shaped model, bfloat16, compiled by blocks:\n")
+        print(contest(args.peers, 1, ("tokens", "mfu", "gpu", "wrap"), args.rounds))
+    load = f", load {os.getloadavg()[0]:.1f}"
+    print(f"\ntorch {torch.__version__}, {os.cpu_count()} CPUs{load}")
+
+
+if __name__ == "__main__":
+    main()
