@@ -76,13 +76,13 @@ def loss_of(model, batch):
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), logits.argmax(-1)
 
 
-def accelerator_of(**options):
+def accelerator_of(mixed_precision=None, **options):
     """A pipeline of two ranks; without options one process that has all."""
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=40))
     given = [patience]
     if options:
         given.append(FullyShardedDataParallelPlugin(**{"pp_size": 2, **options}))
-    return Accelerator(cpu=True, plugins=given)
+    return Accelerator(cpu=True, plugins=given, mixed_precision=mixed_precision)
 
 
 def mine_of(batches, accelerator):

@@ -8,6 +8,7 @@ import torch
 from pipeline_problem import Bare, Gpt, Muddled, Named
 
 from accel_core.testing import run_processes
+from accel_fsdp import FullyShardedDataParallelPlugin
 
 WHOLE = sum(parameter.numel() for parameter in Gpt().parameters())
 
@@ -102,3 +103,17 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
         assert "forward_backward" in said["backward"].splitlines()[-1]
         assert "pad them to one shape" in said["shapes"]
         assert "iter_weights" in said["whole"]
+
+
+def test_version_1_has_no_stages():
+    with pytest.raises(ValueError, match="pp_size is for fsdp_version 2"):
+        FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)
+
+
+def half():
+    return problem.complaint(problem.accelerator_of, pp_size=2, mixed_precision="fp16")
+
+
+def test_loss_scales_are_refused():
+    for said in run_processes(half, world=2):
+        assert "bf16" in said.splitlines()[-1]

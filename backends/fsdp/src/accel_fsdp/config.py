@@ -227,6 +227,8 @@ def _not_in_1(config: Config) -> str | None:
         )
     if config.activation_checkpointing_offload:
         return "activation_checkpointing_offload is for fsdp_version 2"
+    if config.pp_size > 1:
+        return "pp_size is for fsdp_version 2"
     if config.use_orig_params is False:
         return (
             "use_orig_params: false would give optimizers flat parameters without names, which have no"

@@ -41,6 +41,12 @@ class Pipelined(Sharded):
     def owns(self, config: RunConfig) -> Sequence[str]:
         return ["schedule"]
 
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        if config.mixed_precision != "fp16":
+            return []
+        return ["fp16: each stage of a pipeline would skip steps of its own\nchoose mixed_precision: bf16"]
+
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "parallelize":
