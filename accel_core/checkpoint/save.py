@@ -170,7 +170,7 @@ def _manifest(run: Run) -> dict[str, Any]:
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world": {**exact_at, "nodes": run.world.nodes},
-        "mesh": {},
+        "mesh": {dim.name: dim.size for dim in run.mesh.dims} if run.mesh else {},
         "stack": {
             "summary": str(run.stack),
             "device": run.device.type,

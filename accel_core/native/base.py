@@ -209,8 +209,10 @@ class Base:
             return
         # Averaged over ranks already. Without any item gradients are zero, and stay so.
         scale = self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0)
-        gradients = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
+        gradients: list[Any] = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
+        # This rank's parts: gradients that lie on different meshes are no list that torch multiplies.
+        parts = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+        torch._foreach_mul_(parts, scale)
 
     @no_op
     @implements(hooks.unscale)

@@ -143,7 +143,7 @@ def invariance(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
 
 def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
     """The same in one process, as a plain loop on the stack's device."""
-    accelerator = make({name: value for name, value in arguments.items() if name != "strategy"})
+    accelerator = make({name: arguments[name] for name in arguments.keys() - {"strategy", "plugins"}})
     trace = plain(recipe, accelerator.device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace

@@ -115,8 +115,8 @@ def plain(name, clip, norm_type=2.0):
     return losses, norms, {key: value.tolist() for key, value in model.state_dict().items()}
 
 
-def trained(name, clip, norm_type=2.0, **options):
-    """The same on this run's mesh."""
+def trained(name, clip, norm_type=2.0, *, sums=False, **options):
+    """The same on this run's mesh; `sums`: of losses that are sums over words."""
     accelerator = Accelerator(cpu=True)
     topology = accelerator.run.topology
     model, data = model_and_data(name)
@@ -128,9 +128,10 @@ def trained(name, clip, norm_type=2.0, **options):
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model, **options), loader)
     losses, norms = [], []
     for words, following in loader:
-        with accelerator.accumulate(model, batch=(words, following)):
+        count = words.numel() if sums else None
+        with accelerator.accumulate(model, batch=(words, following), items=count):
             loss = loss_of(model, words, following)
-            accelerator.backward(loss)
+            accelerator.backward(loss * (count or 1))
             if clip:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), clip, norm_type).item())
             optimizer.step()

@@ -25,6 +25,8 @@ SEQUENCE = {
     "output": {"style": "colwise", "input": "sequence", "output": "whole"},
 }
 
+HALF = {"ACCEL__MIXED_PRECISION": "fp16", "ACCEL__GRAD_SCALER__INIT_SCALE": "128"}
+
 plain = cache(grid_job.plain)
 
 
@@ -72,6 +74,16 @@ def test_a_transformers_model_brings_its_own_plan():
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
 def test_any_norm_is_that_of_the_whole_model(norm_type):
     assert_as_plain(train("gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type)
+
+
+def test_sums_are_divided_by_the_words_of_all_readers():
+    assert_as_plain(train("gpt", {"tp": 2}, PLAN, sums=True), "gpt")
+
+
+def test_a_loss_scale_is_taken_off_on_every_mesh():
+    losses = plain("gpt", 0.1)[0]
+    for mine in train("gpt", {"tp": 2}, PLAN, environment=HALF):
+        assert mine[0] == pytest.approx(losses, rel=2e-2)
 
 
 @pytest.mark.parametrize("kernels", ["foreach", "fused"])
