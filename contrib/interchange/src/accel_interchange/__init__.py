@@ -1,4 +1,4 @@
-"""Checkpoints of Accelerate 1.x and torch.distributed.checkpoint, in and out of accel-core.
+"""Checkpoints of Accelerate 1.x, torch.distributed.checkpoint and DeepSpeed for accel-core.
 
 Importing this package imports neither torch nor its own modules (PEP 562).
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_interchange.live import load_accelerate, load_dcp
+    from accel_interchange.live import load_accelerate, load_dcp, load_deepspeed
 
-__all__ = ["load_accelerate", "load_dcp"]
+__all__ = ["load_accelerate", "load_dcp", "load_deepspeed"]
 __version__ = "0.1.0"
 
 

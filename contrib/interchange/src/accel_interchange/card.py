@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_core import Card
 
-__all__ = ["ACCELERATE", "DCP"]
+__all__ = ["ACCELERATE", "DCP", "DEEPSPEED"]
 
 ACCELERATE = Card(
     name="checkpoint-accelerate",
@@ -20,4 +20,12 @@ DCP = Card(
     summary="Import and export what torch.distributed.checkpoint writes.",
     api_version="1.0",
     implementation="accel_interchange.commands:dcp",
+)
+
+DEEPSPEED = Card(
+    name="checkpoint-deepspeed",
+    slot="command",
+    summary="Import what DeepSpeed's save_checkpoint writes, and universal checkpoints.",
+    api_version="1.0",
+    implementation="accel_interchange.commands:deepspeed",
 )

@@ -1,4 +1,4 @@
-"""`accel checkpoint import|export --format accelerate|dcp`."""
+"""`accel checkpoint import|export --format accelerate|dcp|deepspeed`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from accel_core import CheckpointContents, CheckpointError
 
-__all__ = ["accelerate", "dcp"]
+__all__ = ["accelerate", "dcp", "deepspeed"]
 
 _folder = click.Path(exists=True, file_okay=False, path_type=Path)
 _like = click.option(
@@ -90,6 +90,24 @@ def export_dcp(folder: Path, target: Path, unit: str | None, model: str, optimiz
     contents = CheckpointContents.read(folder)
     with _beside(target) as beside:
         _left_out(write(contents, beside, _one_unit(contents, unit, folder), model, optimizer))
+
+
+@click.group()
+def deepspeed() -> None:
+    """Folders of DeepSpeed's save_checkpoint, and universal ones."""
+
+
+@deepspeed.command("import")
+@_source
+@_like
+@_unit
+def import_deepspeed(folder: Path, target: Path, like: Path, unit: str | None) -> None:
+    """Write the checkpoint TARGET from FOLDER. Runs no code found in it, and needs no DeepSpeed."""
+    from accel_interchange.deepspeed import read
+
+    contents = CheckpointContents.read(like)
+    _left_out(read(folder, contents, _one_unit(contents, unit, like)))
+    click.echo(contents.write(target))
 
 
 def _one_unit(contents: CheckpointContents, unit: str | None, folder: Path) -> str:

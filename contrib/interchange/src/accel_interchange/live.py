@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_core import Accelerator, CheckpointContents, ops
-from accel_interchange import accelerate, dcp
+from accel_interchange import accelerate, dcp, deepspeed
 
-__all__ = ["load_accelerate", "load_dcp"]
+__all__ = ["load_accelerate", "load_dcp", "load_deepspeed"]
 
 Read = Callable[[CheckpointContents], list[str]]
 
@@ -47,6 +47,25 @@ def load_dcp(
     def read(contents: CheckpointContents) -> list[str]:
         name = unit or next(iter(contents.state["units"]))
         return dcp.read(Path(folder), contents, name, model, optimizer)
+
+    return _load(accelerator, into, read)
+
+
+def load_deepspeed(
+    accelerator: Accelerator,
+    folder: str | os.PathLike[str],
+    into: str | os.PathLike[str],
+    *,
+    unit: str | None = None,
+) -> list[str]:
+    """As `load_accelerate`, for what DeepSpeed's `save_checkpoint` wrote, at any ZeRO stage, or a universal
+    checkpoint made of it.
+
+    unit: to load into; default: the only one.
+    """
+
+    def read(contents: CheckpointContents) -> list[str]:
+        return deepspeed.read(Path(folder), contents, unit or next(iter(contents.state["units"])))
 
     return _load(accelerator, into, read)
 

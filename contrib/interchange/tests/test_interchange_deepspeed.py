@@ -1,0 +1,153 @@
+"""What DeepSpeed saved at any stage goes on in accel-core, and nothing found in it is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import interchange_deepspeed_jobs as jobs
+import pytest
+import torch
+from click.testing import CliRunner
+
+from accel_core import CheckpointContents, CheckpointError
+from accel_core.cli import accel
+from accel_core.testing import run_processes
+from accel_interchange import deepspeed
+
+pytestmark = pytest.mark.timeout(300)
+
+BF16 = {"bf16": {"enabled": True}}
+CONFIGS = {
+    "none": {},
+    "none, bf16": BF16,
+    "1, bf16": {"zero_optimization": {"stage": 1}, **BF16},
+    "1, bf16, gradients in fp32": {
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        **BF16,
+    },
+    "2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "3": {"zero_optimization": {"stage": 3}},
+    "3, bf16, sub-groups": {"zero_optimization": {"stage": 3, "sub_group_size": 30}, **BF16},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Config -> (its folder, what DeepSpeed says it has saved, losses that followed); each saved once."""
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("saved")
+    done = {}
+
+    def save(name):
+        if name not in done:
+            target = folder / str(list(CONFIGS).index(name))
+            found = run_processes(jobs.deepspeed_saves, str(target), CONFIGS[name], world=2, timeout=200)
+            done[name] = (target, *found[0])
+        return done[name]
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fresh") / "checkpoint"
+    run_processes(jobs.core_is_fresh, str(folder), world=1)
+    return folder
+
+
+def imported(folder, fresh):
+    contents = CheckpointContents.read(fresh)
+    left_out = deepspeed.read(folder, contents, "unit0")
+    return {key: leaf.shards[0][1] for (_, key), leaf in contents.leaves.items()}, left_out
+
+
+def assert_same(found, told):
+    assert told
+    assert [key for key, tensor in told.items() if not torch.equal(found[key], tensor)] == []
+    assert {found[key].item() for key in found if key.endswith("/step")} == {jobs.STEPS}
+
+
+@pytest.mark.parametrize("name", ["1, bf16", "1, bf16, gradients in fp32", "3, bf16, sub-groups"])
+def test_masters_and_moments_are_put_together_from_all_ranks(saved, fresh, name):
+    folder, told, _ = saved(name)
+
+    found, left_out = imported(folder, fresh)
+
+    assert_same(found, told)
+    assert found["model/seen"].tolist() == [0, 0, 0]
+    assert torch.equal(found["model/fixed.weight"].float(), jobs.Net(0).fixed.weight.bfloat16().float())
+    assert left_out == ["what the script gave save_checkpoint as client_state: epoch"]
+
+
+@pytest.mark.parametrize("name", ["1, bf16", "3, bf16, sub-groups"])
+def test_universal_checkpoints_are_read(saved, fresh, name, tmp_path):
+    folder, told, _ = saved(name)
+    run_processes(jobs.to_universal, str(folder), str(tmp_path / "universal"), world=1, timeout=120)
+
+    found, _ = imported(tmp_path / "universal", fresh)
+
+    assert_same(found, told)
+
+
+@pytest.mark.parametrize("name", ["none", "2", "3"])
+def test_training_goes_on_with_the_same_losses(saved, name, tmp_path):
+    folder, _, expected = saved(name)
+
+    ((found, _),) = run_processes(jobs.core_imports, str(folder), str(tmp_path / "imported"), world=1)
+
+    assert found == expected
+
+
+def test_bf16_without_zero_has_its_masters_too(saved, fresh):
+    folder, _, _ = saved("none, bf16")
+
+    found, _ = imported(folder, fresh)
+
+    weight = found["model/first.weight"]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+def test_the_command_imports(saved, fresh, tmp_path):
+    folder, told, _ = saved("1, bf16")
+    words = ["import", "--format", "deepspeed", folder, tmp_path / "new", "--like", fresh]
+
+    ended = CliRunner().invoke(accel, ["checkpoint", *map(str, words)], catch_exceptions=False)
+
+    assert ended.exit_code == 0, ended.output
+    assert_same(
+        {
+            key: leaf.shards[0][1]
+            for (_, key), leaf in CheckpointContents.read(tmp_path / "new").leaves.items()
+        },
+        told,
+    )
+
+
+def test_code_in_a_file_is_refused_and_not_run(saved, fresh, tmp_path, monkeypatch):
+    folder, _, _ = saved("none")
+    monkeypatch.chdir(tmp_path)
+    poisoned = tmp_path / "poisoned"
+    poisoned.mkdir()
+    (file,) = folder.glob("global_step3/*.pt")
+    (poisoned / file.name).write_bytes(file.read_bytes())
+    jobs.poison(poisoned / file.name)
+
+    with pytest.raises(CheckpointError, match="not done here"):
+        imported(poisoned, fresh)
+    assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize("name", ["layer_01-model_00-model_states.pt", "mp_rank_01_model_states.pt"])
+def test_parts_of_models_are_refused(fresh, tmp_path, name):
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / name).touch()
+
+    with pytest.raises(CheckpointError, match=r"holds a part of the model's layers or experts"):
+        imported(tmp_path, fresh)
+
+
+def test_a_folder_of_something_else_is_named(fresh, tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no \*model_states\.pt"):
+        imported(tmp_path, fresh)
