@@ -44,6 +44,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "no_sync": "leaves out gradient communication inside an accumulation window",
     "join": "ranks may run out of batches at different times",
     "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",
+    "several_optimizers": "a model may have several optimizers",
     "whole_weights": "each rank holds whole parameters",
 }
 """The closed vocabulary of `offers` and `needs`: word -> what a plugin that offers it promises."""

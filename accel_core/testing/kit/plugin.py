@@ -171,10 +171,10 @@ class Kit:
             simulate = (device.name, self.tested.simulate, self.stand_in)
 
         def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
-            from accel_core.testing.kit.work import enter
+            from accel_core.testing.kit.work import OFFERS, enter
 
             given = (*args, self.tested.arguments)
-            variables = {**_bare(), **self.tested.environment}
+            variables = {**_bare(), **self.tested.environment, OFFERS: " ".join(self.tested.offers)}
             return run_processes(
                 enter, simulate, function, given, world=world, environment=variables, timeout=_SECONDS
             )

@@ -50,6 +50,7 @@ def test_schedulers_step_with_the_optimizer(run: Run, accumulation: int) -> None
     assert ours.rates == sorted(ours.rates, reverse=True)
 
 
+@requires("several_optimizers")
 def test_two_optimizers_of_one_model(run: Run) -> None:
     check(run, optimizers=2, schedule=True, accumulation=2, clip_norm=0.1)
 
@@ -92,7 +93,7 @@ def test_sums_are_divided_by_the_items_of_the_window(
 
 
 @requires("fp16")
-@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("optimizers", [1, pytest.param(2, marks=requires("several_optimizers"))])
 def test_overflowing_steps_are_skipped(run: Run, stack: TestedStack, optimizers: int) -> None:
     recipe: dict[str, Any] = {"precision": "fp16", "init_scale": 2.0**24, "schedule": True}
     low = computes_with_copies(stack)

@@ -13,9 +13,11 @@ from accel_core import InitProcessGroupKwargs
 if TYPE_CHECKING:
     from accel_core import Accelerator
 
-__all__ = ["Way", "cut", "enter", "make", "stack_members"]
+__all__ = ["OFFERS", "Way", "cut", "enter", "make", "stack_members"]
 
 COLLECTIVE_SECONDS = 20
+OFFERS = "ACCEL_KIT_OFFERS"
+"""What the stack's cards claim, for processes that train in another way too."""
 
 
 @frozen

@@ -1,11 +1,13 @@
 """What level 4 observes: trainings that are saved, resumed by other stacks, refused, and killed.
 
 The network has what checkpoints must cope with: tied and frozen weights, buffers of both kinds, two
-optimizers with a schedule each, shuffled data that is left in the middle of an epoch.
+optimizers (one, where the stack takes no more) with a schedule each, shuffled data that is left in the
+middle of an epoch.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -24,7 +26,7 @@ from xxhash import xxh3_64_hexdigest
 
 from accel_core import CheckpointError
 from accel_core.checkpoint.codec import bytes_of
-from accel_core.testing.kit.work import Way, make
+from accel_core.testing.kit.work import OFFERS, Way, make
 from accel_core.testing.kit.work_training import CLASSES, FEATURES, dataset, network
 
 __all__ = ["NAMES", "Seen", "killed", "misfit", "names", "replicas", "resume", "save", "survived"]
@@ -86,10 +88,10 @@ class Training:
         torch.manual_seed(seed)
         model = Network(seed, noise=noise, larger=larger)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        made = [
-            torch.optim.SGD(trained[:3], lr=0.05 + seed, momentum=0.9),
-            torch.optim.AdamW(trained[3:], lr=0.02 + seed),
-        ]
+        first = 3 if "several_optimizers" in os.environ[OFFERS].split() else 0
+        made: list[torch.optim.Optimizer] = [torch.optim.AdamW(trained[first:], lr=0.02 + seed)]
+        if first:
+            made.insert(0, torch.optim.SGD(trained[:first], lr=0.05 + seed, momentum=0.9))
         falling = [torch.optim.lr_scheduler.MultiStepLR(each, [2, 4, 6], gamma=0.5) for each in made]
         samples = GLOBAL_BATCH * EPOCH
         batches: DataLoader[Any] = DataLoader(
@@ -100,7 +102,7 @@ class Training:
         )
         accelerator.register_for_checkpointing(self)
         self.model, self.batches, *rest = accelerator.prepare(model, batches, *made, *falling)
-        self.optimizers, self.schedulers = rest[:2], rest[2:]
+        self.optimizers, self.schedulers = rest[: len(made)], rest[len(made) :]
         self.noisy = noise > 0
 
     def state_dict(self) -> dict[str, int]:

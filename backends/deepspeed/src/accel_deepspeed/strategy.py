@@ -16,6 +16,7 @@ from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.initializing import sharded_init
 from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
+from accel_deepspeed.state import EngineState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,12 +63,13 @@ def select(run: Run, name: str) -> None:
     run.stack = evolve(run.stack, default=name)
 
 
-class DeepSpeed:
+class DeepSpeed(EngineState):
     """Stages 1 to 3 without a loss scale."""
 
     below: Any
 
     def __init__(self, config: DeepSpeedPlugin, run: Run) -> None:
+        super().__init__()
         self.config = config
         self.run = run
         self.gradients: dict[Unit, Gradients] = {}
@@ -144,6 +146,7 @@ class DeepSpeed:
             )
         for engine in unit.wrapped:
             dismantle(engine)
+        self.remember_groups(unit)
         given: dict[str, Any] = {}
         for optimizer in unit.optimizers:
             dummy = isinstance(optimizer, DummyOptim)

@@ -1,0 +1,272 @@
+"""State hooks: weights, moments and scales of an engine by the names of the user's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from accel_core import CheckpointError, Entry, Leaf, OptimizerState, hooks, implements, whole
+from accel_deepspeed.fragments import Fragment, fragments, live_part, unstepped
+from accel_deepspeed.weights import gathered, keep_available, whole_weights
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.optim import Optimizer
+
+    from accel_core import TensorTemplate, Unit
+
+__all__ = ["EngineState"]
+
+_COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_ADAM: Final[Mapping[str, str]] = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}
+"""DeepSpeed's own Adam, torch's in other words: class -> attribute that says whether it is AdamW."""
+
+Scalars = dict[str, Tensor]
+"""`NAME/KEY` -> a number that DeepSpeed keeps once for all parameters of a flat tensor (their step)."""
+
+
+class EngineState:
+    """Each rank's part of the state, as views of what DeepSpeed steps. Nothing is gathered."""
+
+    below: Any
+
+    def __init__(self) -> None:
+        self._loading: dict[Unit, Scalars] = {}
+        self._groups: dict[Unit, list[list[str]]] = {}
+
+    def remember_groups(self, unit: Unit) -> None:
+        """Which parameters each group has, before the engine is made: it forgets frozen ones."""
+        names = {parameter: name for name, parameter in unit.named_parameters().items()}
+        self._groups[unit] = [
+            [names[parameter] for parameter in group["params"]]
+            for optimizer in unit.optimizers
+            for group in getattr(optimizer, "param_groups", ())
+        ]
+
+    @implements(hooks.model_state)
+    def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
+        """Of a stepped parameter the master, in as many boxes as its range on this rank needs."""
+        leaves: dict[str, Leaf] = dict(self.below.model_state(unit))
+        leaves |= {name: unstepped(parameter) for name, parameter in unit.named_parameters().items()}
+        return leaves | {each.name: each.of(each.flat) for each in _fragments(unit)}
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        """By parameter what DeepSpeed keeps by flat tensor, in torch's words where torch has them."""
+        base, scalars = _base(unit), self._loading.get(unit, {})
+        names: list[list[str]] = [[] for _ in base.param_groups]
+        leaves: dict[str, Leaf] = {}
+        for each in _fragments(unit):
+            names[each.group].append(each.name)
+            for key, value in base.state.get(each.flat, {}).items():
+                path = f"{each.name}/{key}"
+                leaves[path] = _leaf(each, key, scalars.get(path, value))
+        listed = self._groups.get(unit, [])
+        if len(listed) == len(names):
+            names = listed
+        groups = [
+            {**_hyperparameters(base, group), "params": of_group}
+            for group, of_group in zip(base.param_groups, names, strict=True)
+        ]
+        return OptimizerState(leaves=leaves, groups=groups, algorithm=_algorithm(base))
+
+    @implements(hooks.materialize_optimizer_state)
+    def materialize_optimizer_state(
+        self,
+        unit: Unit,
+        optimizer: Optimizer,
+        template: Mapping[str, Mapping[str, TensorTemplate]],
+        plain: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Flat tensors, zero where DeepSpeed pads. Numbers wait for `state_loaded`, to be compared."""
+        (engine,) = unit.wrapped
+        base, scalars = _base(unit), self._loading.setdefault(unit, {})
+        scalars.clear()
+        _refuse_foreign(base, template, plain)
+        for flat, parts in _by_flat(unit):
+            had = base.state.pop(flat, {})
+            for key, tensor in _agreed(parts, template).items():
+                if tensor.kind == "scalar":
+                    base.state[flat][key] = 0
+                    scalars.update({f"{each.name}/{key}": torch.zeros(()) for each in parts})
+                    continue
+                dtype = getattr(torch, tensor.dtype)
+                fits = key in had and had[key].dtype == dtype
+                base.state[flat][key] = had[key] if fits else torch.zeros_like(flat.detach(), dtype=dtype)
+        if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+            engine.optimizer._hp_optimizer_states_linked = False  # its views are of what was there before
+
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit: Unit) -> None:
+        """Collective: what forward computes with is made from the masters."""
+        base, scalars = _base(unit), self._loading.pop(unit, {})
+        for flat, parts in _by_flat(unit):
+            state = base.state.get(flat, {})
+            for key in [key for key in state if f"{parts[0].name}/{key}" in scalars]:
+                value = _one_value(key, {each.name: scalars[f"{each.name}/{key}"].item() for each in parts})
+                state[key] = _number(base, parts[0], value)
+        _refresh(unit)
+
+    @implements(hooks.save_state)
+    def save_state(self, unit: Unit) -> Mapping[str, Entry]:
+        """The engine's counters, and its loss scale if it has one."""
+        homes = _homes(unit)
+        found = {name: _values(home, keys) for name, (home, keys) in homes.items()}
+        return {name: Entry(value=values) for name, values in found.items() if values}
+
+    @implements(hooks.load_state)
+    def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
+        """Back into the engine, as far as it has such (a loss scale that grows only in fp16)."""
+        for name, (home, keys) in _homes(unit).items():
+            values: Any = entries[name].value if name in entries else {}
+            for key in _values(home, keys).keys() & values.keys():
+                setattr(home, key, values[key])
+
+    @implements(hooks.full_parameters)
+    def full_parameters(
+        self, unit: Unit, names: Sequence[str], writeback: bool
+    ) -> AbstractContextManager[Any]:
+        return gathered(unit, set(names), writeback=writeback)
+
+    @implements(hooks.iter_weights)
+    def iter_weights(
+        self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(unit, self.model_state(unit), dtype, to)
+
+
+def _base(unit: Unit) -> Any:
+    """The optimizer that steps the flat tensors."""
+    (engine,) = unit.wrapped
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def _fragments(unit: Unit) -> Iterator[Fragment]:
+    (engine,) = unit.wrapped
+    return fragments(
+        engine.optimizer, {parameter: name for name, parameter in unit.named_parameters().items()}
+    )
+
+
+def _by_flat(unit: Unit) -> Iterator[tuple[Tensor, list[Fragment]]]:
+    for _, parts in groupby(_fragments(unit), key=lambda each: id(each.flat)):
+        listed = list(parts)
+        yield listed[0].flat, listed
+
+
+def _leaf(part: Fragment, key: str, value: Any) -> Leaf:
+    if key == "step" or not isinstance(value, Tensor) or (value.ndim == 0 and part.flat.ndim):
+        return whole(torch.as_tensor(value, dtype=torch.float32), kind="scalar")
+    if value.shape != part.flat.shape:
+        raise CheckpointError(
+            f"deepspeed: {key}, of shape {list(value.shape)}, is state of several parameters together,"
+            f" {part.name} among them\nuse an optimizer that keeps state element by element, such as AdamW"
+        )
+    return part.of(value)
+
+
+def _algorithm(base: Any) -> str:
+    name = type(base).__name__
+    if name not in _ADAM or not all(group["bias_correction"] for group in base.param_groups):
+        return name
+    return "AdamW" if getattr(base, _ADAM[name]) else "Adam"
+
+
+def _hyperparameters(base: Any, group: dict[str, Any]) -> dict[str, Any]:
+    if _algorithm(base) == type(base).__name__:
+        return {key: group[key] for key in group if key not in ("params", "param_names")}
+    for key, value in (("amsgrad", False), ("maximize", False)):
+        group.setdefault(key, value)  # what is loaded is written here, and looked at before the next step
+    group.setdefault("decoupled_weight_decay", _algorithm(base) == "AdamW")
+    return {
+        key: group[key] for key in group if key not in ("params", "param_names", "bias_correction", "step")
+    }
+
+
+def _refuse_foreign(base: Any, template: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    odd = [f"{name}/{key}" for name, values in plain.items() for key in values]
+    kinds = ("like_param", "scalar")
+    odd += [
+        f"{n}/{k}" for n, values in template.items() for k, each in values.items() if each.kind not in kinds
+    ]
+    if type(base).__name__ in _ADAM:
+        flags = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in base.param_groups)]
+        odd += [f"{key}=True" for key in flags]
+    if odd:
+        raise CheckpointError(
+            f"deepspeed: {type(base).__name__} over flat tensors has no place for {', '.join(odd[:10])}\n"
+            "resume with the optimizer that saved it, or load with strict=False and without its state"
+        )
+
+
+def _agreed(
+    parts: Sequence[Fragment], template: Mapping[str, Mapping[str, TensorTemplate]]
+) -> Mapping[str, Any]:
+    """What is wanted of each parameter of a flat tensor, which can only be the same."""
+    first, wanted = parts[0], template.get(parts[0].name, {})
+    for each in parts:
+        if {k: t.dtype for k, t in template.get(each.name, {}).items()} != {
+            k: t.dtype for k, t in wanted.items()
+        }:
+            raise CheckpointError(
+                f"deepspeed: {first.name} has the state {sorted(wanted) or 'of no step'}, {each.name}"
+                f" {sorted(template.get(each.name, {})) or 'of no step'}, and DeepSpeed steps them as one\n"
+                "give each a param_group of its own, or freeze what is never stepped"
+            )
+    return wanted
+
+
+def _one_value(key: str, values: Mapping[str, float]) -> float:
+    first, value = next(iter(values.items()))
+    for name, other in values.items():
+        if other != value:
+            raise CheckpointError(
+                f"deepspeed: {key} of {first} is {value}, of {name} {other}, and they are stepped as one\n"
+                "give each a param_group of its own"
+            )
+    return value
+
+
+def _number(base: Any, part: Fragment, value: float) -> Tensor | int:
+    if type(base).__module__.startswith("deepspeed."):
+        return int(value)
+    group = base.param_groups[part.group]
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(value, device=part.flat.device if on_device else "cpu")
+
+
+def _refresh(unit: Unit) -> None:
+    (engine,) = unit.wrapped
+    optimizer: Any = engine.optimizer
+    name = type(optimizer).__name__
+    if name == "DeepSpeedZeroOptimizer_Stage3":
+        optimizer.checkpoint_event_prologue()
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        optimizer.checkpoint_event_epilogue()
+    elif name == "DeepSpeedZeRoOffload":
+        optimizer.partition_all_parameters()
+        keep_available(optimizer)
+    else:
+        for each in _fragments(unit):
+            live_part(each).copy_(each.cut(each.flat))
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+
+
+def _homes(unit: Unit) -> dict[str, tuple[Any, Sequence[str]]]:
+    """What has something to remember; the scale is in an object of one class in ZeRO, of another below it."""
+    (engine,) = unit.wrapped
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scale = getattr(engine.optimizer, "loss_scale_config", None) if scaler is None else scaler
+    return {"counters": (engine, _COUNTERS), "loss_scale": (scale, _SCALE)}
+
+
+def _values(home: Any, keys: Sequence[str]) -> dict[str, Any]:
+    return {key: getattr(home, key) for key in keys if hasattr(home, key)}

@@ -1,0 +1,79 @@
+"""An engine's weights, whole: for a moment in the user's own modules, or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from accel_deepspeed.fragments import fragments, live_part
+
+if TYPE_CHECKING:
+    from accel_core import Leaf, Unit
+
+__all__ = ["gathered", "keep_available", "whole_weights"]
+
+_USER: Final = "full_parameters"
+
+
+@contextmanager
+def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
+    """Collective. In the precision of forward; what rank 0 writes is kept, by the masters too."""
+    from deepspeed.zero import GatheredParameters
+
+    (engine,) = unit.wrapped
+    named = unit.named_parameters()
+    partitioned: list[Any] = [named[name] for name in names if hasattr(named[name], "ds_tensor")]
+    with GatheredParameters(partitioned, modifier_rank=0 if writeback else None):
+        for parameter in partitioned:  # else a forward inside would let go of it
+            parameter.ds_active_sub_modules.add(_USER)
+        try:
+            yield
+        finally:
+            for parameter in partitioned:
+                parameter.ds_active_sub_modules.discard(_USER)
+    if writeback:
+        _keep_written(unit, engine.optimizer, names)
+    if partitioned:
+        keep_available(engine.optimizer)
+
+
+def keep_available(optimizer: Any) -> None:
+    """Collective: stage 3 expects its small weights to be whole between steps."""
+    if parameters := optimizer.persistent_parameters:
+        parameters[0].all_gather(parameters)
+
+
+@torch.no_grad()
+def _keep_written(unit: Unit, optimizer: Any, names: set[str]) -> None:
+    """Masters take over what was written; the rest keeps the digits that forward's copy has no place for."""
+    for each in fragments(
+        optimizer, {parameter: name for name, parameter in unit.named_parameters().items()}
+    ):
+        if each.name in names:
+            master = each.cut(each.flat)
+            written = live_part(each).to(master.device)
+            master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
+
+
+def whole_weights(
+    unit: Unit, leaves: Mapping[str, Leaf], dtype: torch.dtype | None, to: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective. As forward computes with them; the masters' digits where their dtype is asked for."""
+    run, parameters = unit.run, unit.named_parameters()
+    for name, leaf in leaves.items():
+        if name in parameters:
+            tensor = torch.zeros(leaf.global_shape, dtype=dtype or parameters[name].dtype, device=run.device)
+            for offset, part in leaf.shards:
+                box = tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
+                tensor[box] = part
+            # Each byte comes from one rank, or is the same on several: the largest is the right one.
+            run.collectives("world").all_reduce(tensor.view(-1).view(torch.uint8), "max")
+        else:
+            ((_, tensor),) = leaf.shards
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+        yield name, tensor.to(to or run.device)

@@ -1,0 +1,176 @@
+"""What each rank of test_deepspeed_state does: a small training whose state an engine holds, or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from accel_core import Accelerator
+from accel_deepspeed import DeepSpeedPlugin
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Tied and frozen weights, a buffer, and sizes that no number of ranks divides."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(7, 5)
+        self.fixed = nn.Linear(5, 5).requires_grad_(requires_grad=False)
+        self.there, self.back = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.back.weight = self.there.weight
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.full((3,), float(seed)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.back(torch.tanh(self.there(self.fixed(self.first(x))))))
+        return output
+
+
+class Job:
+    """A prepared run; `how` is DeepSpeed's JSON, or None for a run without it.
+
+    Groups: matrices, vectors with another decay; the frozen ones are among them, as users' often are.
+    """
+
+    def __init__(
+        self, how: Mapping[str, Any] | None, seed: int, *, algorithm: str = "AdamW", **more: Any
+    ) -> None:
+        plugins = [] if how is None else [DeepSpeedPlugin(hf_ds_config=how)]
+        self.accelerator = Accelerator(cpu=True, plugins=plugins, **more)
+        self.module = Net(seed)
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.module.parameters() if p.ndim > 1]},
+            {"params": [p for p in self.module.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        given = {"momentum": 0.9} if algorithm == "SGD" else {}
+        optimizer = getattr(torch.optim, algorithm)(groups, lr=0.01 + seed, **given)
+        self.model, self.optimizer = self.accelerator.prepare(self.module, optimizer)
+
+    def train(self, first: int, steps: int = STEPS) -> list[float]:
+        """Losses; all ranks have the same batches, so that one arithmetic serves all world sizes."""
+        losses = []
+        for step in range(first, first + steps):
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+            dtype = next(self.module.parameters()).dtype
+            loss = self.model(x.to(dtype)).float().square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        return {name: each.clone() for name, each in self.accelerator.iter_weights(self.model, dtype=dtype)}
+
+
+def saves(folder: str, ways: Mapping[str, Any], **more: Any) -> dict[str, list[float]]:
+    """Way -> the losses that follow its checkpoint, which is named after it."""
+    found = {}
+    for name, how in ways.items():
+        job = Job(how, 0, **more)
+        job.train(0)
+        job.accelerator.save_state(str(Path(folder, name)))
+        found[name] = job.train(STEPS)
+        job.accelerator.end_training()
+    return found
+
+
+def resumes(folder: str, saved: list[str], ways: Mapping[str, Any], **more: Any) -> dict[str, list[float]]:
+    """ "SAVER -> WAY" -> the losses that follow, in a run that began elsewhere and has taken a step."""
+    found = {}
+    for name, how in ways.items():
+        job = Job(how, 1, **more)
+        job.train(50, 1)
+        for saver in saved:
+            job.accelerator.load_state(str(Path(folder, saver)))
+            found[f"{saver} -> {name}"] = job.train(STEPS)
+        job.accelerator.end_training()
+    return found
+
+
+def weights_of(how: Mapping[str, Any], folder: str) -> dict[str, dict[str, Tensor]]:
+    """The weights by each of the ways in which they can be had."""
+    job = Job(how, 0)
+    job.train(0)
+    job.accelerator.save_state(str(Path(folder, "state")))
+    job.accelerator.save_model(job.model, str(Path(folder, "model")))
+    found = {"live": job.weights(), "float32": job.weights(torch.float32)}
+    found["saved"] = load_file(Path(folder, "model", "model.safetensors"))
+    with job.accelerator.full_parameters(job.model):
+        found["full"] = {name: p.detach().clone() for name, p in job.module.named_parameters()}
+        with torch.no_grad():
+            job.model(torch.zeros(1, 7, dtype=job.module.last.weight.dtype))
+        found["after a forward"] = {name: p.detach().clone() for name, p in job.module.named_parameters()}
+    job.train(STEPS, 1)
+    job.accelerator.end_training()
+    return found
+
+
+def writes(how: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Masters before and after one weight was written, and losses after that."""
+    job = Job(how, 0)
+    job.train(0)
+    before = job.weights(torch.float32)
+    with job.accelerator.full_parameters(job.model, ["last.bias"], writeback=True), torch.no_grad():
+        job.module.last.bias.fill_(0.5)
+    after = job.weights(torch.float32)
+    losses = job.train(STEPS)
+    job.accelerator.end_training()
+    return before, after, losses
+
+
+def counts(how: Mapping[str, Any], folder: str) -> tuple[int, int]:
+    """The engine's steps as saved, and in a run that loads them."""
+    saved = Job(how, 0)
+    saved.train(0)
+    saved.accelerator.save_state(folder)
+    saved.accelerator.end_training()
+    loaded = Job(how, 1)
+    loaded.accelerator.load_state(folder)
+    return saved.model.global_steps, loaded.model.global_steps
+
+
+def mixes(how: Mapping[str, Any] | None, folder: str, *, save: bool) -> str:
+    """Natively one bias is never stepped. What the engine says to that."""
+    job = Job(how, 0)
+    if save:
+        job.module.last.bias.requires_grad_(requires_grad=False)
+        job.train(0)
+        job.module.last.bias.requires_grad_()
+        job.accelerator.save_state(folder)
+        return ""
+    try:
+        job.accelerator.load_state(folder)
+    except Exception as error:
+        return str(error)
+    return "it was loaded"
+
+
+def names_in_boxes(how: Mapping[str, Any]) -> dict[str, int]:
+    """How many elements of each weight this rank offers to be saved."""
+    job = Job(how, 0)
+    (unit,) = job.accelerator.run.units
+    leaves = unit.hooks.model_state(unit)
+    found = {name: sum(part.numel() for _, part in leaf.shards) for name, leaf in leaves.items()}
+    job.accelerator.end_training()
+    return found
+
+
+def saves_async(how: Mapping[str, Any], folder: str) -> tuple[list[float], list[float]]:
+    """A save that is written while training goes on, and what is loaded from it."""
+    job = Job(how, 0)
+    job.train(0)
+    job.accelerator.save_state(folder, wait=False)
+    expected = job.train(STEPS)
+    job.accelerator.load_state(folder)
+    found = job.train(STEPS)
+    job.accelerator.end_training()
+    return found, expected

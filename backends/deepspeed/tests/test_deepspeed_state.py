@@ -1,0 +1,170 @@
+"""State is saved in parts, by the names of the user's model, and goes on in any stack and world."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import deepspeed_state_jobs as jobs
+import pytest
+import torch
+
+from accel_core.testing import run_processes
+
+pytestmark = pytest.mark.timeout(300)
+
+OFFLOAD = {"device": "cpu"}
+JSON: dict[str, Any] = {
+    "zero0": {"zero_optimization": {"stage": 0}},
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "zero2": {"zero_optimization": {"stage": 2}},
+    "zero2-odd": {
+        "zero_optimization": {"stage": 2, "contiguous_gradients": False, "round_robin_gradients": True}
+    },
+    "zero2-offload": {"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}},
+    "zero3": {"zero_optimization": {"stage": 3}},
+    "zero3-small": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20}
+    },
+    "zero3-offload": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}
+    },
+}
+BF16 = {"bf16": {"enabled": True}}
+STAGES = {name: JSON[name] for name in ("zero0", "zero1", "zero2", "zero3-small")}
+
+
+def run(job: Any, *args: Any, world: int = 2, **options: Any) -> list[Any]:
+    return run_processes(_call, job.__name__, args, options, world=world, timeout=240)
+
+
+def _call(name: str, args: Any, options: Any) -> Any:
+    return getattr(jobs, name)(*args, **options)
+
+
+def saved_and_resumed(
+    folder: Any, ways: dict[str, Any], **more: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Each way in a world of two, and without DeepSpeed in one: what followed each, and each pair."""
+    folders = [str(folder / "two"), str(folder / "one")]
+    two = run(jobs.saves, folders[0], ways, **more)[0]
+    one = run(jobs.saves, folders[1], {"native": None}, world=1, **more)[0]
+    found = run(jobs.resumes, folders[0], list(ways), ways, **more)[0]
+    found |= run(jobs.resumes, folders[1], ["native"], ways, **more)[0]
+    found |= run(jobs.resumes, folders[0], list(ways), {"native": None}, world=1, **more)[0]
+    return {**two, **one}, found
+
+
+@pytest.mark.parametrize("algorithm", ["AdamW", "SGD"])
+def test_any_stage_goes_on_from_any_other_and_from_one_process_without(tmp_path: Any, algorithm: str) -> None:
+    ways = STAGES if algorithm == "AdamW" else {name: JSON[name] for name in ("zero2", "zero3")}
+
+    expected, found = saved_and_resumed(tmp_path, ways, algorithm=algorithm)
+
+    assert len(found) == len(ways) * (len(ways) + 2)
+    assert {
+        pair: losses for pair, losses in found.items() if losses != expected[pair.partition(" ")[0]]
+    } == {}
+
+
+@pytest.mark.slow
+def test_offloaded_and_oddly_laid_out_state_goes_on(tmp_path: Any) -> None:
+    ways = {name: how for name, how in JSON.items() if name not in STAGES}
+
+    expected, found = saved_and_resumed(tmp_path, ways)
+
+    assert {
+        pair: losses for pair, losses in found.items() if losses != expected[pair.partition(" ")[0]]
+    } == {}
+
+
+def test_masters_of_16_bit_weights_go_on_from_stage_to_stage(tmp_path: Any) -> None:
+    ways = {name: {**JSON[name], **BF16} for name in ("zero0", "zero1", "zero3-small")}
+    ways["fp32 gradients"] = {**ways["zero1"], "data_types": {"grad_accum_dtype": "fp32"}}
+
+    two = run(jobs.saves, str(tmp_path), ways)[0]
+    one = run(jobs.resumes, str(tmp_path), list(ways), ways, world=1)[0]
+
+    assert {pair: losses for pair, losses in one.items() if losses != two[pair.partition(" ->")[0]]} == {}
+
+
+@pytest.mark.together
+@pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
+def test_ddp_goes_on_from_zero_and_back(tmp_path: Any) -> None:
+    ways = {name: JSON[name] for name in ("zero1", "zero3")}
+    expected = run(jobs.saves, str(tmp_path), ways)[0]
+    expected |= run(jobs.saves, str(tmp_path), {"ddp": None}, strategy="ddp")[0]
+
+    found = run(jobs.resumes, str(tmp_path), list(ways), {"ddp": None}, strategy="ddp")[0]
+    found |= run(jobs.resumes, str(tmp_path), ["ddp"], ways)[0]
+
+    assert {
+        pair: losses for pair, losses in found.items() if losses != expected[pair.partition(" ")[0]]
+    } == {}
+
+
+@pytest.mark.together
+@pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
+def test_fsdp_goes_on_from_zero_and_back(tmp_path: Any) -> None:
+    ways = {name: JSON[name] for name in ("zero2", "zero3")}
+    expected = run(jobs.saves, str(tmp_path), ways)[0]
+    expected |= run(jobs.saves, str(tmp_path), {"fsdp": None}, strategy="fsdp")[0]
+
+    found = run(jobs.resumes, str(tmp_path), list(ways), {"fsdp": None}, strategy="fsdp")[0]
+    found |= run(jobs.resumes, str(tmp_path), ["fsdp"], ways)[0]
+
+    for pair, losses in found.items():
+        assert losses == pytest.approx(expected[pair.partition(" ")[0]], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3-small"])
+def test_no_rank_offers_what_another_has(name: str) -> None:
+    first, second = run(jobs.names_in_boxes, JSON[name])
+
+    trained = {"first.weight": 35, "first.bias": 5, "there.weight": 25, "last.weight": 15, "last.bias": 3}
+    assert {key: first[key] + second[key] for key in trained} == trained
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3-small"])
+def test_a_save_that_does_not_wait_holds_what_was_there(tmp_path: Any, name: str) -> None:
+    for found, expected in run(jobs.saves_async, {**JSON[name], **BF16}, str(tmp_path / "state")):
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero3", "zero3-small"])
+def test_weights_are_whole_in_every_form(tmp_path: Any, name: str) -> None:
+    for found in run(jobs.weights_of, {**JSON[name], **BF16}, str(tmp_path)):
+        live, masters = found["live"], found["float32"]
+        trained = {key for key in live if key not in ("seen", "fixed.weight", "fixed.bias")}
+        assert {live[key].dtype for key in trained} == {torch.bfloat16}
+        assert all(torch.equal(masters[key].bfloat16(), live[key]) for key in trained)
+        assert any(not torch.equal(masters[key], live[key].float()) for key in trained), (
+            "masters have more digits"
+        )
+        for form in ("saved", "full", "after a forward"):
+            assert all(torch.equal(found[form][key], live[key]) for key in trained), form
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero3", "zero3-small"])
+def test_what_is_written_into_full_parameters_is_kept_and_the_rest_not_rounded(name: str) -> None:
+    first, second = run(jobs.writes, {**JSON[name], **BF16})
+
+    before, after, losses = first
+    assert after["last.bias"].tolist() == [0.5, 0.5, 0.5]
+    assert [key for key in before if key != "last.bias" and not torch.equal(before[key], after[key])] == []
+    assert losses == second[2]
+
+
+def test_counters_of_the_engine_go_on(tmp_path: Any) -> None:
+    for saved, loaded in run(jobs.counts, JSON["zero2"], str(tmp_path / "state")):
+        assert saved == loaded == jobs.STEPS
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_parameter_without_state_among_others_is_named(tmp_path: Any, name: str) -> None:
+    run(jobs.mixes, None, str(tmp_path / "state"), save=True, world=1)
+
+    (said,) = run(jobs.mixes, JSON[name], str(tmp_path / "state"), save=False, world=1)
+
+    assert "last.bias of no step, and DeepSpeed steps them as one" in said
+    assert "a param_group of its own" in said
