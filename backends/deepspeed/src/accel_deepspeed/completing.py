@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core import ConfigError
 from accel_deepspeed import settings
+from accel_deepspeed.checking import check
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -175,4 +176,5 @@ def engine_settings(made: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
     elif not isinstance(unit.optimizers[-1], DummyOptim):
         told.setdefault("zero_allow_untested_optimizer", True)
         told.setdefault("zero_force_ds_cpu_optimizer", False)
+    check(told, unit.name)
     return told
