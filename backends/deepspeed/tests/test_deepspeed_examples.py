@@ -15,7 +15,7 @@ from accel_core import Accelerator
 from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 ADAM = {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
 AUTO_ADAM = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
@@ -144,7 +144,7 @@ def trains(given: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented_settings_train(name: str) -> None:
-    for losses in run_processes(trains, DOCUMENTED[name], world=1, timeout=120):
+    for losses in run_processes(trains, DOCUMENTED[name], world=1, timeout=400):
         assert losses[-1] < losses[0] or "scheduler" in DOCUMENTED[name]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from accel_core.testing import run_processes
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 OFFLOAD = {"device": "cpu"}
 JSON: dict[str, Any] = {
@@ -35,7 +35,7 @@ STAGES = {name: JSON[name] for name in ("zero0", "zero1", "zero2", "zero3-small"
 
 
 def run(job: Any, *args: Any, world: int = 2, **options: Any) -> list[Any]:
-    return run_processes(_call, job.__name__, args, options, world=world, timeout=240)
+    return run_processes(_call, job.__name__, args, options, world=world, timeout=500)
 
 
 def _call(name: str, args: Any, options: Any) -> Any:

@@ -14,7 +14,7 @@ from accel_core.cli import accel
 from accel_core.testing import run_processes
 from accel_interchange import deepspeed
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 BF16 = {"bf16": {"enabled": True}}
 CONFIGS = {
@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
     def save(name):
         if name not in done:
             target = folder / str(list(CONFIGS).index(name))
-            found = run_processes(jobs.deepspeed_saves, str(target), CONFIGS[name], world=2, timeout=200)
+            found = run_processes(jobs.deepspeed_saves, str(target), CONFIGS[name], world=2, timeout=400)
             done[name] = (target, *found[0])
         return done[name]
 
@@ -83,7 +83,7 @@ def test_masters_and_moments_are_put_together_from_all_ranks(saved, fresh, name)
 @pytest.mark.parametrize("name", ["1, bf16", "3, bf16, sub-groups"])
 def test_universal_checkpoints_are_read(saved, fresh, name, tmp_path):
     folder, told, _ = saved(name)
-    run_processes(jobs.to_universal, str(folder), str(tmp_path / "universal"), world=1, timeout=120)
+    run_processes(jobs.to_universal, str(folder), str(tmp_path / "universal"), world=1, timeout=400)
 
     found, _ = imported(tmp_path / "universal", fresh)
 
