@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ def test_blocks_are_compiled_and_then_sharded(version: int) -> None:
 
 
 def low(number: int) -> tuple[list[float], list[float], int]:
+    warnings.simplefilter("ignore")  # of torchao's own import, for kernels that need a GPU
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
@@ -71,8 +73,8 @@ def low(number: int) -> tuple[list[float], list[float], int]:
     return ours, theirs, layers
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_layers_converted_to_float8_train_in_parts_as_they_do_whole() -> None:
-    pytest.importorskip("torchao")
     for ours, theirs, layers in run_processes(low, 5, timeout=110):
         assert layers == 3
         assert ours == pytest.approx(theirs, rel=1e-4)

@@ -54,7 +54,9 @@ class Sharded(FullyShardedDataParallel):
         made = []
         for group in self.prepare_groups(model):
             self.materialize(group)
+            whole_ones = group.parameters
             made.append(fully_shard(group.module, **arguments))
+            _free(whole_ones, group.module)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -117,6 +119,14 @@ class Sharded(FullyShardedDataParallel):
             if self.config.cpu_offload
             else OffloadPolicy()
         )
+
+
+def _free(parameters: Sequence[nn.Parameter], module: nn.Module) -> None:
+    # Core and optimizers hold them until the end, to know what has taken whose place.
+    kept = set(module.parameters())
+    for parameter in parameters:
+        if parameter not in kept and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.new_empty(0)
 
 
 def whole(tensor: Tensor) -> Tensor:
