@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from accel_core import ConfigError, LocalSGD
+from accel_core import Accelerator, ConfigError, LocalSGD
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.config import STRATEGIES
@@ -183,3 +185,28 @@ def test_what_needs_whole_weights_on_a_rank_is_refused_and_does_not_hang(version
     for local, uneven in run_processes(apart_and_uneven, version):
         assert "is sharded" in local
         assert "cannot train on ranks that run out of batches apart" in uneven
+
+
+def test_the_options_of_the_readme_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    settings, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "accel.yaml").write_text(f"device: cpu\n{settings}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    assert run_processes(read, example, world=1) == [(("Block",), True, False)]
+
+
+def read(example: str) -> tuple[Any, ...]:
+    run = Accelerator()
+    found = run.run.plugins["fsdp"].config
+    run.end_training()
+    names: dict[str, Any] = {}
+    exec(example, names)
+    given = names["accelerator"].run.plugins["fsdp"].config
+    names["accelerator"].end_training()
+    return (
+        tuple(found.transformer_cls_names_to_wrap),
+        found.activation_checkpointing,
+        given.reshard_after_forward,
+    )
