@@ -151,3 +151,15 @@ def test_parts_of_models_are_refused(fresh, tmp_path, name):
 def test_a_folder_of_something_else_is_named(fresh, tmp_path):
     with pytest.raises(CheckpointError, match=r"has no \*model_states\.pt"):
         imported(tmp_path, fresh)
+
+
+def test_a_layout_that_is_not_known_is_said(saved, fresh, tmp_path):
+    folder, _, _ = saved("2")
+    for file in folder.glob("global_step3/*.pt"):
+        content = torch.load(file, weights_only=False)
+        if "optimizer_state_dict" in content:
+            content["optimizer_state_dict"]["base_optimizer_state"] = []
+        torch.save(content, tmp_path / file.name)
+
+    with pytest.raises(CheckpointError, match="ds_to_universal"):
+        imported(tmp_path, fresh)

@@ -54,6 +54,17 @@ def read(folder: Path, contents: CheckpointContents, unit: str) -> list[str]:
     """
     tag = folder / "latest"
     folder = folder / tag.read_text().strip() if tag.exists() else folder
+    try:
+        return list(_read(folder, contents, unit))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} is not laid out as expected (elastic, or of another version?): {error!r}\n"
+            "make a universal checkpoint of it with DeepSpeed's ds_to_universal, and import that",
+            path=str(folder),
+        ) from error
+
+
+def _read(folder: Path, contents: CheckpointContents, unit: str) -> Iterator[str]:
     mains = [_load(file) for file in _files(folder, "*model_states.pt")]
     found = Found(_live(mains))
     if (folder / "zero").is_dir():
@@ -68,7 +79,9 @@ def read(folder: Path, contents: CheckpointContents, unit: str) -> list[str]:
         groups = list(_with_frozen(found.groups, described["optimizers"][0]["groups"]))
         put_optimizer(contents, unit, 0, groups, found.state, str(folder))
     _own_entries(contents, unit, mains[0], found.scale)
-    return [*_left_out(mains[0], described), *([] if found.groups else ["the optimizer: it is not in there"])]
+    yield from _left_out(mains[0], described)
+    if not found.groups:
+        yield "the optimizer: it is not in there"
 
 
 # -- files -----------------------------------------------------------------------------------------
