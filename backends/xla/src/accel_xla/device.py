@@ -75,8 +75,8 @@ class XlaDevice:
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
         if self._xr.device_type() != "CPU":
-            return able - {"float64"}  # TPUs emulate it by pairs of float32, with fewer digits
-        return able - {"memory_stats"}
+            able -= {"float64"}  # TPUs emulate it by pairs of float32, with fewer digits
+        return able if self._reports_memory() else able - {"memory_stats"}
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
@@ -131,11 +131,15 @@ class XlaDevice:
 
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
-        if self._xr.device_type() == "CPU":
+        if not self._reports_memory():
             return {}
         found = self._xm.get_memory_info(device)
         known = {"allocated": "bytes_used", "peak": "peak_bytes_used", "total": "bytes_limit"}
         return {key: int(found[name]) for key, name in known.items() if name in found}
+
+    def _reports_memory(self) -> bool:
+        # Of the device that stands for all under SPMD, torch_xla knows nothing.
+        return self._xr.device_type() != "CPU" and not self._xr.is_spmd()
 
     @implements(hooks.empty_cache)
     def empty_cache(self) -> None:
@@ -150,7 +154,7 @@ class XlaDevice:
         return {
             "torch_xla": metadata.version("torch_xla"),
             machine.DEVICE: os.environ.get(machine.DEVICE, "unset"),
-            "XLA devices": f"{self._xr.global_runtime_device_count()} x {self._xm.xla_device_kind()}",
+            "XLA devices": f"{self._xr.global_runtime_device_count()} x {self._xr.device_type()}",
             "XLA SPMD": "on" if self._xr.is_spmd() else "off",
             "libtpu": _version("libtpu"),
         }

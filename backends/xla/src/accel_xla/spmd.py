@@ -160,7 +160,6 @@ class Spmd:
             for value in state.values():
                 if getattr(value, "shape", None) == parameter.shape:
                     self._shard(unit, value)
-        self._sync()  # what is marked lies on the devices from now on
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
@@ -179,6 +178,7 @@ class Spmd:
         self._held.clear()
 
     def _in_boxes(self, unit: Unit, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+        self._sync(wait=True)  # what is recorded, or on its way, has no parts yet
         return {name: self._boxes(unit, name, leaf) for name, leaf in leaves.items()}
 
     def _boxes(self, unit: Unit, name: str, leaf: Leaf) -> Leaf:
