@@ -11,9 +11,7 @@ import xla_jobs as jobs
 
 from accel_core.testing import run_processes
 
-pytestmark = pytest.mark.skipif(
-    find_spec("torch_xla") is None, reason="torch_xla is not here: tox -e xla-real"
-)
+pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: tox -e xla-real")
 
 
 def one(function: Any, *args: Any) -> Any:
