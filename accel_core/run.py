@@ -9,34 +9,31 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import torch
-import torch.distributed as dist
-from attrs import evolve
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-from accel_core.binding import Binder, Hooks, Registered, Steps
-from accel_core.config import structure  # noqa: F401  every run structures: loaded before the first, not in it
+from accel_core.assembly import (
+    Assembly,
+    apply_launch_environment,
+    check_device,
+    check_refusals,
+)
+from accel_core.binding import Hooks, Steps
 from accel_core.config.resolve import Resolved, load
-from accel_core.errors import AccelError, CheckpointError, ConfigError, PluginError
-from accel_core.hookspecs import DUTIES
-from accel_core.native.base import Base
+from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.joining import join, leave
 from accel_core.native.launcher import refuse_lonely_tasks
-from accel_core.native.process_group import shared
-from accel_core.plugins import Discovery, discover, near
-from accel_core.plugins import load as load_path
+from accel_core.plugins import Discovery, discover
 from accel_core.prepare import Homes
-from accel_core.stack import Chosen, Stack, choose
+from accel_core.stack import Stack, choose
 from accel_core.tracking import Trackers
 from accel_core.unit import Unit, Window
 from accel_core.world import Collectives, World
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -67,6 +64,8 @@ class Run:
         PluginError: a chosen plugin cannot be used.
         LaunchError: the process group cannot be made.
     """
+
+    run_id: str
 
     def __init__(
         self,
@@ -105,17 +104,17 @@ class Run:
         """Ids of the runs whose state this one took over, the oldest first."""
         self.kept: dict[int, str] = {}
         """Numbered checkpoints that `total_limit` counts: number -> save id."""
-        self._apply_launch_environment()
-        self._verify()
-        self._load(trackers)
+        self.environment_notes = apply_launch_environment(self)
+        self._assembly = Assembly(self, trackers)
+        self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
+        check_refusals(self)
         self.device: torch.device = self.hooks.select_device(self.world)
         self.hooks.set_affinity(self.world)
-        self._check_capabilities()
-        self._check_streams()
+        check_device(self)
         self.mark_step = self.hooks.step("mark_step")
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
-        self._join_world()
+        join(self)
         self.mesh = self._mesh_of(self.hooks)
         self.topology = self.hooks.data_topology(self.mesh, self.world)
         self.window = Window()
@@ -127,6 +126,16 @@ class Run:
         self.hooks.run_started(self.run_id, self.config)
 
     # -- what others ask -------------------------------------------------------------------------
+
+    @property
+    def plugins(self) -> Mapping[str, object]:
+        """The instances of the stack's plugins, and the user's own trackers, by name or alias."""
+        return self._assembly.plugins
+
+    @property
+    def configs(self) -> Mapping[str, object]:
+        """The config object that each was made with; None of one without options."""
+        return self._assembly.configs
 
     def collectives(self, dim: str = "world") -> Collectives:
         """Collectives over a dimension, made once. The first call for a dim is collective."""
@@ -142,8 +151,8 @@ class Run:
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
         if name in taken:
             raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
-        hooks = self._hooks_of(alias)
-        self._check_duties(hooks)
+        hooks = self._assembly.hooks_of(alias)
+        self._assembly.check_duties(hooks)
         plugin = self.plugins[alias]
         window = Window(self.accumulation_steps)
         return Unit(
@@ -206,7 +215,7 @@ class Run:
             self.hooks.run_ended()
             self.release_units()
             if not failed:
-                self._leave_world()
+                leave(self)
 
     def release_units(self) -> None:
         """Let each plugin drop what binds units to devices and groups."""
@@ -214,6 +223,11 @@ class Run:
             unit.hooks.release(unit)
             while unit.detach:
                 unit.detach.pop()()
+
+    def forget_groups(self) -> None:
+        """Drop what holds the process group."""
+        self._dims.clear()
+        self._meshes.clear()
 
     def require_alive(self) -> None:
         """Raises AccelError after `end_training`."""
@@ -229,169 +243,7 @@ class Run:
             "pass accelerator.process_index or accelerator.run.config instead"
         )
 
-    # -- set-up ----------------------------------------------------------------------------------
-
-    def _apply_launch_environment(self) -> None:
-        """Set what vendor libraries read at import; the user's own settings win, and are noted."""
-        self.environment_notes: list[str] = []
-        for chosen in self.stack.members():
-            if chosen.card.launch is None:
-                continue
-            light = load_path(chosen.record, chosen.card.launch)()
-            if not hasattr(light, "launch_environment"):
-                continue
-            for name, value in light.launch_environment(self.config, self.world).items():
-                if os.environ.setdefault(name, value) != value:
-                    self.environment_notes.append(
-                        f"{name}={os.environ[name]} is yours; {chosen.name} would have set {value}"
-                    )
-
-    def _verify(self) -> None:
-        for chosen in self.stack.members():
-            if chosen.card.verify is None:
-                continue
-            reason = load_path(chosen.record, chosen.card.verify)()
-            if reason:
-                raise PluginError(
-                    f"{chosen.record.slot} {chosen.name} ({chosen.why}) cannot be used here: {reason}\n"
-                    f"`accel plugins doctor {chosen.name}` looks closer",
-                    plugin=chosen.name,
-                    distribution=chosen.record.origin,
-                )
-
-    def _load(self, trackers: Sequence[GeneralTracker]) -> None:
-        self.binder = Binder()
-        self.plugins: dict[str, object] = {}
-        self.configs: dict[str, object] = {}
-        self._lower = [self.binder.register(Base(self), name="base", slot="base")]
-        for chosen in (self.stack.device, self.stack.precision):
-            self._lower.append(self._instance(chosen, chosen.name))
-        self._strategies: dict[str, Registered] = {}
-        self._upper = [self._instance(c, c.name) for c in (*self.stack.extensions, *self.stack.trackers)]
-        self._upper += [self._guest(tracker) for tracker in trackers]
-        self.hooks: Hooks = self._hooks_of(self.stack.default)
-        reasons = self.hooks.refuse(self.config)
-        if reasons:
-            raise ConfigError(
-                f"the stack {self.stack} refuses this config\n" + "\n".join(reasons), problems=reasons
-            )
-
-    def _instance(self, chosen: Chosen, alias: str) -> Registered:
-        card, record = chosen.card, chosen.record
-        if card.implementation is None:
-            raise PluginError(
-                f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name
-            )
-        config = self.resolved.plugin_config(record, alias if alias in self.config.strategies else None)
-        self.configs[alias] = config
-        plugin = load_path(record, card.implementation)(config, self)
-        registered = self.binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
-        try:
-            plugin.below = self.binder.hooks([low for low in self._lower if low.layer < registered.layer])
-        except AttributeError as error:
-            raise PluginError(
-                f"{record.slot} plugin {chosen.name!r} ({record.origin}): {type(plugin).__name__} cannot take"
-                " the attribute `below`, which every plugin gets\ndeclare `below: Hooks` in it, not frozen",
-                plugin=chosen.name,
-                distribution=record.origin,
-            ) from error
-        self.plugins[alias] = plugin
-        return registered
-
-    def _guest(self, tracker: GeneralTracker) -> Registered:
-        """A tracker of the user's own, which no package provides."""
-        if tracker.name in self.plugins:
-            raise ConfigError(
-                f"log_with: a {type(tracker).__name__} is called {tracker.name!r}, as a plugin of this run\n"
-                "give it another `name`"
-            )
-        self.plugins[tracker.name] = tracker
-        return self.binder.register(tracker, name=tracker.name, slot="tracker", origin="log_with")
-
-    def _hooks_of(self, alias: str) -> Hooks:
-        """The hooks with strategy `alias`, which is made on first use: one instance a (plugin, config)."""
-        if alias not in self._strategies:
-            chosen = self.stack.strategies.get(alias) or self._late_strategy(alias)
-            self._strategies[alias] = self._instance(chosen, alias)
-        return self.binder.hooks([*self._lower, self._strategies[alias], *self._upper])
-
-    def _check_duties(self, hooks: Hooks) -> None:
-        """Hooks override each other by layer; a duty has one owner."""
-        owner: dict[str, str] = {}
-        for claim in hooks.implementations("owns"):
-            for duty in claim.call(self.config):
-                if duty not in DUTIES:
-                    raise PluginError(
-                        f"{claim.plugin}: unknown duty {duty!r}{near(duty, DUTIES)}", plugin=claim.plugin
-                    )
-                if duty in owner:
-                    rivals = " and ".join(self._reason(name) for name in (owner[duty], claim.plugin))
-                    raise ConfigError(
-                        f"two plugins of this stack want to do {duty}: {rivals}\n"
-                        f"leave one of them out, or configure it so that it does not own {duty}"
-                    )
-                owner[duty] = claim.plugin
-
-    def _reason(self, name: str) -> str:
-        why = next((c.why for c in self.stack.members() if c.name == name), "chosen in prepare")
-        lines = [
-            f"{path} by {origin}" for path, origin in self.resolved.origins.items() if name in path.split(".")
-        ]
-        return f"{name} ({'; '.join([why, *lines])})"
-
-    def _late_strategy(self, alias: str) -> Chosen:
-        record = discover().get(alias)
-        if record is None or record.slot != "strategy" or record.status != "available":
-            known = ", ".join(self.stack.strategies)
-            raise ConfigError(
-                f"prepare(strategy={alias!r}): no such strategy; this run has {known}\n"
-                "name it under strategies: in the config, or use an installed plugin's name (accel plugins)"
-            )
-        return Chosen(record, "asked for in prepare")
-
-    def _check_capabilities(self) -> None:
-        able = self.hooks.capabilities(self.device)
-        device_words = self.stack.device.card.offers
-        for chosen in self.stack.members():
-            lacking = (chosen.card.needs & device_words) - able
-            if lacking:
-                raise ConfigError(
-                    f"{chosen.record.slot} {chosen.name} ({chosen.why}) needs {', '.join(sorted(lacking))},"
-                    f" which {self.device} cannot do\nchoose another {chosen.record.slot}, or another device"
-                )
-
-    def _check_streams(self) -> None:
-        for stream in self.config.rng_types:
-            if stream != "generator" and stream not in (streams := self.hooks.rng_state()):
-                known = ["generator", *sorted(streams)]
-                origin = self.resolved.origins.get("rng_types", "default")
-                raise ConfigError(
-                    f"rng_types: there is no random stream {stream!r} ({origin}) on {self.device}"
-                    f"{near(stream, known)}\nchoose among {', '.join(known)}"
-                )
-
-    # -- the world -------------------------------------------------------------------------------
-
-    def _join_world(self) -> None:
-        self.run_id = self.world.run_id or uuid.uuid4().hex
-        if self.world.size == 1:
-            return
-        asked = self.config.process_group.backend
-        # Who names a backend is not refused for lack of the device's own.
-        backends = dict({self.device.type: asked} if asked else self.hooks.communication_backend(self.device))
-        backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
-        if dist.is_initialized():
-            self._check_group(backends)
-        options = self.config.process_group
-        shared.join(lambda: bool(self.hooks.init_process_group(self.world, backends, options)))
-        store = _get_default_store()
-        prefix = f"accel/{self.world.run_id}/{self.world.restart_count}"
-        self.world = evolve(self.world, store=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]  # torch's stub lacks it
-        try:
-            self._compare_ranks()
-        except ConfigError:
-            self._leave_world()
-            raise
+    # -- its mesh ---------------------------------------------------------------------------------
 
     def _mesh_of(self, hooks: Hooks) -> Mesh | None:
         mesh: Mesh | None = hooks.build_mesh(hooks.mesh_dims(self.config, self.world), self.world)
@@ -411,44 +263,6 @@ class Run:
                     f" {ours.readers}\ngive both the same dimensions that split the model, such as tp and pp"
                 )
         return self._meshes[alias]
-
-    def _check_group(self, backends: Mapping[str, str]) -> None:
-        """A group that this process already has must carry this run's tensors too."""
-        kind = self.device.type
-        found = dist.get_backend_config(dist.group.WORLD)
-        if f"{kind}:{backends[kind]}" not in found.split(","):
-            raise ConfigError(
-                f"this process already has a process group ({found}) that does not carry {kind} tensors by"
-                f" {backends[kind]}, as this run needs\n"
-                f"make that group with backend '{kind}:{backends[kind]}', or end the run that uses it first"
-            )
-
-    def _compare_ranks(self) -> None:
-        """Refuse a world whose ranks chose or were given different things; agree on the run's id."""
-        control = self.collectives("control")
-        mine = (self.run_id, str(self.stack), self.resolved.digest())
-        ranks = control.all_gather_object(mine)
-        self.run_id = self.world.run_id or ranks[0][0]
-        if len({rank[1:] for rank in ranks}) == 1:
-            return
-        stacks = [rank[1] for rank in ranks]
-        if len(set(stacks)) > 1:
-            different, found = "stack", stacks
-        else:
-            trees = control.all_gather_object(self.resolved.tree)
-            different = _first_difference(trees)
-            found = [repr(_at(tree, different)) for tree in trees]
-        listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(found))
-        raise ConfigError(
-            f"the ranks of this world do not agree on {different}: {listed}\n"
-            "start all nodes with the same config, packages and Accelerator(...) arguments"
-        )
-
-    def _leave_world(self) -> None:
-        if self.world.size > 1:
-            self._dims.clear()
-            self._meshes.clear()
-            shared.leave(self.hooks.destroy_process_group)
 
 
 def live() -> list[Run]:
@@ -477,25 +291,6 @@ def _decide(
     resolved = load(python=python, objects=objects, discovery=discovery)
     stack = choose(resolved, world.size, discovery)
     return resolved.with_proposals([chosen.name for chosen in stack.members()], discovery), stack
-
-
-def _first_difference(trees: Sequence[Mapping[str, Any]]) -> str:
-    paths = sorted({path for tree in trees for path in _paths(tree)})
-    return next(path for path in paths if len({repr(_at(tree, path)) for tree in trees}) > 1)
-
-
-def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        found += _paths(value, f"{path}.") if isinstance(value, Mapping) else [path]
-    return found
-
-
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
 
 
 @atexit.register

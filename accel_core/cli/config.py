@@ -79,22 +79,14 @@ def _read(file: str | None) -> str | None:
 
 
 def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
-    from accel_core.config.structure import plain
+    from accel_core.config.structure import flat, plain
 
     values, origins = plain(resolved.config), resolved.origins
-    for path, value in _flat(values | values.pop("plugins")):
+    for path, value in flat(values | values.pop("plugins")):
         given = path
         while given and given not in origins:  # a mapping that is one option has one origin
             given = given.rpartition(".")[0]
         yield path, value, origins.get(given, "default")
-
-
-def _flat(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{section}{key}.")
-        else:
-            yield section + key, value
 
 
 def _unused(resolved: Resolved) -> Iterator[str]:

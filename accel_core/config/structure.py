@@ -7,7 +7,7 @@ type it is meant for. Imported when the first value has to be read: cattrs costs
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from enum import Enum
@@ -20,7 +20,7 @@ from accel_core.config.options import options_of
 from accel_core.config.sources import NUMBER, Text, show
 from accel_core.plugins import near
 
-__all__ = ["MismatchError", "convert", "is_union", "members", "plain", "shape"]
+__all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape"]
 
 _NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -58,6 +58,15 @@ def plain(value: Any) -> Any:
     What no text can hold becomes its name.
     """
     return _CONVERTER.unstructure(value)
+
+
+def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of each value in nested mappings, an empty one being a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{section}{key}.")
+        else:
+            yield section + key, value
 
 
 # -- the converter: cattrs takes values and types apart, these hooks say what it may accept ----------

@@ -1,0 +1,187 @@
+"""How the plugins of a stack become instances, and these the hooks of a run and of its units."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from accel_core.binding import Binder, Hooks, Registered
+from accel_core.errors import ConfigError, PluginError
+from accel_core.hookspecs import DUTIES
+from accel_core.native.base import Base
+from accel_core.plugins import discover, load, near
+from accel_core.stack import Chosen
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+    from accel_core.stack import Stack
+    from accel_core.tracking import GeneralTracker
+
+__all__ = [
+    "Assembly",
+    "apply_launch_environment",
+    "check_device",
+    "check_refusals",
+]
+
+
+def apply_launch_environment(run: Run) -> list[str]:
+    """Set what vendor libraries read at import; the user's own settings win, and are returned."""
+    notes = []
+    for chosen in run.stack.members():
+        if chosen.card.launch is None:
+            continue
+        light = load(chosen.record, chosen.card.launch)()
+        if not hasattr(light, "launch_environment"):
+            continue
+        for name, value in light.launch_environment(run.config, run.world).items():
+            if os.environ.setdefault(name, value) != value:
+                notes.append(f"{name}={os.environ[name]} is yours; {chosen.name} would have set {value}")
+    return notes
+
+
+class Assembly:
+    """The instances of a run's plugins, by name or alias: one a (plugin, config).
+
+    Making one makes them, but for strategies, which are made on first use.
+
+    Raises:
+        ConfigError: two are called alike.
+        PluginError: one says that it cannot be used here, or cannot be made.
+    """
+
+    def __init__(self, run: Run, trackers: Sequence[GeneralTracker]) -> None:
+        _verify(run.stack)
+        self._run = run
+        self._binder = Binder()
+        self.plugins: dict[str, object] = {}
+        self.configs: dict[str, object] = {}
+        self._lower = [self._binder.register(Base(run), name="base", slot="base")]
+        for chosen in (run.stack.device, run.stack.precision):
+            self._lower.append(self._instance(chosen, chosen.name))
+        self._strategies: dict[str, Registered] = {}
+        self._upper = [self._instance(c, c.name) for c in (*run.stack.extensions, *run.stack.trackers)]
+        self._upper += [self._guest(tracker) for tracker in trackers]
+
+    def hooks_of(self, alias: str) -> Hooks:
+        """The hooks with strategy `alias`, which is made on first use: one instance a (plugin, config)."""
+        if alias not in self._strategies:
+            chosen = self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias)
+            self._strategies[alias] = self._instance(chosen, alias)
+        return self._binder.hooks([*self._lower, self._strategies[alias], *self._upper])
+
+    def check_duties(self, hooks: Hooks) -> None:
+        """Hooks override each other by layer; a duty has one owner."""
+        owner: dict[str, str] = {}
+        for claim in hooks.implementations("owns"):
+            for duty in claim.call(self._run.config):
+                if duty not in DUTIES:
+                    raise PluginError(
+                        f"{claim.plugin}: unknown duty {duty!r}{near(duty, DUTIES)}", plugin=claim.plugin
+                    )
+                if duty in owner:
+                    rivals = " and ".join(self._reason(name) for name in (owner[duty], claim.plugin))
+                    raise ConfigError(
+                        f"two plugins of this stack want to do {duty}: {rivals}\n"
+                        f"leave one of them out, or configure it so that it does not own {duty}"
+                    )
+                owner[duty] = claim.plugin
+
+    def _instance(self, chosen: Chosen, alias: str) -> Registered:
+        card, record = chosen.card, chosen.record
+        if card.implementation is None:
+            raise PluginError(
+                f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name
+            )
+        config = self._run.resolved.plugin_config(
+            record, alias if alias in self._run.config.strategies else None
+        )
+        self.configs[alias] = config
+        plugin = load(record, card.implementation)(config, self._run)
+        registered = self._binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
+        try:
+            plugin.below = self._binder.hooks([low for low in self._lower if low.layer < registered.layer])
+        except AttributeError as error:
+            raise PluginError(
+                f"{record.slot} plugin {chosen.name!r} ({record.origin}): {type(plugin).__name__} cannot take"
+                " the attribute `below`, which every plugin gets\ndeclare `below: Hooks` in it, not frozen",
+                plugin=chosen.name,
+                distribution=record.origin,
+            ) from error
+        self.plugins[alias] = plugin
+        return registered
+
+    def _guest(self, tracker: GeneralTracker) -> Registered:
+        """A tracker of the user's own, which no package provides."""
+        if tracker.name in self.plugins:
+            raise ConfigError(
+                f"log_with: a {type(tracker).__name__} is called {tracker.name!r}, as a plugin of this run\n"
+                "give it another `name`"
+            )
+        self.plugins[tracker.name] = tracker
+        return self._binder.register(tracker, name=tracker.name, slot="tracker", origin="log_with")
+
+    def _reason(self, name: str) -> str:
+        why = next((c.why for c in self._run.stack.members() if c.name == name), "chosen in prepare")
+        lines = [
+            f"{path} by {origin}"
+            for path, origin in self._run.resolved.origins.items()
+            if name in path.split(".")
+        ]
+        return f"{name} ({'; '.join([why, *lines])})"
+
+
+def _verify(stack: Stack) -> None:
+    for chosen in stack.members():
+        if chosen.card.verify is None:
+            continue
+        reason = load(chosen.record, chosen.card.verify)()
+        if reason:
+            raise PluginError(
+                f"{chosen.record.slot} {chosen.name} ({chosen.why}) cannot be used here: {reason}\n"
+                f"`accel plugins doctor {chosen.name}` looks closer",
+                plugin=chosen.name,
+                distribution=chosen.record.origin,
+            )
+
+
+def _late_strategy(run: Run, alias: str) -> Chosen:
+    record = discover().get(alias)
+    if record is None or record.slot != "strategy" or record.status != "available":
+        known = ", ".join(run.stack.strategies)
+        raise ConfigError(
+            f"prepare(strategy={alias!r}): no such strategy; this run has {known}\n"
+            "name it under strategies: in the config, or use an installed plugin's name (accel plugins)"
+        )
+    return Chosen(record, "asked for in prepare")
+
+
+def check_refusals(run: Run) -> None:
+    """Raises ConfigError: a plugin of the stack does not go with the rest, or with the config."""
+    reasons = run.hooks.refuse(run.config)
+    if reasons:
+        raise ConfigError(
+            f"the stack {run.stack} refuses this config\n" + "\n".join(reasons), problems=reasons
+        )
+
+
+def check_device(run: Run) -> None:
+    """Raises ConfigError: a plugin of the stack, or `rng_types`, needs what this very device has not."""
+    able = run.hooks.capabilities(run.device)
+    device_words = run.stack.device.card.offers
+    for chosen in run.stack.members():
+        lacking = (chosen.card.needs & device_words) - able
+        if lacking:
+            raise ConfigError(
+                f"{chosen.record.slot} {chosen.name} ({chosen.why}) needs {', '.join(sorted(lacking))},"
+                f" which {run.device} cannot do\nchoose another {chosen.record.slot}, or another device"
+            )
+    for stream in run.config.rng_types:
+        if stream != "generator" and stream not in (streams := run.hooks.rng_state()):
+            known = ["generator", *sorted(streams)]
+            origin = run.resolved.origins.get("rng_types", "default")
+            raise ConfigError(
+                f"rng_types: there is no random stream {stream!r} ({origin}) on {run.device}"
+                f"{near(stream, known)}\nchoose among {', '.join(known)}"
+            )

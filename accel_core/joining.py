@@ -1,0 +1,90 @@
+"""How the processes of a run come together: one process group, one stack, one config."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from attrs import evolve
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from accel_core.config.structure import flat
+from accel_core.errors import ConfigError
+from accel_core.native.process_group import shared
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
+
+__all__ = ["join", "leave"]
+
+
+def join(run: Run) -> None:
+    """Join the process group, which is made if there is none, and agree on the run's id. Collective.
+
+    Raises:
+        ConfigError: the ranks differ in stack or config, or the group there is cannot be used.
+        LaunchError: it cannot be made.
+    """
+    run.run_id = run.world.run_id or uuid.uuid4().hex
+    if run.world.size == 1:
+        return
+    asked = run.config.process_group.backend
+    # Who names a backend is not refused for lack of the device's own.
+    backends = dict({run.device.type: asked} if asked else run.hooks.communication_backend(run.device))
+    backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
+    if dist.is_initialized():
+        _check_group(run, backends)
+    options = run.config.process_group
+    shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
+    store = _get_default_store()
+    prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
+    run.world = evolve(run.world, store=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]  # torch's stub lacks it
+    try:
+        _compare_ranks(run)
+    except ConfigError:
+        leave(run)
+        raise
+
+
+def leave(run: Run) -> None:
+    """Leave the process group; the last run that used it ends it, if a run made it."""
+    if run.world.size > 1:
+        run.forget_groups()
+        shared.leave(run.hooks.destroy_process_group)
+
+
+def _check_group(run: Run, backends: Mapping[str, str]) -> None:
+    """A group that this process already has must carry this run's tensors too."""
+    kind = run.device.type
+    found = dist.get_backend_config(dist.group.WORLD)
+    if f"{kind}:{backends[kind]}" not in found.split(","):
+        raise ConfigError(
+            f"this process already has a process group ({found}) that does not carry {kind} tensors by"
+            f" {backends[kind]}, as this run needs\n"
+            f"make that group with backend '{kind}:{backends[kind]}', or end the run that uses it first"
+        )
+
+
+def _compare_ranks(run: Run) -> None:
+    """Refuse a world whose ranks chose or were given different things; agree on the run's id."""
+    control = run.collectives("control")
+    mine = (run.run_id, str(run.stack), run.resolved.digest())
+    ranks = control.all_gather_object(mine)
+    run.run_id = run.world.run_id or ranks[0][0]
+    if len({rank[1:] for rank in ranks}) == 1:
+        return
+    stacks = [rank[1] for rank in ranks]
+    if len(set(stacks)) > 1:
+        different, found = "stack", stacks
+    else:
+        trees = [dict(flat(tree)) for tree in control.all_gather_object(run.resolved.tree)]
+        paths = sorted({path for tree in trees for path in tree})
+        different = next(path for path in paths if len({repr(tree.get(path)) for tree in trees}) > 1)
+        found = [repr(tree.get(different)) for tree in trees]
+    listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(found))
+    raise ConfigError(
+        f"the ranks of this world do not agree on {different}: {listed}\n"
+        "start all nodes with the same config, packages and Accelerator(...) arguments"
+    )
