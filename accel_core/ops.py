@@ -261,8 +261,7 @@ def save(
 
     Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors.
     """
-    world = live(run).world
-    if (world.local_rank if save_on_each_node else world.rank) == 0:
+    if live(run).world.first_of_disk(each_node=save_on_each_node):
         _write(obj, f, safe_serialization=safe_serialization)
 
 

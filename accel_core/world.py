@@ -90,6 +90,10 @@ class World:
             run_id=environment.get("ACCEL_RUN_ID") or _torchruns_id(environment),
         )
 
+    def first_of_disk(self, *, each_node: bool) -> bool:
+        """Whether this rank writes for all that see its disk: that of its node, or one for all."""
+        return (self.local_rank if each_node else self.rank) == 0
+
     def __getstate__(self) -> dict[str, Any]:
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(World)} | {
             "store": None

@@ -16,7 +16,7 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["find", "first_of_disk"]
+__all__ = ["find"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ def find(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool
             return None
         return _verified(run, folder)
     numbered = folder_of(run)
-    names = control.all_gather_object(agree(control, lambda: candidates(run) if first_of_disk(run) else []))
+    first = run.world.first_of_disk(each_node=run.config.project.save_on_each_node)
+    names = control.all_gather_object(agree(control, lambda: candidates(run) if first else []))
     found = sorted({name for each in names for name in each}, key=number_in, reverse=True)
     for name in found:
         try:
@@ -53,12 +54,6 @@ def find(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool
         else f"there is no checkpoint in {numbered}\nto start without one, load_state(missing_ok=True)",
         path=str(numbered),
     )
-
-
-def first_of_disk(run: Run) -> bool:
-    """Whether this rank looks into folders, for all that see the same disk."""
-    each_node = run.config.project.save_on_each_node
-    return (run.world.local_rank if each_node else run.world.rank) == 0
 
 
 def _located(run: Run, target: Path) -> Path:

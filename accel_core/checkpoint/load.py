@@ -22,7 +22,7 @@ from accel_core.checkpoint.collect import (
     modules_with_extra_state,
     without_collecting_garbage,
 )
-from accel_core.checkpoint.find import find, first_of_disk
+from accel_core.checkpoint.find import find
 from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.plan import refuse
@@ -67,7 +67,8 @@ def load(
             return None
         restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
         agree(control, restoration.apply)
-    if first_of_disk(run) and run.config.project.automatic_checkpoint_naming:
+    project = run.config.project
+    if project.automatic_checkpoint_naming and run.world.first_of_disk(each_node=project.save_on_each_node):
         run.kept = history(run, checkpoint.manifest)
     return checkpoint.folder
 

@@ -134,8 +134,7 @@ class States:
 
     @property
     def _writes(self) -> bool:
-        world, on_each_node = self.run.world, self.run.config.project.save_on_each_node
-        return (world.local_rank if on_each_node else world.rank) == 0
+        return self.run.world.first_of_disk(each_node=self.run.config.project.save_on_each_node)
 
     def save_model(
         self,
