@@ -25,8 +25,8 @@ from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.joining import join, leave
 from accel_core.native.launcher import refuse_lonely_tasks
+from accel_core.pairing import Homes
 from accel_core.plugins import Discovery, discover
-from accel_core.prepare import Homes
 from accel_core.stack import Stack, choose
 from accel_core.tracking import Trackers
 from accel_core.unit import Unit, Window

@@ -20,9 +20,10 @@ from accel_core.binding import no_op
 from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
 from accel_core.mesh import Mesh, arrange
-from accel_core.native import process_group, state
+from accel_core.native import process_group
 from accel_core.native.compiling import compile_model, uncompiled
 from accel_core.native.device import local_device
+from accel_core.native.state import BaseState, model_state
 from accel_core.nested import send_to_device
 from accel_core.random import seed_process
 from accel_core.world import Collectives, Topology
@@ -30,7 +31,6 @@ from accel_core.world import Collectives, Topology
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core.checkpoint.leaf import Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.config.schema import InitProcessGroupKwargs
     from accel_core.hookspecs import Point
     from accel_core.mesh import MeshDim
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Base"]
 
 
-class Base:
+class Base(BaseState):
     """Has no card and no slot; always there, at the bottom."""
 
     def __init__(self, run: Run) -> None:
@@ -265,41 +265,7 @@ class Base:
         group = self.run.collectives(self.run.topology.loss_dim)
         local_sgd.average(unit.named_parameters().values(), group)
 
-    # -- state -----------------------------------------------------------------------------------
-
-    @implements(hooks.model_state)
-    def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        return state.model_state(unit)
-
-    @implements(hooks.optimizer_state)
-    def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        return state.optimizer_state(unit, optimizer)
-
-    @implements(hooks.materialize_optimizer_state)
-    def materialize_optimizer_state(
-        self,
-        unit: Unit,
-        optimizer: Optimizer,
-        template: Mapping[str, Mapping[str, TensorTemplate]],
-        plain: Mapping[str, Mapping[str, Json]],
-    ) -> None:
-        state.materialize_optimizer_state(unit, optimizer, template, plain)
-
-    @implements(hooks.snapshot_safe)
-    def snapshot_safe(self, unit: Unit) -> bool:
-        return True
-
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
-        return None
-
-    @implements(hooks.rng_state)
-    def rng_state(self) -> Mapping[str, Tensor]:
-        return state.rng_state(self.run)
-
-    @implements(hooks.set_rng_state)
-    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
-        state.set_rng_state(self.run, streams)
+    # -- whole weights ---------------------------------------------------------------------------
 
     @implements(hooks.full_parameters)
     def full_parameters(
@@ -311,7 +277,7 @@ class Base:
     def iter_weights(
         self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
     ) -> Iterator[tuple[str, Tensor]]:
-        for name, leaf in state.model_state(unit).items():
+        for name, leaf in model_state(unit).items():
             ((_, tensor),) = leaf.shards
             yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
 

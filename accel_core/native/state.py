@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel_core import hookspecs as hooks
 from accel_core.checkpoint.codec import DTYPES, decode, encode
 from accel_core.checkpoint.leaf import Leaf, OptimizerState, leaf_of
 from accel_core.errors import CheckpointError
+from accel_core.hookspecs import implements
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,11 +25,51 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["materialize_optimizer_state", "model_state", "optimizer_state", "rng_state", "set_rng_state"]
+__all__ = ["BaseState", "model_state"]
 
 
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
 """Dtypes of optimizer state that is some code of the optimizer's own (8-bit optimizers have such)."""
+
+
+class BaseState:
+    """The state hooks of the base layer."""
+
+    run: Run
+
+    @implements(hooks.model_state)
+    def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
+        return model_state(unit)
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        return optimizer_state(unit, optimizer)
+
+    @implements(hooks.materialize_optimizer_state)
+    def materialize_optimizer_state(
+        self,
+        unit: Unit,
+        optimizer: Optimizer,
+        template: Mapping[str, Mapping[str, TensorTemplate]],
+        plain: Mapping[str, Mapping[str, Json]],
+    ) -> None:
+        materialize_optimizer_state(unit, optimizer, template, plain)
+
+    @implements(hooks.snapshot_safe)
+    def snapshot_safe(self, unit: Unit) -> bool:
+        return True
+
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit: Unit) -> None:
+        return None
+
+    @implements(hooks.rng_state)
+    def rng_state(self) -> Mapping[str, Tensor]:
+        return rng_state(self.run)
+
+    @implements(hooks.set_rng_state)
+    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
+        set_rng_state(self.run, streams)
 
 
 def model_state(unit: Unit) -> dict[str, Leaf]:
