@@ -47,8 +47,10 @@ def _forward(run: Run, loader: PreparedLoader, unit: Unit) -> Callable[[nn.Modul
 
 
 def _training(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:
-    # A window that began in an earlier batch ends on all ranks: with their own last one.
-    begun = run.accumulation is not None and unit.window.index > 0
+    # Who reduces at a window's end only does so with each rank's own last batch, if all have begun it.
+    each = unit.steps.no_sync is None or run.config.accumulation.sync_each_batch
+    once = unit.steps.reduce_gradients is not None or not each
+    begun = once and run.accumulation is not None and unit.window.index > 0
     if unit.optimizers and not unit.silent and not begun:
         _refuse(run, loader, unit, what)
 

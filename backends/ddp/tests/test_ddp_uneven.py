@@ -10,7 +10,13 @@ from ddp_problem import accelerator, net
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_core import Accelerator, AccelError, DataLoaderConfiguration, LocalSGD
+from accel_core import (
+    Accelerator,
+    AccelError,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    LocalSGD,
+)
 from accel_core.testing.processes import run_processes
 
 BATCHES = 5
@@ -23,9 +29,9 @@ class Stream(IterableDataset[Any]):
 
 def made(model: nn.Module, *, stream: bool = False, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
     """With two ranks, rank 0 reads three batches of two samples, rank 1 two."""
-    steps = options.pop("gradient_accumulation_steps", 1)
+    accumulation = options.pop("gradient_accumulation_plugin", None)
     configuration = DataLoaderConfiguration(even_batches=False, **options)
-    run = accelerator(configuration, gradient_accumulation_steps=steps)
+    run = accelerator(configuration, gradient_accumulation_plugin=accumulation)
     dataset = Stream() if stream else TensorDataset(torch.randn(2 * BATCHES, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return run, *run.prepare(model, optimizer, DataLoader(dataset, batch_size=2))
@@ -117,8 +123,9 @@ def test_what_waits_for_nobody_is_left_alone(how: str) -> None:
     assert run_processes(legal, how) == [3, 2]
 
 
-def in_a_window(size: int) -> tuple[int, str, list[float]]:
-    run, *parts = made(nn.Linear(6, 1), gradient_accumulation_steps=size)
+def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:
+    options = GradientAccumulationPlugin(num_steps=size, sync_each_batch=each)
+    run, *parts = made(nn.Linear(6, 1), gradient_accumulation_plugin=options)
     found = trained(run, *parts)
     weights = [value for p in parts[0].parameters() for value in p.detach().flatten().tolist()]
     run.end_training()
@@ -132,8 +139,9 @@ def test_a_window_that_all_have_begun_is_ended_by_each_with_its_last_batch() -> 
     assert other == (2, "", weights)
 
 
-def test_a_window_that_others_do_not_begin_is_refused() -> None:
-    (trained, told, _), _ = run_processes(in_a_window, 2)
+@pytest.mark.parametrize(("size", "each"), [(2, False), (3, True)], ids=["a window more", "a reduction more"])
+def test_what_others_do_not_reduce_is_refused(size: int, each: bool) -> None:
+    (trained, told, _), _ = run_processes(in_a_window, size, each)
 
     assert (trained, told.partition(" of ")[0]) == (2, "forward in batch 3")
 
