@@ -124,6 +124,7 @@ class DeepSpeed(EngineState):
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Collective: weights become rank 0's. A late optimizer has the engine built anew, in its place."""
         engine = self._engine(unit)
+        unit.gathers = engine.zero_optimization_partition_weights()
         if unit.wrapped:
             held: Any = unit.wrapped[0]
             held.__dict__ = engine.__dict__
