@@ -33,6 +33,10 @@ class Plugin:
         wrong = [model for model in models if len(model) == 1]
         return [f"{NAME} wants no model of one layer\\nadd layers"] if wrong else []
 
+    @implements(hooks.model_init_context)
+    def model_init_context(self, unit_name):
+        return torch.device("meta") if NAME == "one" and unit_name != "whole" else None
+
     @implements(hooks.autocast)
     def autocast(self, unit):
         return partial(torch.autocast, "cpu", cache_enabled=False) if NAME == "one" else None
@@ -139,3 +143,15 @@ def test_autocast_contexts_of_several_plugins_are_entered_together(accelerator_w
     assert model(torch.ones(1, FEATURES)).dtype == torch.bfloat16
     assert seen == [(torch.bfloat16, False)]
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_plugin_says_where_models_are_built_for_a_unit(accelerator_with):
+    accelerator = accelerator_with(names=("one", "two"))
+
+    with accelerator.model_init_context():
+        built = nn.Linear(1, 1)
+    with accelerator.model_init_context(name="whole"):
+        whole = nn.Linear(1, 1)
+
+    assert (built.weight.is_meta, whole.weight.is_meta) == (True, False)
+    assert not nn.Linear(1, 1).weight.is_meta

@@ -44,7 +44,7 @@ def materialize(
             _initialize(module, config, group)
     for tensor in dict.fromkeys(tensor for module in group.modules for tensor in _own(module)):
         if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+            _move(tensor, device)
         if config.syncs:
             _broadcast(tensor.detach(), mesh)
 
@@ -61,6 +61,14 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
 
 def _own(module: nn.Module) -> list[Tensor]:
     return [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    moved = tensor.data.to(device)
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+    else:  # a device whose tensors are a class of their own
+        _swap(tensor, moved)
 
 
 def _swap(tensor: Tensor, real: Tensor) -> None:
