@@ -153,6 +153,20 @@ def prepared(name):
     accelerator.prepare(MODELS[name]())
 
 
+def built_on_meta(name):
+    """What the ranks hold of what is not split, built from other seeds."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    with accelerator.model_init_context():
+        model = MODELS[name]()
+    model = accelerator.prepare(model)
+    found = {
+        key: (p.to_local() if hasattr(p, "to_local") else p).tolist() for key, p in model.named_parameters()
+    }
+    accelerator.end_training()
+    return found
+
+
 def saved(name, folder, steps):
     """Train some steps, save, and give what the rest of the training gives."""
     return _continued(name, folder, steps, load=False)

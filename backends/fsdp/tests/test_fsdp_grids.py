@@ -129,6 +129,30 @@ def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path):
     assert run(grid_job.resumed, resumed) == pytest.approx(before[steps:], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("world", "variables"),
+    [(2, {"SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"DP_REPLICATE_SIZE": "2"})],
+    ids=["within a node", "two replicas"],
+)
+def test_version_1_replicates_too(world, variables):
+    environment = {f"ACCEL__FSDP__{name}": value for name, value in variables.items()}
+    found = train("gpt", {}, world=world, environment={"ACCEL__FSDP__FSDP_VERSION": "1", **environment})
+    for mine in found:
+        assert mine[0] == pytest.approx(plain("gpt", 0.1)[0], abs=1e-5)
+        assert mine[1] == pytest.approx(plain("gpt", 0.1)[1], rel=1e-4)
+
+
+def test_what_no_layer_splits_begins_alike_when_built_on_meta():
+    environment = grid_job.environment({"dp_shard": 1, "tp": 2}, {"*": None})
+    one, other = run_processes(grid_job.built_on_meta, "gpt", environment=environment)
+    assert one == other
+
+
+def test_first_weights_of_split_layers_are_not_drawn_blindly():
+    with pytest.raises(AssertionError, match="torch cannot draw first weights of split layers on cpu"):
+        run_processes(grid_job.built_on_meta, "gpt", environment=grid_job.environment({"tp": 2}, PLAN))
+
+
 # -- what cannot be --------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_core import Mesh, World
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["declared", "sharding", "stages"]
+__all__ = ["declared", "sharding", "stages", "twins"]
 
 
 def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
@@ -42,6 +42,12 @@ def sharding(mesh: Mesh) -> DeviceMesh:
         return shard
     both: DeviceMesh = DeviceMesh._concatenate([mesh.device_mesh["dp_replicate"], shard])
     return both
+
+
+def twins(mesh: Mesh) -> list[ProcessGroup]:
+    """Groups of ranks that compute the same layers on the same data: all that splits the model but stages."""
+    names = [name for name in mesh.names("model") if name != "pp" and mesh.size(name) > 1]
+    return [mesh.device_mesh.get_group(name) for name in names]
 
 
 def stages(mesh: Mesh | None) -> ProcessGroup | None:

@@ -84,9 +84,7 @@ class Flat(FullyShardedDataParallel):
         given = {key for key in optional if getattr(config, key) is not None}
         return {
             "device_mesh": self.mesh,
-            "sharding_strategy": ShardingStrategy[
-                f"_{strategy}" if strategy == "HYBRID_SHARD_ZERO2" else strategy
-            ],
+            "sharding_strategy": _strategy(strategy, replicates=self.mesh.ndim > 1),
             "cpu_offload": CPUOffload(offload_params=config.cpu_offload),
             "mixed_precision": mixed_precision(config, self.run),
             "ignored_modules": ignored(model, config),
@@ -201,6 +199,16 @@ def _modules(unit: Unit) -> list[FSDP]:
             "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
         )
     return found
+
+
+def _strategy(name: str, *, replicates: bool) -> ShardingStrategy:
+    """torch's, which has words of its own for models that are sharded within replicas."""
+    keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+    if name == "NO_SHARD":
+        return ShardingStrategy.NO_SHARD
+    if replicates:
+        return ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
+    return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
 
 
 def _is_gathered(module: FSDP) -> bool:

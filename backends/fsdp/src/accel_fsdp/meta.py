@@ -5,6 +5,8 @@ One group at a time, just before it is sharded: a rank never holds more whole we
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._random import is_rng_supported_mesh
 
 from accel_core import AccelError
 
@@ -32,9 +35,16 @@ def init_context(config: FullyShardedDataParallelPlugin, *, first: bool) -> Abst
 
 
 def materialize(
-    group: Group, config: FullyShardedDataParallelPlugin, mesh: DeviceMesh, device: torch.device
+    group: Group,
+    config: FullyShardedDataParallelPlugin,
+    mesh: DeviceMesh,
+    twins: Sequence[dist.ProcessGroup],
+    device: torch.device,
 ) -> None:
-    """Give the group's tensors storage on the device and first values. Collective, if it syncs."""
+    """Give the group's tensors storage on the device and first values. Collective, if it syncs.
+
+    twins: groups of ranks that split layers, and have the same of what is not split.
+    """
     waits = config.cpu_ram_efficient_loading and not _is_first(mesh)
     for module in group.modules:
         empty = [tensor for tensor in _own(module) if tensor.is_meta]
@@ -46,17 +56,18 @@ def materialize(
         if tensor.device != device:
             _move(tensor, device)
         if config.syncs:
-            _broadcast(tensor.detach(), mesh)
+            _broadcast(tensor.detach(), mesh, twins)
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
     return not any(mesh.get_coordinate() or ())
 
 
-def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
+def _broadcast(tensor: Tensor, mesh: DeviceMesh, twins: Sequence[dist.ProcessGroup]) -> None:
+    split = isinstance(tensor, DTensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    for dim in range(mesh.ndim):
-        dist.broadcast(local, group=mesh.get_group(dim), group_src=0)
+    for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else twins)):
+        dist.broadcast(local, group=group, group_src=0)
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -86,4 +97,24 @@ def _initialize(module: nn.Module, config: FullyShardedDataParallelPlugin, group
             " reset_parameters, so nobody knows its first weights\n"
             "give fsdp.param_init_fn, or load them on rank 0 with fsdp.cpu_ram_efficient_loading: true"
         )
+    if any(isinstance(tensor, DTensor) and _is_split(tensor) for tensor in _own(module)):
+        _refuse_blind_draws(group)
     fill(module)
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
+def _refuse_blind_draws(group: Group) -> None:
+    # torch knows which part of a split weight a rank draws where generators can be moved on; else each
+    # rank would draw the same numbers for its part.
+    mesh = next(p for p in group.parameters if isinstance(p, DTensor)).device_mesh
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not is_rng_supported_mesh(mesh):
+            raise AccelError(
+                f"{group.name or 'the model'} was built on the meta device and is split by tensor-parallel,"
+                f" but torch cannot draw first weights of split layers on {mesh.device_type}\n"
+                "build it outside model_init_context, or load it with fsdp.cpu_ram_efficient_loading: true"
+            )

@@ -17,6 +17,7 @@ from accel_fsdp.wrapping import checkpointed, groups, ignored
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -51,6 +52,7 @@ class FullyShardedDataParallel:
         self.config = config
         self.run = run
         self._mesh: DeviceMesh | None = None
+        self._twins: list[ProcessGroup] = []
         self._groups: WeakKeyDictionary[nn.Module, list[Group]] = WeakKeyDictionary()
 
     @implements(hooks.mesh_dims)
@@ -67,7 +69,7 @@ class FullyShardedDataParallel:
         """Find the ranks that share the unit's models. Collective."""
         unit.gathers = True
         if self._mesh is None and unit.mesh is not None:
-            self._mesh = dims.sharding(unit.mesh)
+            self._mesh, self._twins = dims.sharding(unit.mesh), dims.twins(unit.mesh)
         elif self._mesh is None:
             alone.join(self.run)
             self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
@@ -122,7 +124,7 @@ class FullyShardedDataParallel:
 
     def materialize(self, group: Group) -> None:
         """Give a group's tensors storage and first values, the same on all ranks. Collective."""
-        meta.materialize(group, self.config, self.mesh, self.run.device)
+        meta.materialize(group, self.config, self.mesh, self._twins, self.run.device)
 
 
 def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:
