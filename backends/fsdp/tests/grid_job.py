@@ -153,6 +153,18 @@ def prepared(name):
     accelerator.prepare(MODELS[name]())
 
 
+def written_while_whole(name):
+    """The weights that do not hold what was written to them in `full_parameters`."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(MODELS[name]())
+    with accelerator.full_parameters(model, writeback=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+    state = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return [key for key, value in state.items() if value.flatten().tolist() != list(range(value.numel()))]
+
+
 def built_on_meta(name):
     """What the ranks hold of what is not split, built from other seeds."""
     accelerator = Accelerator(cpu=True)

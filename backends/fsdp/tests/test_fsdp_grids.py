@@ -129,6 +129,11 @@ def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path):
     assert run(grid_job.resumed, resumed) == pytest.approx(before[steps:], abs=1e-5)
 
 
+def test_what_is_written_while_parameters_are_whole_is_kept():
+    environment = grid_job.environment({"tp": 2}, PLAN)
+    assert run_processes(grid_job.written_while_whole, "gpt", world=4, environment=environment) == [[]] * 4
+
+
 @pytest.mark.parametrize(
     ("world", "variables"),
     [(2, {"SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"DP_REPLICATE_SIZE": "2"})],

@@ -109,7 +109,8 @@ class Sharded(FullyShardedDataParallel):
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
         _reshard(unit)
-        wanted = {unit.named_parameters()[name] for name in names}
+        # No set: gathering is collective, and all ranks go by one order.
+        wanted = [unit.named_parameters()[name] for name in names]
         return _whole(unit.models, wanted, writeback=writeback)
 
     def _offload(self) -> OffloadPolicy:
@@ -158,15 +159,15 @@ def _quiet(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(models: Sequence[nn.Module], wanted: set[nn.Parameter], *, writeback: bool) -> Iterator[None]:
+def _whole(models: Sequence[nn.Module], wanted: Sequence[nn.Parameter], *, writeback: bool) -> Iterator[None]:
+    stand_ins = {parameter: nn.Parameter(whole(parameter), parameter.requires_grad) for parameter in wanted}
     places = [
         (module._parameters, name, parameter)
         for model in models
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter in wanted
+        if parameter in stand_ins
     ]
-    stand_ins = {parameter: nn.Parameter(whole(parameter), parameter.requires_grad) for parameter in wanted}
     for table, name, parameter in places:
         table[name] = stand_ins[parameter]
     try:
