@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecision,
     ShardingStrategy,
+    StateDictType,
 )
 
 from accel_core import Accelerator, ConfigError, LocalSGD
@@ -65,6 +66,12 @@ def test_a_strategy_may_be_spelt_as_people_spell_it(name: str, way: str) -> None
     member = getattr(ShardingStrategy, name, None) or ShardingStrategy[f"_{name}"]
     spelt = {"as it is": name, "lower": name.lower(), "number": member.value, "enum": member}[way]
     assert FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy=spelt).strategy == name
+
+
+@pytest.mark.parametrize("member", StateDictType)
+def test_numbers_are_those_of_torchs_enums(member: StateDictType) -> None:
+    config = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=member.value)
+    assert config.state_dict_type == member.name
 
 
 def test_objects_of_torch_are_taken_for_what_they_say() -> None:

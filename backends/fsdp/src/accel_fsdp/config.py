@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from attrs import frozen
@@ -16,7 +17,7 @@ STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", 
 SCHEDULES: Final = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 WRAPS: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-STATE_DICTS: Final = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+STATE_DICTS: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 POLICY_KEYS: Final[Mapping[int, tuple[str, ...]]] = {
     1: (
@@ -40,20 +41,8 @@ def _word(words: Sequence[str], value: Any) -> Any:
     return name.upper().lstrip("_") if isinstance(name, str) else value
 
 
-def _strategy(value: Any) -> Any:
-    return _word(STRATEGIES, value)
-
-
 def _reshard(value: Any) -> Any:
     return value if isinstance(value, int) else _word(STRATEGIES, value)
-
-
-def _prefetch(value: Any) -> Any:
-    return _word(PREFETCHES, value)
-
-
-def _state_dict(value: Any) -> Any:
-    return _word(STATE_DICTS, value)
 
 
 def _wrap(value: Any) -> Any:
@@ -89,7 +78,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     sharding_strategy: str | None = option(
         None,
-        converter=_strategy,
+        converter=partial(_word, STRATEGIES),
         help=f"One of {', '.join(STRATEGIES)}; reshard_after_forward says the same.",
     )
     reshard_after_forward: bool | int | str | None = option(
@@ -98,7 +87,10 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         help="Drop gathered weights after forward: true, false, to how many ranks, or a strategy.",
     )
     backward_prefetch: str | None = option(
-        None, converter=_prefetch, choices=PREFETCHES, help="When backward gathers the next block's weights."
+        None,
+        converter=partial(_word, PREFETCHES),
+        choices=PREFETCHES,
+        help="When backward gathers the next block's weights.",
     )
     mixed_precision_policy: str | Mapping[str, Any] | None = option(
         None,
@@ -135,7 +127,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     state_dict_type: str | None = option(
         None,
-        converter=_state_dict,
+        converter=partial(_word, STATE_DICTS),
         choices=STATE_DICTS,
         help="What state_dict() of the prepared model gives; save_state and get_state_dict do not ask.",
     )

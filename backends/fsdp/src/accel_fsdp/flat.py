@@ -18,7 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from accel_core import AccelError, flat_range, hooks, implements
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
-from accel_fsdp.wrapping import ignored, replace
+from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Flat(FullyShardedDataParallel):
         self.join(unit)
         arguments = self._arguments(model)
         wrapped = model
-        for group in self.prepare_groups(model):
+        for group in groups(model, self.config):
             self.materialize(group)
             with warnings.catch_warnings():
                 # Said of NO_SHARD, and in a world of one.

@@ -19,7 +19,7 @@ from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.strategy import FullyShardedDataParallel
-from accel_fsdp.wrapping import ignored
+from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class Sharded(FullyShardedDataParallel):
             },
         }
         made = []
-        for group in self.prepare_groups(model):
+        for group in groups(model, self.config):
             self.materialize(group)
             whole_ones = group.parameters
             made.append(fully_shard(group.module, **arguments))

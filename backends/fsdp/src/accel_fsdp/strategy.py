@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
-from accel_fsdp.wrapping import checkpointed, groups, ignored
+from accel_fsdp.wrapping import checkpointed, ignored
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,6 @@ class FullyShardedDataParallel:
         self.run = run
         self._mesh: DeviceMesh | None = None
         self._twins: list[ProcessGroup] = []
-        self._groups: WeakKeyDictionary[nn.Module, list[Group]] = WeakKeyDictionary()
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
@@ -116,11 +114,6 @@ class FullyShardedDataParallel:
         if self._mesh is not None:
             self._mesh = None
             alone.leave(self.run)
-
-    def prepare_groups(self, model: nn.Module) -> list[Group]:
-        """The model's groups."""
-        found = self._groups[model] = groups(model, self.config)
-        return found
 
     def materialize(self, group: Group) -> None:
         """Give a group's tensors storage and first values, the same on all ranks. Collective."""
