@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from accel_deepspeed.config import DeepSpeedPlugin
+    from accel_deepspeed.hf_config import HfDeepSpeedConfig
     from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
     from accel_deepspeed.strategy import select
 
-__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "select"]
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig", "select"]
 __version__ = "0.1.0"
 
 _HOMES: Final = {
     "DeepSpeedPlugin": "config",
     "DummyOptim": "placeholders",
     "DummyScheduler": "placeholders",
+    "HfDeepSpeedConfig": "hf_config",
     "select": "strategy",
 }
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel_deepspeed import settings
+from accel_deepspeed.hf_config import HfDeepSpeedConfig
 from accel_deepspeed.library import deepspeed_for, quiet
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def _told_transformers(told: dict[str, Any]) -> Iterator[None]:
     theirs: Any = import_module("transformers.integrations.deepspeed")
 
     before = theirs._hf_deepspeed_config_weak_ref
-    held = theirs.HfDeepSpeedConfig(told)  # noqa: F841  they keep a weak reference
+    held = HfDeepSpeedConfig(told)  # they keep a weak reference
+    theirs.set_hf_deepspeed_config(held)
     try:
         yield
     finally:
