@@ -148,12 +148,27 @@ class DeepSpeed(EngineState):
         for engine in unit.wrapped:
             dismantle(engine)
         self.remember_groups(unit)
+        self._fetch_whole(unit.models[0])
         given: dict[str, Any] = {}
         for optimizer in unit.optimizers:
             dummy = isinstance(optimizer, DummyOptim)
             given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
         with quiet():
             return deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
+
+    def _fetch_whole(self, model: nn.Module) -> None:
+        """Layers that use some of their parts only, such as experts, are fetched with all of them."""
+        names = [name.strip() for name in (self.config.transformer_moe_cls_names or "").split(",") if name]
+        found = {type(module).__name__: type(module) for module in model.modules()}
+        if unknown := [name for name in names if name not in found]:
+            raise ConfigError(
+                f"transformer_moe_cls_names: the {type(model).__name__} has no {', '.join(unknown)}\n"
+                "give the names of the classes of its layers"
+            )
+        if names and self.config.stage == 3:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            set_z3_leaf_modules(model, [found[name] for name in names])
 
     @implements(hooks.wrap_scheduler)
     def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
@@ -240,6 +255,12 @@ class DeepSpeed(EngineState):
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         return None  # `step` does it
+
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit: Unit) -> None:
+        raise ConfigError(
+            "LocalSGD averages whole weights, and DeepSpeed's ranks step shares of them\nuse strategy ddp"
+        )
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> None:
