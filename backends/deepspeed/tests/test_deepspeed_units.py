@@ -88,6 +88,52 @@ def test_a_model_is_sharded_while_it_is_built_and_only_there() -> None:
         assert not outside
 
 
+def transformers_from_pretrained(folder: str) -> tuple[int, list[bool], list[float], list[float]]:
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    zero = SHARDED["zero_optimization"] | {
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+    }
+    ours = accelerator(DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero}))
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with ours.model_init_context():
+        known = [is_deepspeed_zero3_enabled()]
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    known.append(is_deepspeed_zero3_enabled())
+    held = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = ours.prepare(model, sgd(model.parameters()))
+    by_hand, tokens = sgd(plain.parameters()), torch.arange(16).reshape(2, 8) % 11
+    losses, expected = [], []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        plain_loss = plain(input_ids=tokens, labels=tokens).loss
+        ours.backward(loss)
+        plain_loss.backward()
+        for each in (optimizer, by_hand):
+            each.step()
+            each.zero_grad()
+        losses.append(loss.item())
+        expected.append(plain_loss.item())
+    ours.end_training()
+    return held, known, losses, expected
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao, which transformers imports, warns of its own binaries
+def test_transformers_shards_what_it_loads_inside_the_context_only(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    for held, known, losses, expected in run_processes(
+        transformers_from_pretrained, str(tmp_path), timeout=200
+    ):
+        assert held == 0
+        assert known == [True, False]
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
