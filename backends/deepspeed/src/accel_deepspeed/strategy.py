@@ -73,6 +73,7 @@ class DeepSpeed(EngineState):
         self.config = config
         self.run = run
         self.gradients: dict[Unit, Gradients] = {}
+        self._units: set[Unit] = set()
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -139,6 +140,7 @@ class DeepSpeed(EngineState):
 
     def _engine(self, unit: Unit) -> Any:
         deepspeed = deepspeed_for(self.run, self)
+        self._units.add(unit)
         told = completing.engine_settings(unit.config.deepspeed_config, unit)
         if told["fp16"]["enabled"] and not deepspeed.get_accelerator().is_fp16_supported():
             raise ConfigError(
@@ -200,7 +202,8 @@ class DeepSpeed(EngineState):
         self.gradients.pop(unit, None)
         for engine in unit.wrapped:
             dismantle(engine)
-        if all(each is unit or each.plugin is not self for each in self.run.units):
+        self._units.discard(unit)
+        if not self._units:
             leave(self)
 
     # -- each step -------------------------------------------------------------------------------
