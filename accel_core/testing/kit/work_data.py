@@ -63,7 +63,8 @@ def stream(
 def resumed(data: str, dispatch: bool | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The rest of an epoch that was saved after two rounds, as it went and as another loader takes it up."""
     accelerator = _accelerator(arguments, dispatch)
-    loader, again = (accelerator.prepare(_loader(23, 3, data)) for _ in range(2))
+    samples = 8 + 9 * accelerator.run.topology.readers  # two rounds and more, the last of them short
+    loader, again = (accelerator.prepare(_loader(samples, 3, data)) for _ in range(2))
     rounds = iter(loader)
     for batch in islice(rounds, 2):
         _gathered(accelerator, batch)

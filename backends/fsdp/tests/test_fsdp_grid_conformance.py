@@ -1,0 +1,32 @@
+"""The conformance kit on meshes: replicas, layers split over ranks, and both with sharding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel_core.testing import conform
+
+# Split where the widths of the kit's networks are even; its other networks stay whole.
+PLAN = '{"*": null, "0": rowwise_rep, "3": rowwise_rep, "fixed": colwise_rep}'
+SPLIT = ("fsdp+tensor-parallel", f"tensor_parallel.parallelize_plan={PLAN}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("stack", "settings", "levels", "worlds"),
+    [
+        ("fsdp", ("fsdp.dp_replicate_size=2",), "3,4", "4"),
+        (SPLIT[0], (SPLIT[1], "fsdp.dp_shard_size=1", "tensor_parallel.tp_size=-1"), "0,1,2,3,4", "1,2"),
+        (SPLIT[0], (SPLIT[1], "tensor_parallel.tp_size=2"), "3,4", "4"),
+    ],
+    ids=["replicas", "layers", "layers x shards"],
+)
+def test_it_conforms_on_a_mesh(
+    tmp_path: Path, stack: str, settings: tuple[str, ...], levels: str, worlds: str
+) -> None:
+    options = [word for setting in settings for word in ("--accel-set", setting)]
+    printed = conform(tmp_path, stack, "--accel-level", levels, "--accel-world", worlds, *options)
+    assert "0 failed, 0 xfailed" in printed
