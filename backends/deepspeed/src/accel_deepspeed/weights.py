@@ -22,7 +22,7 @@ _USER: Final = "full_parameters"
 @contextmanager
 def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
     """Collective. In the precision of forward; what rank 0 writes is kept, by the masters too."""
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     (engine,) = unit.wrapped
     named = unit.named_parameters()
