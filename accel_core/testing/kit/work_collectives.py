@@ -60,6 +60,7 @@ def kinds(arguments: Mapping[str, Any]) -> dict[str, Any]:
             torch.tensor([number, -number], device=device), "min", run=accelerator.run
         ).tolist(),
         "count": ops.reduce(torch.tensor(number == 1, device=device), "sum", run=accelerator.run).item(),
+        "each": accelerator.run.topology.losses // accelerator.run.topology.readers,
     }
     accelerator.end_training()
     return found

@@ -100,6 +100,7 @@ def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
             torch.tensor([accelerator.process_index], device=device), accelerator.num_processes - 1
         ).tolist(),
         "scalar": accelerator.gather(torch.tensor(float(reader), device=device)).tolist(),
+        "each": topology.losses // topology.readers,
     }
     accelerator.end_training()
     return found

@@ -57,7 +57,8 @@ for x, y in loader:
         if accelerator.is_main_process:
             with open("losses", "a") as file:
                 file.write(f"{{readers}} {{mean:.6f}}\\n")
-        if os.environ.get("LOSE_A_HOST") and len(open("losses").readlines()) >= {LOSE_AFTER}:
+        step += 1
+        if os.environ.get("LOSE_A_HOST") and step == {LOSE_AFTER}:
             time.sleep(600)
 accelerator.end_training()
 """
