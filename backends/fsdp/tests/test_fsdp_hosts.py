@@ -109,6 +109,7 @@ def stop(process):
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    process.stdout.close()
 
 
 def test_a_lost_host_costs_no_step_and_changes_no_loss(hosts, tmp_path):
