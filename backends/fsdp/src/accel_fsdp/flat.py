@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,7 @@ class Flat(FullyShardedDataParallel):
                 replace(model, group.module, wrapped)
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
+        wrapped.register_forward_pre_hook(partial(_refuse_frozen, unit), prepend=True)
         return wrapped
 
     def _set_state_dict_type(self, model: nn.Module) -> None:
@@ -209,6 +211,15 @@ def _strategy(name: str, *, replicates: bool) -> ShardingStrategy:
     if replicates:
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
     return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
+
+
+def _refuse_frozen(unit: Unit, model: nn.Module, inputs: Any) -> None:
+    # torch drops the unreduced gradients of a window when all of the model is found frozen.
+    if unit.pending and torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters()):
+        raise AccelError(
+            f"unit {unit.name!r} was frozen in the middle of an accumulation window, where fsdp_version 1"
+            " would lose the gradients it has so far\nset fsdp.fsdp_version: 2, or finish the window first"
+        )
 
 
 def _is_gathered(module: FSDP) -> bool:
