@@ -1,0 +1,92 @@
+"""A strategy that makes one thing of a unit's model, optimizer and scheduler, as engines do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import FEATURES, net
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_core import Accelerator
+
+ENGINE = """
+from torch import nn
+from accel_core import Card, hooks, implements
+
+class Engine(nn.Module):
+    def __init__(self, module, optimizer):
+        super().__init__()
+        self.module, self.optimizer = module, optimizer
+
+    def forward(self, x):
+        return self.module(x)
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run, self.calls = run, []
+
+    @implements(hooks.complete)
+    def complete(self, config, unit, loaders):
+        return {"models": len(unit.models), "loaders": len(loaders)}
+
+    @implements(hooks.prepare_unit)
+    def prepare_unit(self, unit, loaders):
+        self.calls.append((len(unit.wrapped), len(unit.optimizers), len(unit.schedulers)))
+        if unit.wrapped:
+            unit.wrapped[0].optimizer = unit.optimizers[0]
+        else:
+            unit.wrapped.append(Engine(unit.models[0], unit.optimizers[0] if unit.optimizers else None))
+
+    @implements(hooks.wrap_scheduler)
+    def wrap_scheduler(self, unit, scheduler):
+        scheduler.wrapped_by = unit
+        return scheduler
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit, model, keep_compiled):
+        return getattr(model, "module", model)
+
+CARD = Card(name="engine", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="toy_engine:Plugin")
+"""
+
+
+@pytest.fixture
+def accelerator(toy_plugin):
+    toy_plugin("engine", "strategy", source=ENGINE)
+    made = Accelerator(cpu=True, strategy="engine")
+    yield made
+    made.end_training()
+
+
+def parts():
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return model, optimizer, LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_the_engine_gets_all_objects_of_one_call(accelerator):
+    model, optimizer, rate = parts()
+    engine, prepared, scheduler = accelerator.prepare(model, optimizer, rate)
+    (unit,) = accelerator.run.units
+    assert unit.plugin.calls == [(0, 1, 1)]
+    assert unit.config == {"models": 1, "loaders": 0}
+    assert engine.optimizer is optimizer
+    assert accelerator.unwrap_model(engine) is model
+    assert scheduler.wrapped_by is unit
+    before = model[0].weight.detach().clone()
+    accelerator.backward(engine(torch.ones(2, FEATURES)).sum())
+    prepared.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_late_optimizer_is_given_to_the_same_engine(accelerator):
+    model, optimizer, rate = parts()
+    engine = accelerator.prepare(model)
+    accelerator.prepare(optimizer)
+    accelerator.prepare(rate)
+    (unit,) = accelerator.run.units
+    assert unit.plugin.calls == [(0, 0, 0), (1, 1, 0)]
+    assert engine.optimizer is optimizer
+    assert unit.schedulers == [rate]
