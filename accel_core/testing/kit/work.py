@@ -65,9 +65,9 @@ def stack_members(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def cut() -> None:
-    """After each backward of a loop by hand: what its author must do where a device records its work."""
+    """Before each batch of a loop by hand: what its author must do where a device records its work."""
     from accel_core.run import live
 
     for run in live():
         if run.mark_step is not None:
-            run.mark_step("step")
+            run.mark_step("batch")

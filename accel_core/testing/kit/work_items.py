@@ -44,14 +44,13 @@ def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, A
 
 def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Trace:
     trace = Trace()
-    model, optimizer = _parts()
-    model.to(device)
+    model, optimizer = _parts(device)
     scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=precision == "fp16")
     for x, y in _batches(device):
+        cut()
         with autocast(precision, device):
             output = model(x)
         scaler.scale(cross_entropy(output.float(), y)).backward()
-        cut()
         if clip_norm is not None:
             scaler.unscale_(optimizer)
             trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
@@ -62,8 +61,8 @@ def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Tra
     return trace
 
 
-def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network()
+def _parts(device: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network().to(device)  # first: on some devices that makes other parameters
     return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 

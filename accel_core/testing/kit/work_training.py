@@ -136,11 +136,11 @@ def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
     for each in made:
         each.register_step_post_hook(lambda optimizer, *_: applied.append(optimizer))
     for x, y, boundary in _windows(recipe):
+        cut()
         with autocast(precision, device):
             output = model(x.to(device))
         loss = cross_entropy(output.float(), y.to(device))
         scaler.scale(loss / recipe.accumulation).backward()
-        cut()
         trace.losses.append(loss.item())
         if not boundary:
             continue

@@ -44,9 +44,9 @@ class _ByHand:
         return output.float()
 
     def learn(self, player: int, loss: Callable[[], Tensor], last: bool) -> float:
+        cut()
         value = loss()
         self.scalers[player].scale(value / self.accumulation).backward()
-        cut()
         self.counts[player] += 1
         if self.counts[player] % self.accumulation == 0 or last:
             self.counts[player] = 0
@@ -147,6 +147,7 @@ def _distillation_by_hand(device: torch.device, precision: str) -> Trace:
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     for batch in _real_batches():
+        cut()
         x = batch[0].to(device)
         with autocast(precision, device):
             with torch.no_grad():
@@ -154,7 +155,6 @@ def _distillation_by_hand(device: torch.device, precision: str) -> Trace:
             output = student(x)
         loss = mse_loss(output.float(), target.float())
         scaler.scale(loss).backward()
-        cut()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

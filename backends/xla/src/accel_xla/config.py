@@ -20,9 +20,6 @@ class XlaConfig:
         choices=("TPU", "NEURON", "CPU"),
         help="PJRT_DEVICE; unset: the hardware found here. XLA's CPU device is used only when named.",
     )
-    cut_after_backward: bool = option(
-        False, help="End the recorded graph after each backward too: smaller graphs, less to fuse."
-    )
     prefetch: int = option(
         8, minimum=1, unit="batches", help="Uploaded ahead by threads, for loaders that have workers."
     )

@@ -51,9 +51,7 @@ class XlaDevice:
         self.run = run
         self._sync, self._device = torch_xla.sync, torch_xla.device
         self._xm, self._xr = xla_model, runtime
-        self._cuts = {"batch", "step", "host_read", "state"}
-        if self.config.cut_after_backward:
-            self._cuts.add("backward")
+        self._gradients_wait = False
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -109,8 +107,13 @@ class XlaDevice:
 
     @implements(hooks.mark_step)
     def mark_step(self, point: str) -> None:
-        if point in self._cuts:
-            self._sync()
+        # Between backward and step the graph goes on: if it ended there, gradients that are then changed
+        # in place and read in between (clipping, and its norm) would come out wrong.
+        if point == "backward" or (point == "host_read" and self._gradients_wait):
+            self._gradients_wait = True
+            return
+        self._gradients_wait = False
+        self._sync()
 
     # -- state and services ----------------------------------------------------------------------
 
