@@ -70,7 +70,14 @@ def _read(folder: Path, contents: CheckpointContents, unit: str) -> Iterator[str
     if (folder / "zero").is_dir():
         _universal(folder / "zero", mains[0], found)
     elif files := _files(folder, "*_optim_states.pt", several=True):
-        _zero([_load(file)["optimizer_state_dict"] for file in files], mains[0]["param_shapes"], found)
+        ranks = [_load(file) for file in files]
+        if (ranks[0].get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients"):
+            raise CheckpointError(
+                f"{folder}: round_robin_gradients lays parameters out in an order not known here\n"
+                "train on under DeepSpeed without it, and import what that saves",
+                path=str(folder),
+            )
+        _zero([rank["optimizer_state_dict"] for rank in ranks], mains[0]["param_shapes"], found)
     elif mains[0].get("optimizer"):
         _stage_0(mains[0]["optimizer"], contents, unit, found)
     put_weights(contents, unit, found.weights, str(folder))
