@@ -76,7 +76,7 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
         _groups_made[key] += 1
         prefix = f"accel/{world.run_id}/{world.restart_count}/{count}"
         dist.init_process_group(
-            ",".join(f"{device}:{name}" for device, name in backends.items()),
+            _spelled(backends),
             store=PrefixStore(prefix, root),
             rank=world.rank,
             world_size=world.size,
@@ -110,6 +110,13 @@ def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
         backend = dist.Backend.default_device_backend_map["cpu"]
         _control[world] = dist.new_group(backend=backend, timeout=timeout)
     return _control[world]
+
+
+def _spelled(backends: Mapping[str, str]) -> str:
+    # torch warns at each group's end where the only backend is spelled with its device.
+    if len(backends) == 1:
+        return next(iter(backends.values()))
+    return ",".join(f"{device}:{name}" for device, name in backends.items())
 
 
 def destroy() -> None:

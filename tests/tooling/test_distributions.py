@@ -21,6 +21,7 @@ PLUGINS = {
     "accel-ddp": {"ddp"},
     "accel-fsdp": {"fsdp", "tensor-parallel"},
     "accel-cuda": {"cuda"},
+    "accel-compat": {"compat"},
     "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp"},
     "accel-npu": {"npu"},
     "accel-xpu": {"xpu"},

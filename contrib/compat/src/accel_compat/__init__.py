@@ -1,0 +1,23 @@
+"""Programs written for Accelerate, unchanged, on accel-core.
+
+`install()` makes `import accelerate` mean this package's, in this process. Importing this package
+imports neither torch nor its own modules (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_compat.finding import install
+
+__all__ = ["install"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'accel_compat' has no attribute {name!r}", name=name)
+    from accel_compat import finding
+
+    return getattr(finding, name)

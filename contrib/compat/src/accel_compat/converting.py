@@ -1,0 +1,122 @@
+"""A config file of Accelerate, as accel-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import frozen
+
+from accel_compat.settings import DROPPED
+
+__all__ = ["Converted", "convert"]
+
+PATHS: Final[Mapping[str, str]] = {
+    "mixed_precision": "mixed_precision",
+    "machine_rank": "launch.node_rank",
+    "num_machines": "launch.nodes",
+    "max_restarts": "launch.max_restarts",
+    "dynamo_backend": "compile.backend",
+    "dynamo_mode": "compile.mode",
+    "dynamo_use_fullgraph": "compile.fullgraph",
+    "dynamo_use_dynamic": "compile.dynamic",
+    "dynamo_use_regional_compilation": "compile.use_regional_compilation",
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp.transformer_cls_names_to_wrap",
+    "fsdp_offload_params": "fsdp.cpu_offload",
+    "fsdp_version": "fsdp.fsdp_version",
+    "deepspeed_config_file": "deepspeed.hf_ds_config",
+    "zero_stage": "deepspeed.zero_stage",
+    "offload_optimizer_device": "deepspeed.offload_optimizer_device",
+    "offload_param_device": "deepspeed.offload_param_device",
+    "offload_optimizer_nvme_path": "deepspeed.offload_optimizer_nvme_path",
+    "offload_param_nvme_path": "deepspeed.offload_param_nvme_path",
+    "gradient_accumulation_steps": "deepspeed.gradient_accumulation_steps",
+    "gradient_clipping": "deepspeed.gradient_clipping",
+    "zero3_init_flag": "deepspeed.zero3_init_flag",
+    "zero3_save_16bit_model": "deepspeed.zero3_save_16bit_model",
+    "deepspeed_moe_layer_cls_names": "deepspeed.transformer_moe_cls_names",
+}
+STRATEGIES: Final[Mapping[str, str]] = {
+    "use_fsdp": "fsdp",
+    "use_deepspeed": "deepspeed",
+    "use_megatron_lm": "megatron",
+}
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "gpu_ids": "set the device's own variable, such as CUDA_VISIBLE_DEVICES",
+    "num_cpu_threads_per_process": "set OMP_NUM_THREADS",
+    "debug": "set ACCEL_DEBUG=1",
+}
+
+
+@frozen
+class Converted:
+    """config: nested, as YAML. dropped: setting -> why it has no place in it."""
+
+    config: Mapping[str, Any]
+    dropped: Mapping[str, str]
+
+
+def convert(settings: Mapping[str, Any]) -> Converted:
+    """Each setting at its path, or among the dropped."""
+    dropped = {name: why for name, why in {**DROPPED, **ELSEWHERE}.items() if name in settings}
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        path = _path(name)
+        if name not in dropped and path is not None:
+            found[path] = _value(name, value)
+    strategy = next((STRATEGIES[name] for name in STRATEGIES if settings.get(name)), None)
+    found |= _world(settings)
+    if strategy is not None:
+        found = {"strategy": strategy, **found}
+    if strategy == "fsdp":
+        found.setdefault("fsdp.fsdp_version", 1)
+    others = {_section(path) for path in found} & set(STRATEGIES.values()) - {strategy}
+    why = f"distributed_type chooses {strategy or 'no such strategy'}"
+    dropped |= {name: why for name in settings if _section(_path(name) or "") in others}
+    kept = {path: value for path, value in found.items() if _section(path) not in others}
+    return Converted(_nested(kept), dropped)
+
+
+def _section(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _path(name: str) -> str | None:
+    if name in PATHS:
+        return PATHS[name]
+    for start, section in (("fsdp_", "fsdp"), ("megatron_lm_", "megatron"), ("parallelism_config_", "fsdp")):
+        if name.startswith(start):
+            return f"{section}.{name[len(start) :]}"
+    return None
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "dynamo_backend":
+        return str(value).lower()
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value
+
+
+def _world(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if settings.get("cpu"):
+        found["device"] = "cpu"
+    if "num_processes" in settings:
+        nodes = int(settings.get("num_machines", 1))
+        found["launch.processes_per_node"] = int(settings["num_processes"]) // nodes
+    if "main_process_ip" in settings:
+        port = settings.get("main_process_port", 29500)
+        found["launch.rendezvous"] = f"{settings['main_process_ip']}:{port}"
+    return found
+
+
+def _nested(found: Mapping[str, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for path, value in found.items():
+        *parents, last = path.split(".")
+        inner = whole
+        for part in parents:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return whole

@@ -1,0 +1,95 @@
+"""`accelerate launch`'s settings, as an `accel launch` command and the variables its workers read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_compat.saying import say_once
+from accel_compat.settings import DEEPSPEED, PREFIXES, Asked
+from accel_compat.shim import write_shim
+from accel_core import ConfigError
+
+__all__ = ["command", "environment", "launch"]
+
+_ACCEL = "import sys; from accel_core.cli import main; sys.argv[0] = 'accel'; sys.exit(main())"
+_NAMES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_STRATEGIES = {
+    "use_fsdp": "ACCELERATE_USE_FSDP",
+    "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "use_megatron_lm": "ACCELERATE_USE_MEGATRON_LM",
+    "use_parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+
+
+def launch(asked: Asked) -> int:
+    """Start it with an `accelerate` that is ours, for the workers and their children; its exit code."""
+    for name, why in asked.dropped.items():
+        say_once(f"{name} has no meaning here: {why}")
+    with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
+        write_shim(Path(folder))
+        known = {**os.environ, **environment(asked.settings)}
+        known["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, known.get("PYTHONPATH")]))
+        known["PATH"] = os.pathsep.join([str(Path(folder, "bin")), known.get("PATH", "")])
+        done = subprocess.run(command(asked), env=known, check=False)  # noqa: S603  the user's script
+        return done.returncode
+
+
+def command(asked: Asked) -> list[str]:
+    """The command line of `accel launch`."""
+    words = [sys.executable, "-c", _ACCEL, "launch", *_flags(asked.settings)]
+    return [*words, *(["-m"] if asked.module else []), *asked.target]
+
+
+def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("cpu"):
+        yield from ("--device", "cpu")
+    nodes = int(settings.get("num_machines", 1))
+    if "num_processes" in settings:
+        count = int(settings["num_processes"])
+        if count % nodes:
+            raise ConfigError(
+                f"num_processes {count} cannot be shared out to num_machines {nodes}\n"
+                "let num_processes, which counts those of all machines, be a multiple of it"
+            )
+        yield from ("-n", str(count // nodes))
+    elif settings.get("cpu") or not any(settings.get(name) for name in _STRATEGIES):
+        yield from ("-n", "1") if settings.get("cpu") else ()
+    if nodes > 1:
+        yield from ("--nodes", str(nodes), "--node-rank", str(settings.get("machine_rank", 0)))
+    if "main_process_ip" in settings or "main_process_port" in settings:
+        host = settings.get("main_process_ip", "127.0.0.1")
+        yield from ("--rendezvous", f"{host}:{settings.get('main_process_port', 29500)}")
+    if int(settings.get("max_restarts", 0)):
+        yield from ("--max-restarts", str(settings["max_restarts"]))
+
+
+def environment(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that the plugins of the surface read."""
+    found = {variable: "true" for name, variable in _STRATEGIES.items() if settings.get(name)}
+    for name, value in settings.items():
+        variable = _NAMES.get(name) or DEEPSPEED.get(name) or _prefixed(name)
+        if variable is not None:
+            found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    if "mixed_precision" in settings:
+        found["ACCELERATE_MIXED_PRECISION"] = str(settings["mixed_precision"])
+    if settings.get("cpu"):
+        found["ACCELERATE_USE_CPU"] = "true"
+    if settings.get("debug"):
+        found["ACCELERATE_DEBUG_MODE"] = "true"
+    if "num_cpu_threads_per_process" in settings:
+        found["OMP_NUM_THREADS"] = str(settings["num_cpu_threads_per_process"])
+    devices = settings.get("gpu_ids", "all")
+    if devices != "all":
+        found["CUDA_VISIBLE_DEVICES"] = str(devices)
+    return found
+
+
+def _prefixed(name: str) -> str | None:
+    start = next((start for start in PREFIXES if name.startswith(start)), None)
+    return None if start is None else PREFIXES[start] + name[len(start) :].upper()

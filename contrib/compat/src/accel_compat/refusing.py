@@ -1,0 +1,92 @@
+"""Names of Accelerate that are not served: they can be imported, and say why when they are called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from accel_core import AccelError
+
+__all__ = ["NotServedError", "inventory", "unserved", "why"]
+
+LATER: Final = "models larger than one device come in a later package"
+MEGATRON: Final = "it needs a package for Megatron, which there is not yet"
+REASONS: Final[Mapping[str, str]] = {
+    "accelerate.big_modeling": LATER,
+    "accelerate.hooks": LATER,
+    "accelerate.utils.modeling": LATER,
+    "accelerate.utils.offload": LATER,
+    "accelerate.inference": "pipelines over a model's own split points are accel-fsdp's",
+    "accelerate.utils.bnb": "quantized models come in a later package",
+    "accelerate.utils.ao": "fp8 comes in a later package",
+    "accelerate.utils.transformer_engine": "fp8 comes in a later package",
+    "accelerate.utils.megatron_lm": MEGATRON,
+    "accelerate.utils.launch": "the launcher of accel-core starts the workers",
+    "accelerate.checkpointing": "accelerator.save_state and load_state do it, in accel-core's format",
+    "accelerate.tracking": "trackers are plugins of accel-core",
+    "accelerate.utils.fsdp_utils": "accelerator.save_state and save_model write what accel-fsdp shards",
+    "accelerate.commands": "the command line here is `accel`",
+}
+"""Module -> why what it has besides is not served. The longest that fits counts."""
+
+
+class NotServedError(AccelError, NotImplementedError):
+    """A name of Accelerate was called that accel-compat imports but does not serve."""
+
+
+@cache
+def inventory() -> Mapping[str, Mapping[str, str]]:
+    """Module of Accelerate 1.15 -> its names -> class, function or value."""
+    found: Mapping[str, Mapping[str, str]] = json.loads(Path(__file__).with_name("names.json").read_text())
+    return found
+
+
+def why(module: str, name: str) -> str:
+    """The reason, as people read it; for what is exported elsewhere, of the module that has it."""
+    if module in ("accelerate", "accelerate.utils"):
+        homes = (each for each in inventory() if each in REASONS and name in inventory()[each])
+        module = next(homes, module)
+    if name.startswith("Dummy"):
+        return "it needs accel-deepspeed: pip install accel-deepspeed"
+    if "Megatron" in name or "megatron" in name:
+        return MEGATRON
+    fitting = [start for start in REASONS if module == start or module.startswith(start + ".")]
+    return REASONS[max(fitting, key=len)] if fitting else "it is internal to Accelerate"
+
+
+def unserved(module: str) -> Callable[[str], Any]:
+    """`__getattr__` of a served module: something to import for each further name that Accelerate has."""
+
+    def look_up(name: str) -> Any:
+        kind = inventory().get(module, {}).get(name)
+        if kind is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+        return _Refusing(name, (), {"__module__": module}) if kind == "class" else _refuser(module, name)
+
+    return look_up
+
+
+def _refuse(module: str, name: str) -> NoReturn:
+    raise NotServedError(
+        f"{module}.{name} of Accelerate is not served by accel-compat: {why(module, name)}\n"
+        "docs/from-accelerate.md lists what is, and what to use instead"
+    )
+
+
+class _Refusing(type):
+    """Of classes that nothing is an instance of, because they cannot be called."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(cls.__module__, cls.__name__)
+
+
+def _refuser(module: str, name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(module, name)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__module__ = module
+    return refuse

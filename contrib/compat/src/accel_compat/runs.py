@@ -1,0 +1,63 @@
+"""Which run Accelerate's process-wide state and functions are about: the newest, else one made for them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from accel_core import AccelError, InitProcessGroupKwargs, Run
+
+if TYPE_CHECKING:
+    from torch import device
+
+__all__ = ["adopt", "current", "host", "newest"]
+
+_runs: list[Run] = []
+_hosts: list[Run] = []
+"""The run that states have before there is an Accelerator. It keeps the process group alive."""
+
+
+def adopt(run: Run) -> None:
+    """Make an Accelerator's run the newest."""
+    _runs[:] = [*(known for known in _runs if not known.ended), run]
+    while _hosts:
+        _hosts.pop().end()
+
+
+def newest() -> Run | None:
+    """The run of the newest Accelerator that has not ended, else the states' own, if there is one."""
+    return next((run for run in reversed([*_hosts, *_runs]) if not run.ended), None)
+
+
+def current() -> Run:
+    """The newest run.
+
+    Raises:
+        AccelError: there is neither an Accelerator nor a state.
+    """
+    run = newest()
+    if run is None:
+        raise AccelError(
+            "there is neither an Accelerator nor a PartialState yet\n"
+            "make one first: accelerator = Accelerator()"
+        )
+    return run
+
+
+def host(cpu: bool, **group: Any) -> Run:
+    """The newest run, else a new one that only knows device and world. Collective where it makes one."""
+    run = newest()
+    if run is None:
+        options = {name: value for name, value in group.items() if value is not None}
+        asked = "cpu" if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
+        run = Run(
+            python={} if asked is None else {"device": kind_of(asked)},
+            objects=[InitProcessGroupKwargs(**options)] if options else [],
+        )
+        _hosts.append(run)
+    return run
+
+
+def kind_of(asked: str | device) -> str:
+    """A device without its number: which one is each rank's is for the run to say."""
+    return str(asked).partition(":")[0]

@@ -1,0 +1,32 @@
+"""A folder that makes `accelerate` ours for any process that has it on its PYTHONPATH and PATH."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from accel_compat.finding import METADATA, NAME, VERSION
+
+__all__ = ["write_shim"]
+
+MODULE = "from accel_compat.finding import become; import sys; become(sys.modules[__name__])\n"
+SCRIPT = """\
+#!{python}
+from accel_compat.commands import accelerate
+
+accelerate()
+"""
+
+
+def write_shim(folder: Path) -> None:
+    """Write the package `accelerate`, its metadata, and the script bin/accelerate."""
+    package, info, programs = folder / NAME, folder / f"{NAME}-{VERSION}.dist-info", folder / "bin"
+    for each in (package, info, programs):
+        each.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(MODULE)
+    (info / "METADATA").write_text(METADATA)
+    (info / "top_level.txt").write_text(f"{NAME}\n")
+    (info / "RECORD").write_text(f"{NAME}/__init__.py,,\n")
+    script = programs / NAME
+    script.write_text(SCRIPT.format(python=sys.executable))
+    script.chmod(0o755)

@@ -1,0 +1,208 @@
+"""What the arguments of Accelerate's constructor, and its environment variables, mean to accel-core's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import define
+
+from accel_compat.refusing import NotServedError
+from accel_compat.runs import kind_of
+from accel_compat.saying import say_once
+
+from .utils.dataclasses import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    TorchDynamoPlugin,
+)
+from .utils.environment import parse_flag_from_env
+
+__all__ = ["STATE_PLUGINS", "Asked", "read"]
+
+STATE_PLUGINS: Final = (
+    "dynamo_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+)
+HANDLERS: Final[Mapping[str, str]] = {
+    "AutocastKwargs": "autocast_handler",
+    "DistributedDataParallelKwargs": "ddp_handler",
+    "GradScalerKwargs": "scaler_handler",
+    "InitProcessGroupKwargs": "init_handler",
+    "ProfileKwargs": "profile_handler",
+    "AORecipeKwargs": "ao_recipe_handler",
+    "TERecipeKwargs": "te_recipe_handler",
+    "MSAMPRecipeKwargs": "msamp_recipe_handler",
+    "FP8RecipeKwargs": "fp8_recipe_handler",
+}
+"""Class of a kwargs handler -> the attribute under which an Accelerator keeps it."""
+PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
+
+
+@define
+class Asked:
+    """core: arguments of accel-core's Accelerator. kept: attributes that Accelerate's has besides."""
+
+    core: dict[str, Any]
+    kept: dict[str, Any]
+    precision: str
+    accumulation: Any
+    deepspeed: Any
+
+
+def read(given: dict[str, Any]) -> Asked:
+    """Translate the arguments, as Accelerate 1.15 would read them.
+
+    Raises:
+        ValueError: they contradict each other, as there.
+        NotServedError: what only a later package can do was asked for.
+    """
+    kept: dict[str, Any] = dict.fromkeys(HANDLERS.values()) | _handlers(given["kwargs_handlers"])
+    precision = _precision(given["mixed_precision"])
+    accumulation = _accumulation(given)
+    dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
+    deepspeed = _deepspeed(given)
+    fsdp = _fsdp(given["fsdp_plugin"])
+    if deepspeed is not None and (
+        given["gradient_accumulation_plugin"] or given["gradient_accumulation_steps"] != 1
+    ):
+        _let_the_run_count(deepspeed, accumulation.num_steps)
+    strategies = [
+        plugin
+        for plugin in (fsdp, given["torch_tp_plugin"], given["megatron_lm_plugin"], deepspeed)
+        if plugin
+    ]
+    kept |= {name: given[name] for name in STATE_PLUGINS}
+    kept |= {"dynamo_plugin": dynamo, "fsdp_plugin": fsdp, "has_lomo_optimizer": False, "fp8_enabled": False}
+    kept["dataloader_config"] = given["dataloader_config"]
+    kept["rng_types"] = given["rng_types"]
+    core = {
+        name: given[name] for name in ("device_placement", "project_dir", "step_scheduler_with_optimizer")
+    }
+    core |= {
+        "split_batches": bool(given["split_batches"]),
+        "mixed_precision": precision,
+        "cpu": _cpu(given["cpu"]),
+        "dataloader_config": _ours(given["dataloader_config"]),
+        "rng_types": None if given["rng_types"] is None else [str(kind) for kind in given["rng_types"]],
+        "log_with": _trackers(given["log_with"]),
+        "project_config": _ours(given["project_config"]),
+        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_plugin": _ours(accumulation),
+        "dynamo_plugin": _ours(dynamo),
+        "kwargs_handlers": [_ours(handler) for handler in _used(given["kwargs_handlers"], strategies)],
+        "plugins": [_ours(plugin) for plugin in strategies],
+    }
+    if not core["cpu"] and "ACCELERATE_TORCH_DEVICE" in os.environ:
+        core["device"] = kind_of(os.environ["ACCELERATE_TORCH_DEVICE"])
+    return Asked(core, kept, precision, accumulation, deepspeed)
+
+
+def _ours(thing: Any) -> Any:
+    return None if thing is None else thing.to_ours()
+
+
+def _precision(asked: Any) -> str:
+    word = str(getattr(asked, "value", asked) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+    if word not in PRECISIONS:
+        raise ValueError(f"Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
+    if word == "fp8":
+        raise NotServedError(
+            'mixed_precision="fp8": fp8 comes in a later package of accel-core\ntake "bf16" meanwhile'
+        )
+    return word
+
+
+def _cpu(asked: bool) -> bool:
+    return asked or parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
+def _accumulation(given: Mapping[str, Any]) -> GradientAccumulationPlugin:
+    plugin, steps = given["gradient_accumulation_plugin"], given["gradient_accumulation_steps"]
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`."
+                " Please only pass in the created `GradientAccumulationPlugin` object."
+            )
+        return plugin  # type: ignore[no-any-return]
+    return GradientAccumulationPlugin(
+        num_steps=int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
+    )
+
+
+def _handlers(handlers: Any) -> dict[str, Any]:
+    """The attributes under which the handlers are kept."""
+    kept: dict[str, Any] = {}
+    for handler in handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise ValueError(
+                f"Unsupported kwargs handler passed: {handler}, must be one that inherits `KwargsHandler`."
+            )
+        name = HANDLERS.get(type(handler).__name__)
+        if name is None:
+            raise ValueError(f"Unsupported kwargs handler passed: {type(handler).__name__}")
+        if name in kept:
+            raise ValueError(f"You can only pass one `{type(handler).__name__}` in `kwargs_handlers`.")
+        kept[name] = handler
+    return kept
+
+
+def _used(handlers: Any, strategies: list[Any]) -> list[Any]:
+    """The handlers, without DDP's where another strategy was asked for."""
+    if not strategies:
+        return list(handlers or ())
+    return [handler for handler in handlers or () if not isinstance(handler, DistributedDataParallelKwargs)]
+
+
+def _fsdp(plugin: Any) -> Any:
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return FullyShardedDataParallelPlugin()
+    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
+    return plugin
+
+
+def _deepspeed(given: Mapping[str, Any]) -> Any:
+    plugin = given["deepspeed_plugin"] or given["deepspeed_plugins"]
+    if given["deepspeed_plugin"] and given["deepspeed_plugins"]:
+        raise ValueError("You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`.")
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        plugin = DeepSpeedPlugin()
+    if isinstance(plugin, dict):
+        for number, each in enumerate(plugin.values()):
+            each.select(_from_accelerator_state=True) if number == 0 else each._unselect()
+    elif plugin is not None:
+        plugin.select(_from_accelerator_state=True)
+    return plugin
+
+
+def _let_the_run_count(plugin: Any, steps: int | None) -> None:
+    """What Accelerator was given for the micro-batches of a step wins over DeepSpeed's config."""
+    for each in plugin.values() if isinstance(plugin, dict) else (plugin,):
+        found = each.deepspeed_config.get("gradient_accumulation_steps")
+        each.deepspeed_config |= {"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
+        if found not in (None, "auto", steps):
+            say_once(
+                f"gradient_accumulation_steps is {found} in DeepSpeed's config, {steps} in"
+                " Accelerator's; the latter"
+                " counts"
+            )
+
+
+def _trackers(asked: Any) -> Any:
+    if asked is None:
+        return None
+    several = asked if isinstance(asked, (list, tuple)) else [asked]
+    return [str(getattr(each, "value", each)) if _is_word(each) else each for each in several]
+
+
+def _is_word(tracker: Any) -> bool:
+    return isinstance(tracker, str) or hasattr(tracker, "value")

@@ -1,0 +1,423 @@
+"""Accelerator with the arguments, attributes and habits of Accelerate 1.15, over accel-core's."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch.utils.hooks import RemovableHandle
+
+import accel_core
+from accel_compat import runs
+from accel_compat.refusing import NotServedError, unserved
+from accel_compat.saying import say_once
+
+from ._arguments import STATE_PLUGINS, Asked, read
+from .state import AcceleratorState, GradientState, PartialState, distributed_type
+from .utils._enums import DistributedType
+from .utils._handlers import AutocastKwargs, DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration
+from .utils.constants import (
+    MODEL_NAME,
+    PROFILE_PATTERN_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    SCALER_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from .utils.operations import all_tensors, recursively_apply
+
+_MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
+
+
+class Accelerator(accel_core.Accelerator):
+    """As Accelerate documents it. `run`, and what else accel-core's Accelerator has, is there too."""
+
+    autocast_handler: AutocastKwargs | None
+    profile_handler: ProfileKwargs | None
+    parallelism_config: Any
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: Any = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        fp16: bool | None = None,
+    ) -> None:
+        if fp16 is not None and mixed_precision is None:  # as the oldest releases spelled it
+            mixed_precision = "fp16" if fp16 else "no"
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        asked = read(given)
+        if AcceleratorState._shared_state and mixed_precision is not None:
+            AcceleratorState()._check_initialized(asked.precision, cpu)
+        super().__init__(**asked.core)
+        runs.adopt(self.run)
+        for name, value in asked.kept.items():
+            setattr(self, name, value)
+        self._record_states(asked)
+        self.step = 0
+        self.flag_tensor = None
+        self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    def _record_states(self, asked: Asked) -> None:
+        """Let the process-wide states say what this Accelerator found."""
+        PartialState._reset_state()
+        AcceleratorState._reset_state()
+        self.state = AcceleratorState(
+            asked.precision,
+            asked.core.get("cpu", False),
+            **{name: asked.kept.get(name) for name in STATE_PLUGINS},
+            deepspeed_plugin=asked.deepspeed,
+            _from_accelerator=True,
+        )
+        self.gradient_state = GradientState(asked.accumulation)
+
+    # -- who and where ---------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """A member of the closed enum."""
+        return distributed_type(self.run)
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes have a device each, under no strategy with a name of its own."""
+        return self.use_distributed and self.distributed_type in _MULTI
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP version 2 shards this run's models."""
+        return bool(self.state.is_fsdp2)
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The selected DeepSpeedPlugin."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: there is no fp8 yet."""
+        return None
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of the run, if it has one."""
+        return getattr(self.run, "mesh", None)
+
+    def _rank_along(self, dim: str) -> int:
+        mesh = self.torch_device_mesh
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        return int(mesh.get_local_rank(dim)) if dim in names else 0
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's rank among those that share tensors."""
+        return self._rank_along("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's stage."""
+        return self._rank_along("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's rank among those that share sequences."""
+        return self._rank_along("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's rank among the replicas."""
+        return self._rank_along("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process's rank among those that shard one replica."""
+        return self._rank_along("dp_shard")
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the run is laid out on a mesh by a ParallelismConfig."""
+        return self.parallelism_config is not None
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process has weights to save."""
+        return self.is_main_process or self.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        )
+
+    # -- data ------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """As configured."""
+        return self.run.config.data.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """As configured."""
+        return self.run.config.data.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """As configured. Settable: for loaders prepared from now on."""
+        return self.run.config.data.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        config = self.run.config
+        self.run.config = evolve(config, data=evolve(config.data, even_batches=value))
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As configured."""
+        return self.run.config.data.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """As configured."""
+        return self.run.config.data.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As configured."""
+        return self.run.config.data.use_stateful_dataloader
+
+    # -- prepare ---------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:  # type: ignore[override]
+        """What can be prepared is; anything else comes back as it is."""
+        known = [thing is None or self.run.hooks.kind_of(thing) is not None for thing in args]
+        for thing, served in zip(args, known, strict=True):
+            if not served:
+                say_once(f"prepare: a {type(thing).__name__} is nothing to prepare; it comes back as it is")
+        places = None
+        if device_placement is not None:
+            pairs = zip(device_placement, known, strict=True)
+            places = [
+                self.run.config.device_placement if place is None else place for place, kept in pairs if kept
+            ]
+        wanted = [thing for thing, served in zip(args, known, strict=True) if served]
+        if not wanted:
+            return args[0] if len(args) == 1 else args
+        done = super().prepare(*wanted, device_placement=places)
+        found = iter(done if len(wanted) > 1 else (done,))
+        result = tuple(next(found) if served else thing for thing, served in zip(args, known, strict=True))
+        return result[0] if len(result) == 1 else result
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """`prepare` for one dataloader."""
+        if slice_fn_for_dispatch is not None:
+            raise NotServedError(
+                "slice_fn_for_dispatch: batches that rank 0 reads for all are sliced along dim 0 here\n"
+                "let collate_fn build batches that can be, or set dispatch_batches=False"
+            )
+        return super().prepare_data_loader(data_loader, device_placement)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """`prepare` for one optimizer."""
+        return super().prepare_optimizer(optimizer)
+
+    @property
+    def _models(self) -> list[Any]:
+        return [model for unit in self.run.units for model in unit.wrapped]
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [proxy for _, proxy in self.run.optimizers]
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return [scheduler for unit in self.run.units for scheduler in unit.schedulers]
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return list(self.run.loaders)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self.run.registered
+
+    @property
+    def scaler(self) -> Any:
+        """The scaler of the loss, once a model is prepared under fp16."""
+        return next((unit.scaler for unit in self.run.units if unit.scaler is not None), None)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether torch.autocast computes in a lower precision."""
+        return self.mixed_precision != "no"
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a model is spread over several devices."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+        """Gradients of the loss, divided by gradient_accumulation_steps, outside `accumulate` too."""
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs["learning_rate"])
+        run = self.run
+        kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
+        if run.accumulation is None and run.accumulation_steps > 1:
+            loss = loss / run.accumulation_steps
+        super().backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Refused: LOMO optimizers are not served."""
+        raise NotServedError("lomo_backward: LOMO optimizers are not served\ntake another optimizer")
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Refused: sequences are split by accel-context-parallel here."""
+        raise NotServedError(
+            "deepspeed_ulysses_dl_adapter: DeepSpeed's Ulysses is not served\ntake accel-context-parallel"
+        )
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: Any) -> Any:
+        """Inside, the next backward reduces gradients although the forward ran under `no_sync`."""
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """The run's autocast, or with other settings."""
+        return super().autocast(_ours(autocast_handler or self.autocast_handler))
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """torch's profiler."""
+        return super().profile(_ours(profile_handler or self.profile_handler))
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """A context that does nothing without context parallelism."""
+        inherited: Any = getattr(super(), "maybe_context_parallel", None)
+        if inherited is None:
+            return _nothing()
+        found: AbstractContextManager[Any] = inherited(buffers, buffer_seq_dims, no_restore_buffers)
+        return found
+
+    # -- collectives: in a world of one, what was given -------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate over all ranks. Collective."""
+        return super().gather(tensor) if self.use_distributed else tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, cut to as many samples as the loader's last round has. Collective."""
+        found = super().gather_for_metrics(input_data, use_gather_object)
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        length = state.remainder
+        if use_gather_object or not all_tensors(found):
+            return found[:length] if isinstance(found, list) else found
+        return recursively_apply(lambda tensor: tensor[:length], found)
+
+    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over all ranks. Collective."""
+        return super().reduce(tensor, str(reduction), scale)  # type: ignore[arg-type]
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` on all ranks when a state was saved."""
+        return _registered(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` on all ranks before a state is loaded."""
+        return _registered(self._load_hooks, hook)
+
+    def save_state(  # type: ignore[override]
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write everything that training needs to go on. Collective."""
+        options = {
+            name: save_model_func_kwargs.pop(name)
+            for name in ("step", "wait")
+            if name in save_model_func_kwargs
+        }
+        written = str(super().save_state(output_dir, **options))
+        if self._save_hooks:
+            weights = [self.get_state_dict(model) for model in self._models]
+            for hook in self._save_hooks.values():
+                hook(self._models, weights, written)
+        return written
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Restore it. Collective."""
+        if input_dir is not None:
+            for hook in self._load_hooks.values():
+                hook(self._models, str(input_dir))
+        options = {
+            name: load_model_func_kwargs[name] for name in ("strict",) if name in load_model_func_kwargs
+        }
+        super().load_state(input_dir, **options)
+
+
+def _ours(handler: Any) -> Any:
+    return handler.to_ours() if hasattr(handler, "to_ours") else handler
+
+
+@contextmanager
+def _nothing() -> Any:
+    yield
+
+
+def _registered(table: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(table)
+    table[handle.id] = hook
+    return handle
+
+
+__getattr__ = unserved(__name__)

@@ -1,0 +1,1 @@
+"""Accelerate's command line: `accel` and `accel compat` stand for it."""

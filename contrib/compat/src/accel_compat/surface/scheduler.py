@@ -1,0 +1,7 @@
+"""What `prepare` returns for schedulers."""
+
+from __future__ import annotations
+
+from accel_core.proxies import PreparedScheduler as AcceleratedScheduler
+
+__all__ = ["AcceleratedScheduler"]

@@ -1,0 +1,266 @@
+"""Collectives and helpers over nested structures, for the current run."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accel_compat import runs
+from accel_compat.refusing import unserved
+from accel_core import CollectiveError, ops
+from accel_core.ops import (
+    concatenate,
+    convert_outputs_to_fp32,
+    convert_to_fp32,
+    is_torch_tensor,
+    listify,
+    recursively_apply,
+)
+
+from ._handlers import TensorInformation
+from .constants import TORCH_DISTRIBUTED_OPERATION_TYPES
+
+DistributedOperationException = CollectiveError
+ConvertOutputsToFp32 = convert_outputs_to_fp32
+
+TENSOR_TYPE_TO_INT = {
+    torch.float: 1,
+    torch.double: 2,
+    torch.half: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor came to `pad_across_processes`, and stays as it is."""
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor on an XPU."""
+    return is_torch_tensor(tensor) and tensor.device.type == "xpu"
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it describes a tensor that is elsewhere."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is a tuple with names."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Any) -> Any:
+    """The items, in a sequence of the same type."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+    """The structure with its tensors (and whatever has `to`) on the device; `skip_keys` stay."""
+    if isinstance(skip_keys, str):
+        skip_keys = [skip_keys]
+    if isinstance(tensor, Mapping) and skip_keys:
+        moved = {
+            key: value if key in skip_keys else send_to_device(value, device, non_blocking, skip_keys)
+            for key, value in tensor.items()
+        }
+        return type(tensor)(moved)  # type: ignore[call-arg]
+    return ops.send_to_device(tensor, device, non_blocking)
+
+
+def get_data_structure(data: Any) -> Any:
+    """The structure with each tensor described."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """The structure with each tensor's shape as a list."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The structure with an empty tensor for each description."""
+    return recursively_apply(
+        lambda found: torch.empty(*found.shape, dtype=found.dtype),
+        data_structure,
+        test_type=is_tensor_information,
+    )
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The first dimension of the first tensor."""
+    if isinstance(data, (tuple, list, Mapping)) and not data:
+        raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
+    if isinstance(data, (tuple, list)):
+        return find_batch_size(data[0])
+    if isinstance(data, Mapping):
+        return find_batch_size(next(iter(data.values())))
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
+    return data.shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """As `find_batch_size`, or None where there is none."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator; accel-core's collectives compare ranks themselves."""
+    return function
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: errors of the collectives inside name this function."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except CollectiveError as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise CollectiveError(
+                f"Error found while calling `{name}`. Please see the earlier error", operation=name
+            ) from error
+
+    return wrapper
+
+
+def all_tensors(data: Any) -> bool:
+    """Whether there is nothing but tensors in a structure."""
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _alone() -> bool:
+    run = runs.newest()
+    return run is None or run.world.size == 1
+
+
+def gather(tensor: Any) -> Any:
+    """Concatenate each tensor over all ranks, along dim 0. Collective."""
+    return tensor if _alone() else ops.gather(tensor, run=runs.current())
+
+
+def gather_object(object: Any) -> Any:
+    """Concatenate the lists of all ranks. Collective."""
+    return object if _alone() else ops.gather_object(object, run=runs.current())
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Each tensor as one rank has it. Collective."""
+    return tensor if _alone() else ops.broadcast(tensor, from_process, run=runs.current())
+
+
+def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+    """Fill the list with one rank's objects. Collective."""
+    return (
+        object_list if _alone() else ops.broadcast_object_list(object_list, from_process, run=runs.current())
+    )
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Sum or mean over all ranks. Collective."""
+    if _alone():
+        return recursively_apply(torch.clone, tensor, error_on_other_type=True)
+    return ops.reduce(tensor, reduction, scale, run=runs.current())  # type: ignore[arg-type]
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Pad each tensor to the longest on any rank. Collective."""
+    if getattr(tensor, "is_nested", False):
+        warnings.warn(
+            "Cannot pad nested tensors without more information. Leaving unprocessed.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return tensor
+    return (
+        tensor
+        if _alone()
+        else ops.pad_across_processes(tensor, dim, pad_index, pad_first, run=runs.current())
+    )
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype of the one tensor that some rank has. Collective."""
+    mine = None if tensor is None else (tensor.shape, tensor.dtype)
+    found: tuple[torch.Size, torch.dtype] = next(each for each in gather_object([mine]) if each is not None)
+    return found
+
+
+def copy_tensor_to_devices(tensor: Any = None) -> torch.Tensor:
+    """On all ranks, the one tensor that some rank has. Collective."""
+    run = runs.current()
+    shape, dtype = gather_tensor_shape(tensor)
+    mine = torch.zeros(shape, dtype=dtype, device=run.device) if tensor is None else tensor.to(run.device)
+    summed: torch.Tensor = reduce(mine, "sum")
+    return summed
+
+
+def slice_tensors(
+    data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Take a slice of each tensor."""
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last samples, so that a batch divides among that many processes."""
+    missing = -batch_size % num_processes
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[dim] != batch_size:
+            return tensor
+        last = tensor.narrow(dim, batch_size - 1, 1)
+        return torch.cat([tensor, *[last] * missing], dim)
+
+    return recursively_apply(pad, data=tensor, error_on_other_type=True) if missing else tensor
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in a structure."""
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, (tuple, list)):
+        return next((device for each in data if (device := find_device(each)) is not None), None)
+    return data.device if isinstance(data, torch.Tensor) else None
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  its name there
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Any:
+    """deepspeed's context of that name under ZeRO-3; elsewhere parameters are whole."""
+    from ..state import distributed_type
+    from .dataclasses import DistributedType
+
+    run = runs.newest()
+    if run is None or distributed_type(run) != DistributedType.DEEPSPEED:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
+        yield
+
+
+__getattr__ = unserved(__name__)

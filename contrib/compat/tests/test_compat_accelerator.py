@@ -1,0 +1,209 @@
+"""Accelerator's arguments, attributes and habits, where they differ from accel-core's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FP8RecipeKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+
+from accel_compat.refusing import NotServedError
+
+
+def trained(accelerator: Accelerator, steps: int = 3) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        AutocastKwargs(cache_enabled=True),
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        GradScalerKwargs(growth_interval=10),
+        InitProcessGroupKwargs(backend="gloo"),
+        ProfileKwargs(activities=["cpu", "cuda"]),
+    ],
+    ids=lambda handler: type(handler).__name__,
+)
+def test_each_handler_is_taken_and_kept(handler):
+    accelerator = Accelerator(kwargs_handlers=[handler])
+
+    assert handler in vars(accelerator).values()
+
+
+def test_a_setting_reaches_the_run():
+    accelerator = Accelerator(
+        kwargs_handlers=[GradScalerKwargs(growth_interval=10)],
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+        project_config=ProjectConfiguration(project_dir="runs", total_limit=3),
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True),
+    )
+    config = accelerator.run.config
+
+    assert config.grad_scaler.growth_interval == 10
+    assert not config.data.even_batches
+    assert not accelerator.even_batches
+    assert (config.project.project_dir, config.project.total_limit, accelerator.logging_dir) == (
+        "runs",
+        3,
+        "runs",
+    )
+    assert (config.compile.backend, config.compile.fullgraph) == ("eager", True)
+
+
+def test_two_handlers_of_a_class_are_refused():
+    with pytest.raises(ValueError, match="You can only pass one `AutocastKwargs`"):
+        Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])
+
+
+def test_what_is_no_handler_is_refused():
+    with pytest.raises(ValueError, match="Unsupported kwargs handler"):
+        Accelerator(kwargs_handlers=[object()])
+
+
+def test_steps_and_plugin_together_are_refused():
+    with pytest.raises(ValueError, match="You can only pass one of `gradient_accumulation_steps`"):
+        Accelerator(
+            gradient_accumulation_steps=2,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+        )
+
+
+def test_a_precision_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp17"):
+        Accelerator(mixed_precision="fp17")
+
+
+@pytest.mark.parametrize(
+    "given", [{"mixed_precision": "fp8"}, {"kwargs_handlers": [FP8RecipeKwargs(backend="te")]}]
+)
+def test_fp8_is_refused_with_the_reason(given):
+    with pytest.raises(NotServedError, match="fp8 comes in a later package"):
+        Accelerator(**given)
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "right"),
+    [
+        (GradScalerKwargs, "backoff_filter", "backoff_factor"),
+        (FP8RecipeKwargs, "optimization_level", "opt_level"),
+    ],
+)
+def test_an_argument_of_another_name_is_answered_with_the_right_one(cls, wrong, right):
+    with pytest.raises(TypeError, match=f"'{wrong}'; did you mean '{right}'"):
+        cls(**{wrong: 1})
+
+
+def test_the_oldest_spelling_of_precision_is_understood():
+    assert Accelerator(fp16=False).mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "look"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", lambda accelerator: accelerator.mixed_precision == "bf16"),
+        ("ACCELERATE_USE_CPU", "true", lambda accelerator: accelerator.device.type == "cpu"),
+        (
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            "4",
+            lambda accelerator: accelerator.gradient_accumulation_steps == 4,
+        ),
+        (
+            "ACCELERATE_DYNAMO_BACKEND",
+            "eager",
+            lambda accelerator: accelerator.run.config.compile.backend == "eager",
+        ),
+    ],
+)
+def test_a_variable_stands_for_an_argument_that_was_not_given(monkeypatch, variable, value, look):
+    monkeypatch.setenv(variable, value)
+
+    assert look(Accelerator())
+
+
+def test_the_loss_is_divided_outside_accumulate_too():
+    whole, halved = Accelerator(), None
+    one = trained(whole, steps=1)
+    whole.end_training()
+    halved = Accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    start = torch.nn.Linear(3, 1).weight.detach()
+
+    assert torch.allclose(trained(halved, steps=1) - start, (one - start) / 2)
+
+
+def test_what_is_nothing_to_prepare_comes_back_as_it_is(capsys):
+    accelerator = Accelerator()
+    text = "not a model"
+    model, same = accelerator.prepare(torch.nn.Linear(1, 1), text)
+
+    assert same is text
+    assert isinstance(model, torch.nn.Module)
+
+
+def test_prepared_objects_are_listed_until_memory_is_freed():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert (len(accelerator._models), len(accelerator._optimizers)) == (1, 1)
+    accelerator.free_memory()
+    assert (accelerator._models, accelerator._optimizers, accelerator._dataloaders) == ([], [], [])
+
+
+def test_alone_gathering_changes_nothing():
+    accelerator = Accelerator()
+    loss = torch.tensor(2.0)
+
+    assert accelerator.gather(loss) is loss
+    assert accelerator.distributed_type is DistributedType.NO
+
+
+def test_metrics_are_cut_to_the_samples_of_the_last_round():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10.0), batch_size=4))
+    lengths = [len(accelerator.gather_for_metrics(torch.ones(4))) for _ in loader]
+
+    assert lengths == [4, 4, 2]
+
+
+def test_hooks_see_what_is_saved_and_loaded(tmp_path):
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    seen = []
+    saving = accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: seen.append((models, weights, folder))
+    )
+    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append((models, folder)))
+    folder = accelerator.save_state(tmp_path / "here")
+    saving.remove()
+    accelerator.save_state(tmp_path / "there")
+    accelerator.load_state(tmp_path / "here")
+
+    (models, weights, first), (again, second) = seen
+    assert models == again == [model]
+    assert first == second == folder
+    assert set(weights[0]) == {"weight", "bias"}
+
+
+def test_training_is_accel_cores():
+    ours = trained(Accelerator(mixed_precision="bf16"))
+
+    assert torch.isfinite(ours).all()

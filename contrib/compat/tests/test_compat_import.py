@@ -1,0 +1,125 @@
+"""`import accelerate` means ours where that was asked for, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from accel_compat.commands import compat
+from accel_compat.refusing import NotServedError, inventory
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_distribution_says_which_release_is_served():
+    import accelerate
+
+    assert accelerate.__version__ == metadata.version("accelerate") == "1.15.0"
+    assert "accelerate" in metadata.packages_distributions()["accelerate"]
+
+
+def test_nothing_changes_before_it_is_installed(tmp_path: Path):
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("mine = True")
+    code = "import accel_compat, accelerate; print(accelerate.mine)"
+
+    assert python(code, PYTHONPATH=str(tmp_path)).stdout == "True\n"
+
+
+def test_too_late_is_an_error_that_says_so(tmp_path: Path):
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("")
+    ended = python("import accelerate, accel_compat; accel_compat.install()", PYTHONPATH=str(tmp_path))
+
+    assert "accel_compat.install() came too late: accelerate is imported already" in ended.stderr
+    assert str(tmp_path) in ended.stderr
+
+
+def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path):
+    shown = CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
+    code = "import accelerate, importlib.metadata as m; base = accelerate.Accelerator.__mro__[1]\n"
+    code += "print(base.__module__, m.version('accelerate'))"
+
+    assert shown.output.startswith(f"export PYTHONPATH={tmp_path / 'shim'}")
+    assert python(code, PYTHONPATH=str(tmp_path / "shim")).stdout == "accel_core.accelerator 1.15.0\n"
+
+
+def test_the_shims_script_launches(tmp_path: Path):
+    CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from accelerate import PartialState\n"
+        "sys.stdout.write(f'rank {PartialState().process_index}\\n')"
+    )
+    program = [
+        str(tmp_path / "shim" / "bin" / "accelerate"),
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        str(script),
+    ]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+
+    assert {"rank 0", "rank 1"} <= {line.strip()[-6:] for line in ended.stdout.splitlines()}
+
+
+def test_importing_the_package_imports_no_torch():
+    assert (
+        python("import sys, accel_compat, accel_compat.card; print('torch' in sys.modules)").stdout
+        == "False\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in inventory() if not name.startswith("accelerate.commands")]
+)
+def test_every_name_of_a_module_can_be_imported(module):
+    found = import_module(module)
+
+    assert [name for name in inventory()[module] if not hasattr(found, name)] == []
+
+
+def test_what_is_not_served_says_why_when_it_is_called():
+    from accelerate import dispatch_model
+    from accelerate.utils import BnbQuantizationConfig
+
+    with pytest.raises(
+        NotServedError, match="accelerate.big_modeling.dispatch_model of Accelerate is not served"
+    ):
+        dispatch_model(None, {})
+    with pytest.raises(NotServedError, match="BnbQuantizationConfig"):
+        BnbQuantizationConfig(load_in_8bit=True)
+
+
+def test_nothing_is_an_instance_of_a_class_that_is_not_served():
+    from accelerate.hooks import AlignDevicesHook
+
+    assert not isinstance(object(), AlignDevicesHook)
+
+
+def test_a_name_that_accelerate_does_not_have_is_absent():
+    import accelerate.utils
+
+    assert not hasattr(accelerate.utils, "make_coffee")
+
+
+def test_the_page_of_names_is_what_is_served():
+    tool = Path(__file__).parents[3] / "tools" / "accelerate_names.py"
+    code = f"import runpy; tool = runpy.run_path({str(tool)!r}); print(tool['page']() == tool['PAGE'].read_text())"
+
+    assert python(code).stdout == "True\n"

@@ -1,0 +1,82 @@
+"""Helpers around a model's weights give what Accelerate's give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.utils import convert_file_size_to_int, find_tied_parameters, retie_parameters
+from accelerate.utils.modeling import check_device_map, load_state_dict
+from peers import needs_accelerate, said
+from torch import nn
+
+MODEL = """
+import json, torch
+from torch import nn
+import accelerate
+from accelerate.utils import (calculate_maximum_sizes, clean_state_dict_for_safetensors, compute_module_sizes,
+    convert_bytes, dtype_byte_size, find_tied_parameters, get_module_children_bottom_up, get_pretty_name,
+    merge_dicts)
+from accelerate.utils.modeling import clean_device_map, convert_file_size_to_int, get_module_leaves
+accelerate.PartialState()
+inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+model = nn.Sequential(nn.Embedding(5, 4), inner, nn.Linear(4, 5, bias=False))
+model[2].weight = model[0].weight
+shown = [
+    compute_module_sizes(model),
+    compute_module_sizes(model, dtype="float16"),
+    compute_module_sizes(model, special_dtypes={"0.weight": torch.float64}),
+    compute_module_sizes(model, buffers_only=True),
+    calculate_maximum_sizes(model),
+    find_tied_parameters(model),
+    get_module_leaves(compute_module_sizes(model)),
+    [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)],
+    [convert_bytes(size) for size in (1, 2048, 5e7, 1e15)],
+    [dtype_byte_size(dtype) for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float8_e5m2)],
+    merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
+    [get_pretty_name(nn.Linear), get_pretty_name(model)],
+    clean_device_map({"a": 0, "b.c": 1, "b.d": 1}),
+    sorted(clean_state_dict_for_safetensors(model.state_dict())),
+    [convert_file_size_to_int(size) for size in ("5GB", "5Gb", "1.5MiB", 7)],
+]
+print(json.dumps(shown))
+"""
+
+
+@needs_accelerate
+def test_sizes_and_names_are_the_same():
+    for theirs, ours in zip(said(MODEL, ours=False), said(MODEL, ours=True), strict=True):
+        assert ours == theirs
+
+
+def test_ties_that_were_cut_are_tied_again():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    ties = find_tied_parameters(model)
+    model[1].weight = nn.Parameter(torch.zeros(2, 2))
+    retie_parameters(model, ties)
+
+    assert ties == [["0.weight", "1.weight"]]
+    assert model[1].weight is model[0].weight
+
+
+@pytest.mark.parametrize("size", ["5XB", "GB", -1])
+def test_a_size_in_no_known_unit_is_refused(size):
+    with pytest.raises(ValueError, match="is not in a valid format"):
+        convert_file_size_to_int(size)
+
+
+def test_a_device_map_that_leaves_weights_out_is_refused():
+    with pytest.raises(
+        ValueError, match="does not give any device for the following parameters: 1.weight, 1.bias"
+    ):
+        check_device_map(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), {"0": "cpu"})
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_state_dict_is_read_without_running_code(tmp_path, suffix):
+    from accelerate.utils import save
+
+    file = tmp_path / f"model.{suffix}"
+    save({"weight": torch.ones(2)}, str(file), safe_serialization=suffix == "safetensors")
+
+    assert torch.equal(load_state_dict(file)["weight"], torch.ones(2))

@@ -1,0 +1,150 @@
+"""Flags of `accelerate launch` and files of `accelerate config`, and what becomes of them."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from accel_compat.commands import compat
+from accel_compat.converting import convert
+from accel_compat.launching import command, environment
+from accel_compat.settings import parse, read_file
+from accel_core import ConfigError
+
+OLD = """\
+compute_environment: LOCAL_MACHINE
+deepspeed_config: {}
+distributed_type: 'NO'
+fsdp_config: {}
+machine_rank: 0
+main_process_ip: null
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+use_cpu: true
+"""
+FSDP = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_offload_params: false
+mixed_precision: 'no'
+num_machines: 2
+num_processes: 8
+main_process_ip: 10.0.0.1
+main_process_port: 29501
+machine_rank: 1
+"""
+DEEPSPEED = """\
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 3
+  gradient_accumulation_steps: 2
+  offload_optimizer_device: cpu
+  zero3_init_flag: true
+num_processes: 2
+"""
+
+
+def written(tmp_path, text):
+    file = tmp_path / "default_config.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_flags_come_in_both_spellings():
+    asked = parse(["--num_processes", "2", "--mixed-precision", "bf16", "train.py", "--lr", "1"], None)
+
+    assert asked.settings == {"num_processes": "2", "mixed_precision": "bf16"}
+    assert list(asked.target) == ["train.py", "--lr", "1"]
+
+
+def test_a_flag_wins_over_the_file(tmp_path):
+    asked = parse(["--config_file", written(tmp_path, OLD), "--num_processes", "2", "train.py"], None)
+
+    assert command(asked)[4:] == ["--device", "cpu", "-n", "2", "train.py"]
+    assert environment(asked.settings)["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_the_default_file_is_read_where_there_is_one(tmp_path):
+    from pathlib import Path
+
+    asked = parse(["train.py"], Path(written(tmp_path, OLD)))
+
+    assert asked.settings["num_processes"] == 4
+
+
+def test_machines_share_out_the_processes(tmp_path):
+    asked = parse(["--config_file", written(tmp_path, FSDP), "train.py"], None)
+    words = command(asked)
+
+    assert words[4:-1] == ["-n", "4", "--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29501"]
+
+
+def test_processes_that_cannot_be_shared_out_are_refused():
+    with pytest.raises(ConfigError, match="num_processes 3 cannot be shared out to num_machines 2"):
+        command(parse(["--num_processes", "3", "--num_machines", "2", "train.py"], None))
+
+
+def test_a_strategys_settings_become_its_variables(tmp_path):
+    found = environment(read_file(written(tmp_path, FSDP)))
+
+    assert found["ACCELERATE_USE_FSDP"] == "true"
+    assert found["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+    assert found["FSDP_OFFLOAD_PARAMS"] == "false"
+
+
+def test_what_has_no_meaning_here_is_named_with_the_reason():
+    asked = parse(["--rdzv_backend", "c10d", "--tee", "3", "train.py"], None)
+
+    assert set(asked.dropped) == {"rdzv_backend", "tee"}
+    assert asked.settings == {}
+
+
+def test_keys_that_no_version_had_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no version of Accelerate has another_key, wrong_key"):
+        read_file(written(tmp_path, OLD + "wrong_key: 1\nanother_key: 2\n"))
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"there is no config file nowhere\.yaml"):
+        read_file("nowhere.yaml")
+
+
+def test_each_key_finds_its_place(tmp_path):
+    assert convert(read_file(written(tmp_path, DEEPSPEED))).config == {
+        "strategy": "deepspeed",
+        "deepspeed": {
+            "zero_stage": 3,
+            "gradient_accumulation_steps": 2,
+            "offload_optimizer_device": "cpu",
+            "zero3_init_flag": True,
+        },
+        "launch": {"processes_per_node": 2},
+    }
+
+
+def test_fsdp_without_a_version_is_version_1(tmp_path):
+    config = convert(read_file(written(tmp_path, FSDP))).config
+
+    assert config["fsdp"]["fsdp_version"] == 1
+    assert config["fsdp"]["transformer_cls_names_to_wrap"] == "Block"
+
+
+def test_the_command_writes_a_file_that_accel_reads(tmp_path):
+    target = tmp_path / "accel.yaml"
+    done = CliRunner().invoke(compat, ["import", written(tmp_path, OLD), "-o", str(target)])
+
+    assert done.exit_code == 0
+    assert "left out main_training_function: a script is run, not imported" in done.stderr
+    assert yaml.safe_load(target.read_text()) == {
+        "mixed_precision": "bf16",
+        "device": "cpu",
+        "launch": {"nodes": 1, "node_rank": 0, "processes_per_node": 4},
+    }
+    again = CliRunner().invoke(compat, ["import", written(tmp_path, OLD), "-o", str(target)])
+    assert again.exit_code == 1
+    assert "is there already" in again.output

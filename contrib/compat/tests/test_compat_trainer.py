@@ -1,0 +1,116 @@
+"""transformers' Trainer trains, evaluates, saves and resumes with the losses it has on Accelerate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peers import needs_accelerate
+
+SCRIPT = str(Path(__file__).with_name("trainer_script.py"))
+FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+BLOCK = {"gpt2": "GPT2Block", "bert": "BertLayer", "llama": "LlamaDecoderLayer"}
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
+pytestmark = [needs_accelerate, pytest.mark.timeout(400)]
+
+
+def run(
+    model: str, folder: Path, processes: int, *words: str, ours: bool, **arguments: Any
+) -> dict[str, Any]:
+    """What rank 0 of the script printed."""
+    words = (*words, "--arguments", json.dumps(arguments), *(["--ours"] if ours else []))
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [*start, SCRIPT, model, str(folder), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=350,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """(model, processes) -> what Accelerate's plain run printed."""
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def of(model: str, processes: int) -> dict[str, Any]:
+        if (model, processes) not in known:
+            folder = tmp_path_factory.mktemp("theirs")
+            known[model, processes] = run(model, folder, processes, ours=False)
+        return known[model, processes]
+
+    return of
+
+
+def assert_equal(
+    found: dict[str, Any], expected: dict[str, Any], start: int = 0, tolerance: float = 0
+) -> None:
+    assert found["predicted"] == pytest.approx(expected["predicted"], rel=tolerance or 0, abs=0)
+    assert [entry["step"] for entry in found["logged"]] == [entry["step"] for entry in expected["logged"]]
+    for ours, wanted in zip(found["logged"], expected["logged"], strict=True):
+        if ours["step"] > start:
+            assert ours == pytest.approx(wanted, rel=tolerance or 0, abs=0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, processes):
+    found = run("gpt2", tmp_path, processes, ours=True)
+
+    assert found["kind"] == ("NO" if processes == 1 else "MULTI_CPU")
+    assert_equal(found, theirs("gpt2", processes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "llama"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_other_models_have_the_same_numbers_too(theirs, tmp_path, model, processes):
+    assert_equal(run(model, tmp_path, processes, ours=True), theirs(model, processes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_on_where_its_checkpoint_was_written(theirs, tmp_path, processes):
+    run("gpt2", tmp_path, processes, ours=True)
+
+    assert_equal(run("gpt2", tmp_path, processes, "--resume", ours=True), theirs("gpt2", processes), start=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "bert", "llama"])
+def test_sharded_by_fsdp_the_losses_are_those_of_ddp(theirs, tmp_path, model):
+    arguments = {**FSDP, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [BLOCK[model]]}}
+    found = run(model, tmp_path, 2, ours=True, **arguments)
+    again = run(model, tmp_path, 2, "--resume", ours=True, **arguments)
+
+    assert found["kind"] == "FSDP"
+    assert_equal(found, theirs(model, 2), tolerance=1e-5)
+    assert_equal(again, theirs(model, 2), start=4, tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("model", ["gpt2", "bert", "llama"])
+def test_sharded_by_deepspeed_the_losses_are_those_of_ddp(theirs, tmp_path, model, stage):
+    config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    config |= dict.fromkeys(AUTO, "auto")
+    found = run(model, tmp_path, 2, ours=True, deepspeed=config)
+
+    assert found["kind"] == "DEEPSPEED"
+    assert_equal(found, theirs(model, 2), tolerance=1e-5)

@@ -1,0 +1,90 @@
+"""transformers' Trainer on tiny models with random weights; prints what it logged as JSON, on rank 0.
+
+`trainer_script.py MODEL FOLDER [--ours] [--resume] [--arguments JSON]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+parser = argparse.ArgumentParser()
+parser.add_argument("model")
+parser.add_argument("folder")
+parser.add_argument("--ours", action="store_true")
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--arguments", default="{}")
+asked = parser.parse_args()
+if asked.ours:
+    import accel_compat
+
+    accel_compat.install()
+
+import torch  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+TOKENS, LENGTH = 64, 16
+SMALL = {"vocab_size": TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def model() -> torch.nn.Module:
+    if asked.model == "gpt2":
+        sizes = {"vocab_size": TOKENS, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": LENGTH}
+        return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0, **NO_END))
+    if asked.model == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, num_key_value_heads=2, **NO_END))
+    still = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return BertForSequenceClassification(BertConfig(**SMALL, **still, intermediate_size=64, num_labels=3))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, count: int, seed: int) -> None:
+        self.tokens = torch.randint(1, TOKENS, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index]
+        labels = tokens[0] % 3 if asked.model == "bert" else tokens
+        return {"input_ids": tokens, "labels": labels}
+
+
+set_seed(0)
+arguments = TrainingArguments(
+    asked.folder,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    num_train_epochs=2,
+    learning_rate=1e-3,
+    logging_steps=1,
+    eval_strategy="epoch",
+    save_strategy="steps",
+    save_steps=4,
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+    seed=3,
+    **json.loads(asked.arguments),
+)
+trainer = Trainer(model(), arguments, train_dataset=Tokens(50, 1), eval_dataset=Tokens(13, 2))
+trainer.train(resume_from_checkpoint=f"{asked.folder}/checkpoint-4" if asked.resume else None)
+predicted = trainer.predict(Tokens(13, 2))
+if trainer.is_world_process_zero():
+    keys = ("step", "loss", "grad_norm", "eval_loss")
+    logged = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
+    kind = str(trainer.accelerator.distributed_type.value)
+    shown = {"logged": logged, "predicted": predicted.metrics["test_loss"], "kind": kind}
+    sys.stdout.write("\n" + json.dumps(shown) + "\n")
