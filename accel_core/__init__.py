@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         RunConfig,
         TorchDynamoPlugin,
     )
+    from accel_core.data.loader import PreparedLoader
     from accel_core.data.skipping import skip_first_batches
     from accel_core.errors import (
         AccelError,
@@ -47,14 +48,15 @@ if TYPE_CHECKING:
     )
     from accel_core.hookspecs import API_VERSION, Job, StepOutput, implements
     from accel_core.local_sgd import LocalSGD
-    from accel_core.logging import get_logger
-    from accel_core.memory import find_executable_batch_size, release_memory
+    from accel_core.logging import MultiProcessAdapter, get_logger
+    from accel_core.memory import find_executable_batch_size, is_out_of_memory, release_memory
     from accel_core.mesh import Mesh, MeshDim, arrange
     from accel_core.native.precision import get_grad_scaler, get_mixed_precision_context_manager
     from accel_core.notebook import notebook_launcher
     from accel_core.plugins import CAPABILITIES, Card, plugin_status
     from accel_core.progress_bar import progress
-    from accel_core.random import set_seed
+    from accel_core.proxies import PreparedOptimizer, PreparedScheduler
+    from accel_core.random import set_seed, synchronize_rng_state
     from accel_core.run import Run
     from accel_core.tracking import GeneralTracker
     from accel_core.unit import Unit, Window
@@ -89,6 +91,7 @@ _HOMES = {
         "RunConfig",
         "TorchDynamoPlugin",
     ),
+    "data.loader": ("PreparedLoader",),
     "data.skipping": ("skip_first_batches",),
     "errors": (
         "AccelError",
@@ -100,13 +103,14 @@ _HOMES = {
     ),
     "hookspecs": ("API_VERSION", "Job", "StepOutput", "implements"),
     "local_sgd": ("LocalSGD",),
-    "logging": ("get_logger",),
-    "memory": ("find_executable_batch_size", "release_memory"),
+    "logging": ("MultiProcessAdapter", "get_logger"),
+    "memory": ("find_executable_batch_size", "is_out_of_memory", "release_memory"),
     "native.precision": ("get_grad_scaler", "get_mixed_precision_context_manager"),
     "notebook": ("notebook_launcher",),
     "plugins": ("CAPABILITIES", "Card", "plugin_status"),
     "progress_bar": ("progress",),
-    "random": ("set_seed",),
+    "proxies": ("PreparedOptimizer", "PreparedScheduler"),
+    "random": ("set_seed", "synchronize_rng_state"),
     "run": ("Run",),
     "tracking": ("GeneralTracker",),
     "unit": ("Unit", "Window"),
@@ -140,8 +144,12 @@ __all__ = [
     "LocalSGD",
     "Mesh",
     "MeshDim",
+    "MultiProcessAdapter",
     "OptimizerState",
     "PluginError",
+    "PreparedLoader",
+    "PreparedOptimizer",
+    "PreparedScheduler",
     "ProfileKwargs",
     "ProjectConfiguration",
     "Proposal",
@@ -162,6 +170,7 @@ __all__ = [
     "get_mixed_precision_context_manager",
     "hooks",
     "implements",
+    "is_out_of_memory",
     "leaf_of",
     "no_op",
     "notebook_launcher",
@@ -172,6 +181,7 @@ __all__ = [
     "release_memory",
     "set_seed",
     "skip_first_batches",
+    "synchronize_rng_state",
     "whole",
 ]
 

@@ -120,6 +120,7 @@ def test_a_name_that_accelerate_does_not_have_is_absent():
 
 def test_the_page_of_names_is_what_is_served():
     tool = Path(__file__).parents[3] / "tools" / "accelerate_names.py"
-    code = f"import runpy; tool = runpy.run_path({str(tool)!r}); print(tool['page']() == tool['PAGE'].read_text())"
+    code = f"import runpy; tool = runpy.run_path({str(tool)!r})\n"
+    code += "print(tool['page']() == tool['PAGE'].read_text())"
 
     assert python(code).stdout == "True\n"

@@ -65,7 +65,7 @@ def test_flags_come_in_both_spellings():
 def test_a_flag_wins_over_the_file(tmp_path):
     asked = parse(["--config_file", written(tmp_path, OLD), "--num_processes", "2", "train.py"], None)
 
-    assert command(asked)[4:] == ["--device", "cpu", "-n", "2", "train.py"]
+    assert command(asked)[2:] == ["--device", "cpu", "-n", "2", "train.py"]
     assert environment(asked.settings)["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
@@ -81,7 +81,7 @@ def test_machines_share_out_the_processes(tmp_path):
     asked = parse(["--config_file", written(tmp_path, FSDP), "train.py"], None)
     words = command(asked)
 
-    assert words[4:-1] == ["-n", "4", "--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29501"]
+    assert words[2:-1] == ["-n", "4", "--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29501"]
 
 
 def test_processes_that_cannot_be_shared_out_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,11 +76,9 @@ def accelerate() -> None:
         if name == "launch":
             sys.exit(_launch(tuple(words)))
         if name == "env":
-            from accel_core.cli import main
+            from accel_compat.launching import accel
 
-            sys.argv = ["accel", "env", *words]
-            main()
-            return
+            sys.exit(subprocess.run([accel(), "env", *words], check=False).returncode)  # noqa: S603  ours
     except AccelError as error:
         sys.exit(f"accelerate: {error}")
     sys.exit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +15,8 @@ from accel_compat.settings import DEEPSPEED, PREFIXES, Asked
 from accel_compat.shim import write_shim
 from accel_core import ConfigError
 
-__all__ = ["command", "environment", "launch"]
+__all__ = ["accel", "command", "environment", "launch"]
 
-_ACCEL = "import sys; from accel_core.cli import main; sys.argv[0] = 'accel'; sys.exit(main())"
 _NAMES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 _STRATEGIES = {
     "use_fsdp": "ACCELERATE_USE_FSDP",
@@ -40,9 +39,14 @@ def launch(asked: Asked) -> int:
         return done.returncode
 
 
+def accel() -> str:
+    """The program `accel` of this environment."""
+    return str(Path(sysconfig.get_path("scripts"), "accel"))
+
+
 def command(asked: Asked) -> list[str]:
     """The command line of `accel launch`."""
-    words = [sys.executable, "-c", _ACCEL, "launch", *_flags(asked.settings)]
+    words = [accel(), "launch", *_flags(asked.settings)]
     return [*words, *(["-m"] if asked.module else []), *asked.target]
 
 

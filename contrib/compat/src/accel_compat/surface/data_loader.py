@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accel_compat import runs
 from accel_compat.refusing import NotServedError, unserved
+from accel_core import PreparedLoader
 from accel_core import skip_first_batches as _skip
-from accel_core.data.loader import PreparedLoader
 
 from .utils.operations import send_to_device
 

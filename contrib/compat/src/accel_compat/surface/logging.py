@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from accel_core.logging import MultiProcessAdapter
-from accel_core.logging import get_logger as _get_logger
+from accel_core import MultiProcessAdapter
+from accel_core import get_logger as _get_logger
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 

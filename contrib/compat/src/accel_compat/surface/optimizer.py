@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel_compat.refusing import unserved
-from accel_core.proxies import PreparedOptimizer as AcceleratedOptimizer
+from accel_core import PreparedOptimizer as AcceleratedOptimizer
 
 from .utils.operations import send_to_device
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel_core.proxies import PreparedScheduler as AcceleratedScheduler
+from accel_core import PreparedScheduler as AcceleratedScheduler
 
 __all__ = ["AcceleratedScheduler"]

@@ -10,7 +10,7 @@ import torch
 
 from accel_compat.refusing import unserved
 from accel_core import find_executable_batch_size as _find
-from accel_core.memory import is_out_of_memory, release_memory
+from accel_core import is_out_of_memory, release_memory
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 

@@ -13,19 +13,14 @@ import torch
 from accel_compat import runs
 from accel_compat.refusing import unserved
 from accel_core import CollectiveError, ops
-from accel_core.ops import (
-    concatenate,
-    convert_outputs_to_fp32,
-    convert_to_fp32,
-    is_torch_tensor,
-    listify,
-    recursively_apply,
-)
 
 from ._handlers import TensorInformation
 from .constants import TORCH_DISTRIBUTED_OPERATION_TYPES
 
 DistributedOperationException = CollectiveError
+concatenate, listify, recursively_apply = ops.concatenate, ops.listify, ops.recursively_apply
+convert_to_fp32, convert_outputs_to_fp32 = ops.convert_to_fp32, ops.convert_outputs_to_fp32
+is_torch_tensor = ops.is_torch_tensor
 ConvertOutputsToFp32 = convert_outputs_to_fp32
 
 TENSOR_TYPE_TO_INT = {

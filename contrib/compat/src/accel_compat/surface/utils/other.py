@@ -113,15 +113,10 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write an object once: on the main process, or on the first one of each node."""
-    run = runs.newest()
-    if run is None or (run.world.local_rank == 0 if save_on_each_node else run.world.rank == 0):
-        from accel_core.saving import save as write
-
-        write(
-            clean_state_dict_for_safetensors(obj) if safe_serialization else obj,
-            f,
-            safe_serialization=safe_serialization,
-        )
+    run = runs.host(False)
+    if run.world.local_rank == 0 if save_on_each_node else run.world.rank == 0:
+        kept = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+        ops.save(kept, f, save_on_each_node, safe_serialization, run=run)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

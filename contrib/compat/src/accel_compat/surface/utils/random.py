@@ -7,8 +7,8 @@ from typing import Any
 
 from accel_compat import runs
 from accel_compat.refusing import unserved
-from accel_core.random import set_seed as _set_seed
-from accel_core.random import synchronize_rng_state as _synchronize_one
+from accel_core import set_seed as _set_seed
+from accel_core import synchronize_rng_state as _synchronize_one
 
 from .constants import CUDA_DISTRIBUTED_TYPES
 
