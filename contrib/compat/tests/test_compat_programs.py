@@ -1,0 +1,223 @@
+"""Programs of the shapes that Accelerate's users write, in one process and in two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+def parts(seed=7):
+    set_seed(seed)
+    data = torch.randn(52, 4)
+    loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    return model, optimizer, loader, schedule
+
+def loss_of(model, batch):
+    inputs, targets = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+def weights(accelerator, model):
+    return torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
+"""
+PROGRAMS = {
+    "plain": """
+accelerator = Accelerator(cpu=True)
+model, optimizer, loader, schedule = accelerator.prepare(*parts())
+first = last = None
+for epoch in range(3):
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        last = accelerator.gather(loss.detach()).mean().item()
+        first = first or last
+assert last < first, (first, last)
+""",
+    "accumulation": """
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+model, optimizer, loader, schedule = accelerator.prepare(*parts())
+steps = 0
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batch))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            steps += 1
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+assert steps == -(-len(loader) // 3), steps
+""",
+    "checkpoint": """
+import sys
+def train(accelerator, objects, upto, skip=0):
+    model, optimizer, loader, schedule = objects
+    batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+    for number, batch in enumerate(batches, skip + 1):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        schedule.step()
+        if number == upto:
+            break
+accelerator = Accelerator(cpu=True)
+objects = accelerator.prepare(*parts())
+train(accelerator, objects, 3)
+accelerator.save_state(sys.argv[1])
+train(accelerator, objects, 5)
+accelerator.load_state(sys.argv[1])
+again = weights(accelerator, objects[0])
+assert torch.isfinite(again).all()
+""",
+    "tracking": """
+import sys, json
+from accelerate.tracking import GeneralTracker, on_main_process
+class Memory(GeneralTracker):
+    name, requires_logging_directory = "memory", False
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+    @property
+    def tracker(self):
+        return self.rows
+    @on_main_process
+    def store_init_configuration(self, values):
+        self.rows.append(values)
+    @on_main_process
+    def log(self, values, step=None, **kwargs):
+        self.rows.append((step, values))
+mine = Memory()
+accelerator = Accelerator(cpu=True, log_with=mine)
+accelerator.init_trackers("project", config={"lr": 1})
+accelerator.log({"loss": 2.0}, step=1)
+accelerator.end_training()
+if accelerator.is_main_process:
+    assert mine.rows == [{"lr": 1}, (1, {"loss": 2.0})], mine.rows
+""",
+    "local sgd": """
+from accelerate.local_sgd import LocalSGD
+accelerator = Accelerator(cpu=True)
+model, optimizer, loader, schedule = accelerator.prepare(*parts())
+with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=True) as local_sgd:
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        local_sgd.step()
+mine = weights(accelerator, model)
+everyones = accelerator.gather(mine[None])
+assert torch.allclose(everyones, mine.expand_as(everyones), atol=1e-6)
+""",
+    "early stopping": """
+accelerator = Accelerator(cpu=True)
+model, optimizer, loader, schedule = accelerator.prepare(*parts())
+for number, batch in enumerate(loader):
+    accelerator.backward(loss_of(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 2 and accelerator.is_last_process:
+        accelerator.set_trigger()
+    if accelerator.check_trigger():
+        break
+assert number == 2
+accelerator.wait_for_everyone()
+""",
+    "memory": """
+from accelerate.utils import find_executable_batch_size
+accelerator = Accelerator(cpu=True)
+tried = []
+@find_executable_batch_size(starting_batch_size=64)
+def train(batch_size):
+    accelerator.free_memory()
+    tried.append(batch_size)
+    if batch_size > 16:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    model, optimizer, loader, schedule = accelerator.prepare(*parts())
+    return batch_size
+assert train() == 16 and tried == [64, 32, 16]
+""",
+    "profiler": """
+from accelerate.utils import ProfileKwargs
+accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
+model = accelerator.prepare(parts()[0])
+with accelerator.profile() as profiler:
+    model(torch.ones(2, 4))
+assert "addmm" in profiler.key_averages().table()
+""",
+    "metrics": """
+accelerator = Accelerator(cpu=True)
+model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(13.0)[:, None], batch_size=4))
+seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+assert sorted(seen.flatten().tolist()) == list(range(13)), seen
+""",
+    "splitting": """
+accelerator = Accelerator(cpu=True)
+from accelerate.utils import gather_object
+with accelerator.split_between_processes(list(range(5))) as mine:
+    share = [number * 2 for number in mine]
+assert sorted(gather_object(share)) == [0, 2, 4, 6, 8]
+""",
+}
+
+
+def launched(words: list[str]) -> None:
+    done = subprocess.run(
+        words,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs(tmp_path: Path, name, processes):
+    if processes == 1:
+        script = tmp_path / "script.py"
+        script.write_text("import accel_compat; accel_compat.install()\n" + HEAD + PROGRAMS[name])
+        launched([sys.executable, str(script), str(tmp_path / "state")])
+        return
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + PROGRAMS[name])
+    accel = str(Path(sys.executable).with_name("accel"))
+    words = ["compat", "launch", "--cpu", "--num_processes", "2", str(script), str(tmp_path / "state")]
+    launched([accel, *words])
+
+
+def test_functions_are_launched_for_debugging(tmp_path: Path):
+    code = """
+import accel_compat; accel_compat.install()
+from accelerate import debug_launcher, notebook_launcher
+
+def work(folder):
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 2
+    open(f"{folder}/{accelerator.process_index}", "w").close()
+
+if __name__ == "__main__":
+    import sys
+    debug_launcher(work, args=(sys.argv[1],), num_processes=2)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    launched([sys.executable, str(script), str(tmp_path)])
+
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
