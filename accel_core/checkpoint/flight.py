@@ -8,6 +8,7 @@ costs a timeout and has a name.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ __all__ = ["Flight", "Share"]
 POLL_SECONDS: Final = 0.05
 HEARD_SECONDS: Final = 10.0
 """How long rank 0 waits for the others to hear how it went."""
+PROGRESS_SECONDS: Final = 0.5
 SAID_RANKS: Final = 10
 SAID_BYTES: Final = 500
 """Of a rank's error in its vote: a vote stays below 1 KiB."""
@@ -104,7 +106,7 @@ class Flight:
 
     def start(self) -> None:
         """Let a thread do it."""
-        # A daemon: at exit the run waits for it, and for how long, before the interpreter would.
+        # A daemon: at exit the run waits for it, and shows progress, before the interpreter would.
         self._thread = threading.Thread(target=self.run, name=f"save {self.place.target.name}", daemon=True)
         self._thread.start()
 
@@ -129,10 +131,13 @@ class Flight:
         Raises:
             CheckpointError: it failed on some rank, or is not over after `patience` seconds.
         """
-        if self._thread is not None:
-            self._thread.join(patience)
-            if self._thread.is_alive():
+        deadline = None if patience is None else time.monotonic() + patience
+        while self._thread is not None and self._thread.is_alive():
+            if deadline is not None and time.monotonic() > deadline:
                 self._failure = f"it was not over after {patience:g} s"
+                break
+            self._thread.join(PROGRESS_SECONDS)
+            self._show_progress()
         if self._failure is not None:
             raise CheckpointError(
                 f"the save to {self.place.target} failed; a checkpoint that was there is still whole\n"
@@ -254,3 +259,15 @@ class Flight:
             pause = min(2 * pause, POLL_SECONDS)
         said: dict[str, Any] = json.loads(self.store.get(self._key(what)))
         return said
+
+    # -- progress --------------------------------------------------------------------------------
+
+    def _show_progress(self) -> None:
+        if self.share.rank or not sys.stderr.isatty():
+            return
+        path = self.place.folder / self.share.data
+        written = path.stat().st_size if path.exists() else self.share.size
+        over = not (self._thread and self._thread.is_alive())
+        line = f"accel: writing {self.place.target.name}: {written >> 20} of {self.share.size >> 20} MiB"
+        sys.stderr.write(f"\r{'' if over else line:<79}" + ("\r" if over else ""))
+        sys.stderr.flush()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import json
 import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -247,3 +248,15 @@ def disk_full(folder: str, wait: bool) -> list[object]:
     save()
     accelerator.end_training()
     return said
+
+
+def waited_for_on_a_terminal(folder: str) -> str:
+    """What a terminal shows while a save under way is waited for."""
+    job, shown = Job(), io.StringIO()
+    shown.isatty = lambda: True
+    flight.PROGRESS_SECONDS = 0.01
+    with writers_wait() as gate, redirect_stderr(shown):
+        job.accelerator.save_state(Path(folder) / "here", wait=False)
+        threading.Timer(0.3, gate.set).start()
+        job.accelerator.wait_for_checkpoint()
+    return shown.getvalue()

@@ -229,3 +229,11 @@ def test_votes_are_small_and_leave_nothing_in_the_store(tmp_path):
     for left, largest in run(async_job.pair_saves, tmp_path, 3):
         assert left <= 0
         assert largest < 1024
+
+
+@pytest.mark.together
+def test_a_terminal_shows_how_much_of_a_save_is_written_while_it_is_waited_for(tmp_path):
+    first, second = run(async_job.waited_for_on_a_terminal, tmp_path)
+    assert "accel: writing here: " in first
+    assert first.endswith(" \r")  # wiped at the end
+    assert second == ""
