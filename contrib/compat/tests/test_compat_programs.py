@@ -160,7 +160,7 @@ assert "addmm" in profiler.key_averages().table()
 """,
     "metrics": """
 accelerator = Accelerator(cpu=True)
-model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(13.0)[:, None], batch_size=4))
+loader = accelerator.prepare(DataLoader(torch.arange(13.0)[:, None], batch_size=4))
 seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
 assert sorted(seen.flatten().tolist()) == list(range(13)), seen
 """,
