@@ -63,6 +63,7 @@ class Accelerator(Ranks, Training, States):
         dynamo_plugin: more about compilation.
         device: a device plugin or a torch device type.
         strategy: a strategy plugin, or a name from `strategies` of the config.
+        strategies: name -> `plugin` and its options: strategies that `prepare(..., strategy=name)` takes.
         plugins: config objects, as kwargs_handlers; that of a strategy or an extension chooses it.
 
     Raises:
@@ -92,6 +93,7 @@ class Accelerator(Ranks, Training, States):
         *,
         device: str | None = None,
         strategy: str | None = None,
+        strategies: Mapping[str, Mapping[str, Any]] | None = None,
         plugins: Sequence[object] = (),
     ) -> None:
         if cpu and device not in (None, "cpu"):
@@ -116,6 +118,8 @@ class Accelerator(Ranks, Training, States):
         }
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
         objects = [thing for thing in (*sections, *(kwargs_handlers or ()), *plugins) if thing is not None]
+        for name, options in (strategies or {}).items():
+            given |= {f"strategies.{name}.{option}": value for option, value in options.items()}
         python = {path: value for path, value in given.items() if value is not None}
         self.run = Run(python=python, objects=objects, trackers=own_trackers)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}

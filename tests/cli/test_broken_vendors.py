@@ -86,6 +86,7 @@ def test_the_doctor_says_where_the_import_ends(host: Callable[[str], dict[str, s
 
 @pytest.mark.parametrize("where", ["card", "probe", "implementation"])
 def test_auto_trains_on_what_works(host: Callable[[str], dict[str, str]], tmp_path: Path, where: str) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(TRAIN)
 
     ended = accel("launch", "-n", "1", "train.py", environment=host(where), cwd=tmp_path)
@@ -98,6 +99,7 @@ def test_auto_trains_on_what_works(host: Callable[[str], dict[str, str]], tmp_pa
 def test_who_names_one_is_told_why_it_cannot_be(
     host: Callable[[str], dict[str, str]], tmp_path: Path, name: str
 ) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(TRAIN)
 
     ended = accel(

@@ -70,6 +70,7 @@ LEVELS = {"levels 0 and 1": ("--accel-level", "0,1"), "all levels": ()}
 )
 @pytest.mark.parametrize("slot", RENDERED)
 def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str, levels: tuple[str, ...]):
+    pytest.importorskip("torch")
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
     write_distribution(tmp_path, "accel-acme", f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n")
     project = tmp_path / "accel-acme"

@@ -10,8 +10,8 @@ from attrs import define
 
 from accel_compat.refusing import NotServedError
 from accel_compat.runs import kind_of
-from accel_compat.saying import say_once
 
+from ._strategies import chosen_strategies, let_the_run_count
 from .utils.dataclasses import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -68,19 +68,16 @@ def read(given: dict[str, Any]) -> Asked:
     precision = _precision(given["mixed_precision"])
     accumulation = _accumulation(given)
     dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
-    deepspeed = _deepspeed(given)
-    fsdp = _fsdp(given["fsdp_plugin"])
-    if deepspeed is not None and (
-        given["gradient_accumulation_plugin"] or given["gradient_accumulation_steps"] != 1
-    ):
-        _let_the_run_count(deepspeed, accumulation.num_steps)
-    strategies = [
-        plugin
-        for plugin in (fsdp, given["torch_tp_plugin"], given["megatron_lm_plugin"], deepspeed)
-        if plugin
-    ]
+    chosen = chosen_strategies(given)
+    if given["gradient_accumulation_plugin"] or given["gradient_accumulation_steps"] != 1:
+        let_the_run_count(chosen.deepspeed, accumulation.num_steps)
     kept |= {name: given[name] for name in STATE_PLUGINS}
-    kept |= {"dynamo_plugin": dynamo, "fsdp_plugin": fsdp, "has_lomo_optimizer": False, "fp8_enabled": False}
+    kept |= {
+        "dynamo_plugin": dynamo,
+        "fsdp_plugin": chosen.fsdp,
+        "has_lomo_optimizer": False,
+        "fp8_enabled": False,
+    }
     kept["dataloader_config"] = given["dataloader_config"]
     kept["rng_types"] = given["rng_types"]
     core = {
@@ -97,12 +94,12 @@ def read(given: dict[str, Any]) -> Asked:
         "gradient_accumulation_steps": 1,
         "gradient_accumulation_plugin": _ours(accumulation),
         "dynamo_plugin": _ours(dynamo),
-        "kwargs_handlers": [_ours(handler) for handler in _used(given["kwargs_handlers"], strategies)],
-        "plugins": [_ours(plugin) for plugin in strategies],
+        "kwargs_handlers": [_ours(handler) for handler in chosen.usable(given["kwargs_handlers"])],
+        **chosen.core(),
     }
     if not core["cpu"] and "ACCELERATE_TORCH_DEVICE" in os.environ:
         core["device"] = kind_of(os.environ["ACCELERATE_TORCH_DEVICE"])
-    return Asked(core, kept, precision, accumulation, deepspeed)
+    return Asked(core, kept, precision, accumulation, chosen.deepspeed)
 
 
 def _ours(thing: Any) -> Any:
@@ -153,48 +150,6 @@ def _handlers(handlers: Any) -> dict[str, Any]:
             raise ValueError(f"You can only pass one `{type(handler).__name__}` in `kwargs_handlers`.")
         kept[name] = handler
     return kept
-
-
-def _used(handlers: Any, strategies: list[Any]) -> list[Any]:
-    """The handlers, without DDP's where another strategy was asked for."""
-    if not strategies:
-        return list(handlers or ())
-    return [handler for handler in handlers or () if not isinstance(handler, DistributedDataParallelKwargs)]
-
-
-def _fsdp(plugin: Any) -> Any:
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return FullyShardedDataParallelPlugin()
-    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
-    return plugin
-
-
-def _deepspeed(given: Mapping[str, Any]) -> Any:
-    plugin = given["deepspeed_plugin"] or given["deepspeed_plugins"]
-    if given["deepspeed_plugin"] and given["deepspeed_plugins"]:
-        raise ValueError("You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`.")
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        plugin = DeepSpeedPlugin()
-    if isinstance(plugin, dict):
-        for number, each in enumerate(plugin.values()):
-            each.select(_from_accelerator_state=True) if number == 0 else each._unselect()
-    elif plugin is not None:
-        plugin.select(_from_accelerator_state=True)
-    return plugin
-
-
-def _let_the_run_count(plugin: Any, steps: int | None) -> None:
-    """What Accelerator was given for the micro-batches of a step wins over DeepSpeed's config."""
-    for each in plugin.values() if isinstance(plugin, dict) else (plugin,):
-        found = each.deepspeed_config.get("gradient_accumulation_steps")
-        each.deepspeed_config |= {"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
-        if found not in (None, "auto", steps):
-            say_once(
-                f"gradient_accumulation_steps is {found} in DeepSpeed's config, {steps} in"
-                " Accelerator's; the latter"
-                " counts"
-            )
 
 
 def _trackers(asked: Any) -> Any:

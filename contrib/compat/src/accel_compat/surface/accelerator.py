@@ -227,10 +227,17 @@ class Accelerator(accel_core.Accelerator):
         wanted = [thing for thing, served in zip(args, known, strict=True) if served]
         if not wanted:
             return args[0] if len(args) == 1 else args
-        done = super().prepare(*wanted, device_placement=places)
+        done = super().prepare(*wanted, device_placement=places, strategy=self._selected())
         found = iter(done if len(wanted) > 1 else (done,))
         result = tuple(next(found) if served else thing for thing, served in zip(args, known, strict=True))
         return result[0] if len(result) == 1 else result
+
+    def _selected(self) -> str | None:
+        """The name of the selected DeepSpeedPlugin, where there are several."""
+        plugins = self.state.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            return None
+        return next((name for name, plugin in plugins.items() if plugin.selected), None)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
