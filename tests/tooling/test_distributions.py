@@ -22,7 +22,7 @@ PLUGINS = {
     "accel-fsdp": {"fsdp", "tensor-parallel"},
     "accel-cuda": {"cuda"},
     "accel-compat": {"compat"},
-    "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp"},
+    "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp", "checkpoint-deepspeed"},
     "accel-npu": {"npu"},
     "accel-xpu": {"xpu"},
     "accel-hpu": {"hpu"},

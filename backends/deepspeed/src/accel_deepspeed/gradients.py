@@ -21,6 +21,8 @@ def of(engine: Any, max_norm: float) -> Gradients:
     """The gradients of an engine, by its stage. max_norm: what its config clips each step to; 0: nothing."""
     stage = engine.zero_optimization_stage()
     kind = Gradients if stage == 0 else WholeWeights if stage < 3 else Sharded
+    if type(engine.optimizer).__name__ == "BF16_Optimizer":
+        kind = Masters
     return kind(engine, max_norm)
 
 
@@ -91,6 +93,16 @@ class Gradients:
     def drop(self) -> None:
         """Forget gradients that are not to be applied."""
         self.engine.zero_grad()
+
+
+class Masters(Gradients):
+    """Stages 0 and 1 with bfloat16 weights, where they are summed in float32: whole, in the optimizer."""
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.optimizer.fp32_groups_gradients_flat)
+
+    def drop(self) -> None:
+        self.optimizer.zero_grad()
 
 
 class WholeWeights(Gradients):
