@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import accel_compat
-from accel_compat.refusing import inventory, why
+from accel_compat.refusing import PACKAGES, inventory, why
 
 PAGE = Path(__file__).parents[1] / "docs" / "accelerate-names.md"
 HEAD = """\
@@ -37,12 +37,17 @@ def page() -> str:
     accel_compat.install()
     lines = [HEAD]
     for module, names in inventory().items():
-        served, reasons = [], defaultdict(list)
+        served, needing, reasons = [], [], defaultdict(list)
         for name in names:
-            (reasons[why(module, name)] if refused(module, name) else served).append(f"`{name}`")
+            if name in PACKAGES:
+                needing.append(f"`{name}` ({PACKAGES[name]})")
+            else:
+                (reasons[why(module, name)] if refused(module, name) else served).append(f"`{name}`")
         lines.append(f"## {module}\n")
         if served:
             lines.append(f"Served: {', '.join(served)}.\n")
+        if needing:
+            lines.append(f"Works where its package is installed: {', '.join(needing)}.\n")
         for reason, those in sorted(reasons.items()):
             lines.append(f"Not served ({reason}): {', '.join(those)}.\n")
     return "\n".join(lines)

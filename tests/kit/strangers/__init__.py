@@ -46,7 +46,7 @@ def strategy(name: str, **more: Any) -> Card:
         summary=f"A stranger: {name}.",
         api_version="1.0",
         probe=probe,
-        offers={"no_sync", "whole_weights"},
+        offers={"no_sync", "several_optimizers", "whole_weights"},
         implementation=f"strangers.strategies:{name.title()}",
         **more,
     )

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 from accel_core import AccelError
 
-__all__ = ["NotServedError", "inventory", "unserved", "why"]
+__all__ = ["PACKAGES", "NotServedError", "inventory", "unserved", "why"]
 
 LATER: Final = "models larger than one device come in a later package"
 MEGATRON: Final = "it needs a package for Megatron, which there is not yet"
@@ -33,6 +33,16 @@ REASONS: Final[Mapping[str, str]] = {
 """Module -> why what it has besides is not served. The longest that fits counts."""
 
 
+PACKAGES: Final[Mapping[str, str]] = {
+    "DeepSpeedPlugin": "accel-deepspeed",
+    "DummyOptim": "accel-deepspeed",
+    "DummyScheduler": "accel-deepspeed",
+    "FullyShardedDataParallelPlugin": "accel-fsdp",
+    "TorchTensorParallelPlugin": "accel-fsdp",
+}
+"""Name that works where a package of ours is installed -> that package."""
+
+
 class NotServedError(AccelError, NotImplementedError):
     """A name of Accelerate was called that accel-compat imports but does not serve."""
 
@@ -49,8 +59,8 @@ def why(module: str, name: str) -> str:
     if module in ("accelerate", "accelerate.utils"):
         homes = (each for each in inventory() if each in REASONS and name in inventory()[each])
         module = next(homes, module)
-    if name.startswith("Dummy"):
-        return "it needs accel-deepspeed: pip install accel-deepspeed"
+    if name in PACKAGES:
+        return f"it needs a package: pip install {PACKAGES[name]}"
     if "Megatron" in name or "megatron" in name:
         return MEGATRON
     fitting = [start for start in REASONS if module == start or module.startswith(start + ".")]
