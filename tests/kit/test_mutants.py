@@ -113,6 +113,8 @@ PROCESSES = {
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
         "test_a_window_communicates_once",
+        "test_local_sgd_trains_apart_and_averages",
+        "test_a_batch_that_others_lack_is_refused_not_waited_for",
     },
     "gathers-backwards": {
         "test_data_arrives_whole_whoever_reads_it",
