@@ -19,9 +19,6 @@ from accel_core.binding import LAYERS, Binder, Steps
 from accel_core.hookspecs import implements
 from accel_core.plugins import discover
 
-sys.path.insert(0, str(HERE.parent / "tests"))
-from generated import generate_backends
-
 
 def measure(peers: str | None = None, count: int = 15) -> list[Row]:
     return [_discovery(count), _binding(count), _adapter(count)]
@@ -33,6 +30,9 @@ def _best(call: Callable[[], object], count: int, number: int = 1) -> float:
 
 
 def _discovery(count: int) -> Row:
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from generated import generate_backends
+
     with TemporaryDirectory() as folder:
         generate_backends(Path(folder))
         sys.path.insert(0, folder)
