@@ -11,6 +11,7 @@ import torch
 
 from accel_core.testing import run_processes
 
+pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(600)
 
 OFFLOAD = {"device": "cpu"}
