@@ -39,9 +39,14 @@ def reported(files: Iterable[Path]) -> dict[str, Row]:
         if from_us and names.keys() & {"device", "strategy"}:
             row = found.setdefault(" + ".join(names.values()), {})
             row["at once"] = max(row.get("at once", ""), ", ".join(map(str, report["worlds"])))
-            for level, said in _levels(report):  # of several runs of a stack, the worst
-                row[level] = max(row.get(level, ""), said, key=lambda result: ("failed" in result, len(result)))
+            for level, said in _levels(report):
+                row[level] = max(row.get(level, ""), said, key=_badness)
     return found
+
+
+def _badness(result: str) -> tuple[bool, int]:
+    """Of several runs of a stack, the worst counts; what is known to fail makes a result longer."""
+    return "failed" in result, len(result)
 
 
 def _levels(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
