@@ -62,11 +62,13 @@ def theirs(tmp_path_factory):
 def assert_equal(
     found: dict[str, Any], expected: dict[str, Any], start: int = 0, tolerance: float = 0
 ) -> None:
-    assert found["predicted"] == pytest.approx(expected["predicted"], rel=tolerance or 0, abs=0)
-    assert [entry["step"] for entry in found["logged"]] == [entry["step"] for entry in expected["logged"]]
-    for ours, wanted in zip(found["logged"], expected["logged"], strict=True):
-        if ours["step"] > start:
-            assert ours == pytest.approx(wanted, rel=tolerance or 0, abs=0)
+    assert found["predicted"] == pytest.approx(expected["predicted"], rel=tolerance, abs=0)
+    ours, wanted = (
+        [entry for entry in each["logged"] if entry["step"] > start] for each in (found, expected)
+    )
+    assert [entry["step"] for entry in ours] == [entry["step"] for entry in wanted]
+    for one, other in zip(ours, wanted, strict=True):
+        assert one == pytest.approx(other, rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
