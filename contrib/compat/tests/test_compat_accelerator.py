@@ -19,6 +19,7 @@ from accelerate.utils import (
 )
 
 from accel_compat.refusing import NotServedError
+from accel_core import Mesh, MeshDim, arrange
 
 
 def trained(accelerator: Accelerator, steps: int = 3) -> torch.Tensor:
@@ -207,3 +208,34 @@ def test_training_is_accel_cores():
     ours = trained(Accelerator(mixed_precision="bf16"))
 
     assert torch.isfinite(ours).all()
+
+
+def test_ranks_along_the_mesh_are_those_of_the_run():
+    accelerator = Accelerator()
+    dims = arrange([MeshDim("dp_replicate", 2), MeshDim("dp_shard", 2), MeshDim("tp", 2)], 8)
+    assert (accelerator.tensor_parallel_rank, accelerator.torch_device_mesh) == (0, None)
+    accelerator.run.mesh = Mesh(dims, rank=6, device_mesh="torch's")
+
+    assert accelerator.torch_device_mesh == "torch's"
+    assert (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank) == (1, 1)
+    assert (accelerator.tensor_parallel_rank, accelerator.context_parallel_rank) == (0, 0)
+
+
+def test_sharing_sequences_by_the_context_is_refused_not_left_out():
+    accelerator = Accelerator()
+    with accelerator.maybe_context_parallel(buffers=[torch.ones(2)], buffer_seq_dims=[0]):
+        pass
+    accelerator.run.mesh = Mesh(arrange([MeshDim("cp", 2)], 2), rank=0, device_mesh=None)
+    with pytest.raises(NotServedError, match="the batch itself is shared out"):
+        accelerator.maybe_context_parallel(buffers=[torch.ones(2)], buffer_seq_dims=[0])
+
+
+def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(tmp_path / "here", safe_serialization=False)
+    accelerator.load_state(tmp_path / "here", load_kwargs={"weights_only": False})
+    said = capsys.readouterr().err
+
+    assert "save_state: weights are always written by safetensors" in said
+    assert "load_state: arguments for torch.load mean nothing here" in said

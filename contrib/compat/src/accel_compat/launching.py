@@ -62,8 +62,6 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
                 "let num_processes, which counts those of all machines, be a multiple of it"
             )
         yield from ("-n", str(count // nodes))
-    elif settings.get("cpu") or not any(settings.get(name) for name in _STRATEGIES):
-        yield from ("-n", "1") if settings.get("cpu") else ()
     if nodes > 1:
         yield from ("--nodes", str(nodes), "--node-rank", str(settings.get("machine_rank", 0)))
     if "main_process_ip" in settings or "main_process_port" in settings:

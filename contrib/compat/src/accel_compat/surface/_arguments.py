@@ -13,9 +13,6 @@ from accel_compat.runs import kind_of
 
 from ._strategies import chosen_strategies, let_the_run_count
 from .utils.dataclasses import (
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     KwargsHandler,
     TorchDynamoPlugin,

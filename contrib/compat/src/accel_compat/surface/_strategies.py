@@ -33,10 +33,10 @@ class Chosen:
     def core(self) -> dict[str, Any]:
         """The arguments of accel-core's Accelerator that say the same."""
         plugins = [] if self.fsdp is None else [self.fsdp.to_ours()]
-        if self.tensors is not None:
-            plugins.append(self.tensors.to_ours())
         if self.mesh is not None:
             plugins = _on(self.mesh, plugins)
+        if self.tensors is not None:
+            plugins.append(self.tensors.to_ours())
         if not isinstance(self.deepspeed, dict):
             return {"plugins": [*plugins, *([self.deepspeed.to_ours()] if self.deepspeed else [])]}
         named = {name: {"plugin": "deepspeed", **each.translation()} for name, each in self.deepspeed.items()}
@@ -47,7 +47,10 @@ class Chosen:
         sharded = self.mesh is not None and self.mesh.dp_shard_enabled
         if not (self.fsdp or self.deepspeed or sharded):
             return list(handlers or ())
-        return [each for each in handlers or () if not isinstance(each, DistributedDataParallelKwargs)]
+        left = [each for each in handlers or () if isinstance(each, DistributedDataParallelKwargs)]
+        if any(each.translation() for each in left):
+            say_once("DistributedDataParallelKwargs have no meaning under another strategy than DDP")
+        return [each for each in handlers or () if each not in left]
 
 
 def chosen_strategies(given: Mapping[str, Any]) -> Chosen:

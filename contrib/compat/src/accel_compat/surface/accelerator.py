@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -127,13 +127,11 @@ class Accelerator(accel_core.Accelerator):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of the run, if it has one."""
-        return getattr(self.run, "mesh", None)
+        """torch's mesh of the run, if it has one."""
+        return None if self.run.mesh is None else self.run.mesh.device_mesh
 
     def _rank_along(self, dim: str) -> int:
-        mesh = self.torch_device_mesh
-        names = () if mesh is None else mesh.mesh_dim_names or ()
-        return int(mesh.get_local_rank(dim)) if dim in names else 0
+        return 0 if self.run.mesh is None else self.run.mesh.index(dim)
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -339,12 +337,13 @@ class Accelerator(accel_core.Accelerator):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """A context that does nothing without context parallelism."""
-        inherited: Any = getattr(super(), "maybe_context_parallel", None)
-        if inherited is None:
-            return _nothing()
-        found: AbstractContextManager[Any] = inherited(buffers, buffer_seq_dims, no_restore_buffers)
-        return found
+        """A context that does nothing without context parallelism; with it, refused."""
+        if self.run.mesh is not None and self.run.mesh.size("cp") > 1:
+            raise NotServedError(
+                "maybe_context_parallel: with cp_size > 1 the batch itself is shared out here\n"
+                "train inside accelerator.accumulate(model, batch=batch), as accel-context-parallel says"
+            )
+        return nullcontext()
 
     # -- collectives: in a world of one, what was given -------------------------------------------
 
@@ -389,6 +388,10 @@ class Accelerator(accel_core.Accelerator):
             for name in ("step", "wait")
             if name in save_model_func_kwargs
         }
+        if not safe_serialization or save_model_func_kwargs:
+            say_once(
+                "save_state: weights are always written by safetensors; other arguments mean nothing here"
+            )
         written = str(super().save_state(output_dir, **options))
         if self._save_hooks:
             weights = [self.get_state_dict(model) for model in self._models]
@@ -409,16 +412,16 @@ class Accelerator(accel_core.Accelerator):
         options = {
             name: load_model_func_kwargs[name] for name in ("strict",) if name in load_model_func_kwargs
         }
-        super().load_state(input_dir, **options)
+        if load_kwargs or load_model_func_kwargs.keys() - options.keys():
+            say_once("load_state: arguments for torch.load mean nothing here; no pickle is read")
+        loaded = super().load_state(input_dir, **options)
+        if input_dir is None:  # only now it is known which one that is
+            for hook in self._load_hooks.values():
+                hook(self._models, str(loaded))
 
 
 def _ours(handler: Any) -> Any:
     return handler.to_ours() if hasattr(handler, "to_ours") else handler
-
-
-@contextmanager
-def _nothing() -> Any:
-    yield
 
 
 def _registered(table: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
