@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,14 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 LEVELS = ("packaging", "device", "training", "processes", "checkpoints")
 HEAD = f"| stack | at once | {' | '.join(LEVELS)} |\n|---|---|{'---|' * len(LEVELS)}\n"
 TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
-NOT_RUN: Mapping[tuple[str, str], str] = {}
-"""(stack, level) -> why the kit does not run it."""
+NOT_RUN = (
+    ("* + deepspeed", LEVELS, "wants the chip's own library"),
+    ("xla*", ("processes",), "XLA's CPU device serves one process"),
+    ("* + *", ("packaging", "device", "checkpoints"), "by the stacks of which it is made"),
+)
+"""(stacks, levels, why): what the kit does not run, and the first reason that fits."""
+ONLY_NAMED = ("cuda, hpu, npu, xpu + deepspeed",)
+"""Rows without any result, of what people will look for."""
 
 Row = dict[str, str]
 
@@ -66,16 +73,27 @@ def written(text: str) -> dict[str, Row]:
     if table is None:
         raise SystemExit(f"{README} has no table that starts with\n{HEAD}")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
-    return {row[0]: dict(zip(("at once", *LEVELS), row[1:], strict=True)) for row in rows}
+    told = {row[0]: zip(("at once", *LEVELS), row[1:], strict=True) for row in rows}
+    return {
+        stack: {name: said for name, said in cells if said != "-" and not said.startswith("not run: ")}
+        for stack, cells in told.items()
+    }
 
 
 def render(rows: Mapping[str, Row]) -> str:
     """The table; a level without a result says why."""
     lines = []
     for stack, row in sorted(rows.items()):
-        cells = [row.get(level) or f"not run: {NOT_RUN[stack, level]}" for level in LEVELS]
-        lines.append(f"| {stack} | {row['at once']} | {' | '.join(cells)} |\n")
+        cells = [row.get(level) or _not_run(stack, level) for level in LEVELS]
+        lines.append(f"| {stack} | {row.get('at once', '-')} | {' | '.join(cells)} |\n")
     return HEAD + "".join(lines)
+
+
+def _not_run(stack: str, level: str) -> str:
+    reasons = [why for stacks, levels, why in NOT_RUN if fnmatch(stack, stacks) and level in levels]
+    if not reasons:
+        raise SystemExit(f"{stack}, {level}: no result and no reason\nrun the kit, or say why in NOT_RUN")
+    return f"not run: {reasons[0]}"
 
 
 def stale(rows: Mapping[str, Row], fresh: Mapping[str, Row]) -> list[str]:
@@ -100,7 +118,8 @@ def main() -> int:
         wrong = stale(rows, fresh)
         print("\n".join(wrong) or f"README.md says what {len(fresh)} stacks' reports do")
         return 1 if wrong else 0
-    merged = {stack: {**rows.get(stack, {}), **fresh.get(stack, {})} for stack in {*rows, *fresh}}
+    known = {*rows, *fresh, *ONLY_NAMED}
+    merged = {stack: {**rows.get(stack, {}), **fresh.get(stack, {})} for stack in known}
     README.write_text(TABLE.sub(lambda _: render(merged), text), encoding="utf-8")
     return 0
 

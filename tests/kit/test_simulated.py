@@ -63,6 +63,36 @@ def test_it_takes_another_name() -> None:
     assert ours == train("cpu", 3, None, None)
 
 
+def freed() -> tuple[int, int, list[float]]:
+    tensor = torch.ones(4).to(simulated().device())
+    view, storage = tensor[2:], tensor.untyped_storage()
+    full = storage.size()
+    storage.resize_(0)
+    empty = view.untyped_storage().size()
+    storage.resize_(full)
+    tensor.fill_(3.0)
+    return full, empty, view.tolist()
+
+
+def test_its_memory_can_be_freed_under_its_tensors_and_filled_again() -> None:
+    assert run_processes(freed, world=1) == [(16, 0, [3.0, 3.0])]
+
+
+def queued() -> float:
+    module = simulated()
+    side, ready = module.Stream(), module.Event()
+    with module.stream(side):
+        tensor = torch.ones(2).to(module.device()) * 2
+        ready.record()
+        inside = module.current_stream() is side
+    module.current_stream().wait_event(ready)
+    return tensor.sum().item() if inside and module.current_stream() is not side else 0.0
+
+
+def test_work_may_be_queued_in_streams() -> None:
+    assert run_processes(queued, world=1) == [4.0]
+
+
 def two_names() -> None:
     simulated("one")
     simulated("one")

@@ -8,7 +8,8 @@ torch cannot make a generator for a device without C++.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -60,6 +61,10 @@ class SimulatedTensor(Tensor):
     def tolist(self) -> Any:
         """Values as Python numbers; torch refuses this to subclasses."""
         return self.cpu().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Where the numbers are: the wrapper has a storage without memory, which cannot be resized."""
+        return self.held.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,6 +129,44 @@ class _Memory:
         self.allocated -= size
 
 
+class _Event:
+    """A point in a stream. All work is done when it is queued, so it has always passed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's: with timing or without."""
+
+    def record(self, stream: Any = None) -> _Event:
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing is ever pending."""
+
+    def synchronize(self) -> None:
+        """The same."""
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A queue of work, each piece of which is done when it is put there."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        """As torch's."""
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def wait_event(self, event: _Event) -> None:
+        """Nothing is ever pending."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        """The same."""
+
+    def synchronize(self) -> None:
+        """The same."""
+
+
 class DeviceModule:
     """`torch.NAME`: what torch and device plugins ask of a device's module.
 
@@ -131,12 +174,15 @@ class DeviceModule:
     Python devices knows index 0 only.
     """
 
+    Stream, Event = _Stream, _Event
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.memory = _Memory()
         self.host_reads = 0
         self.on_host_read: Callable[[], None] | None = None
         """Called before the host gets to see a value of the device."""
+        self._stream = _Stream()
 
     def device(self) -> torch.device:
         """The one device."""
@@ -167,6 +213,17 @@ class DeviceModule:
 
     def synchronize(self, device: Any = None) -> None:
         """Nothing is ever pending."""
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self._stream
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
 
     def empty_cache(self) -> None:
         """Nothing is cached."""

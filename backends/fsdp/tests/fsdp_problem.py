@@ -136,7 +136,7 @@ def steps_of(run: Accelerator, model: nn.Module, optimizer: Any, kind: str, step
     for step in steps:
         mean = 0.0
         for micro in range(size):
-            x, y = (t[rank * SHARE :][:SHARE][micro::size] for t in batch(kind, step, world))
+            x, y = (t[rank * SHARE :][:SHARE][micro::size].to(run.device) for t in batch(kind, step, world))
             with run.accumulate(model):
                 loss = loss_of(model, x, y)
                 run.backward(loss)

@@ -1,0 +1,117 @@
+"""Each device with each strategy, and what stands above: it trains, simulated, or is refused by name."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from accel_core.plugins import Card, discover
+from accel_core.testing import conform, run_processes
+from accel_core.testing.simulated import write_distribution
+
+pytestmark = pytest.mark.together
+
+BACKENDS = Path(__file__).parents[2] / "backends"
+COMMUNICATION = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "hpu": "hccl", "mps": "none", "xla": "none"}
+STANDS_IN = ("cuda", "xpu", "mps")
+"""Devices of torch's own, for which a module answers; the others have a stand-in for their library."""
+ELSEWHERE = {
+    "ddp": "each device's own package runs the whole kit with it",
+    "deepspeed": "it drives each chip by a layer of its own, which asks the vendor's library itself",
+}
+"""What is not tried here, and why."""
+BOUND = ("single", "xla-dp", "xla-spmd")
+"""Strategies for any device, or only for those of their own package, whose tests say so."""
+ABOVE = {"cp": "ddp", "tensor-parallel": "fsdp"}
+"""Extension -> the strategy that it is tried with."""
+# Split where the widths of the kit's networks are even; its other networks stay whole.
+PLAN = '{"*": null, "0": rowwise_rep, "3": rowwise_rep, "fixed": colwise_rep}'
+SETTINGS = {
+    "fsdp+tensor-parallel": (
+        *("fsdp.dp_shard_size=1", "tensor_parallel.tp_size=-1"),
+        f"tensor_parallel.parallelize_plan={PLAN}",
+    )
+}
+
+
+def cards(slot: str) -> dict[str, Card]:
+    return {record.name: record.card for record in discover().of(slot) if record.card is not None}
+
+
+def pairs(*, allowed: bool) -> list[tuple[str, str]]:
+    devices = {name: card for name, card in cards("device").items() if name in COMMUNICATION}
+    above = {**cards("strategy"), **cards("extension")}
+    return [
+        (device, name)
+        for (device, has), (name, wants) in product(devices.items(), above.items())
+        if ({word for word in wants.needs if word != "dtensors"} <= has.offers) == allowed
+        and name not in BOUND
+    ]
+
+
+def stacks() -> list[tuple[str, str]]:
+    """Device and what is above it, of what its card allows."""
+    found = [(device, name) for device, name in pairs(allowed=True) if name not in ELSEWHERE]
+    return [(device, f"{ABOVE[name]}+{name}" if name in ABOVE else name) for device, name in found]
+
+
+def trained(folder: Path, device: str, above: str, *options: str) -> str:
+    write_distribution(folder, "torch_npu", "\n", version="2.13.0", requires=())
+    options += ("--accel-world", "2", "--accel-level", "2,3", "--accel-simulate", COMMUNICATION[device])
+    options += ("--accel-stand-in", f"stands_for_{device}") if device in STANDS_IN else ()
+    for setting in SETTINGS.get(above, ()):
+        options += ("--accel-set", setting)
+    return conform(folder, f"{device}+{above}", *options, path=[BACKENDS / device / "tests" / "stand_in"])
+
+
+def refused(device: str, name: str) -> str:
+    from accel_core import Accelerator, ConfigError
+    from accel_core.plugins import load
+    from accel_core.testing.simulated.pretence import pretend
+
+    pretend(device, COMMUNICATION[device], None)
+    record = discover().get(name)
+    assert record is not None
+    assert record.card is not None
+    asked = {"strategy": name}
+    if record.slot == "extension":
+        assert record.card.config is not None
+        asked = {"plugins": [load(record, record.card.config)()]}
+    try:
+        Accelerator(device=device, **asked)
+    except ConfigError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_every_device_and_every_strategy_is_among_the_combinations() -> None:
+    both = {*pairs(allowed=True), *pairs(allowed=False)}
+
+    assert {device for device, _ in both} == cards("device").keys() - {"native", "sim"}
+    assert cards("extension").keys() <= ABOVE.keys()
+    assert all((device, "ddp") in both and (device, "fsdp") in both for device in COMMUNICATION)
+
+
+@pytest.mark.parametrize(("device", "name"), pairs(allowed=False))
+def test_what_a_device_cannot_carry_is_refused_with_the_words_it_lacks(device: str, name: str) -> None:
+    (said,) = run_processes(refused, device, name, world=1)
+
+    above = {**cards("strategy"), **cards("extension")}
+    lacking = above[name].needs - cards("device")[device].offers
+    assert all(word in said for word in (device, name, *lacking)), said
+
+
+def test_a_device_that_shards_has_no_code_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_KIT_REPORTS", raising=False)  # a part of a level is no result
+    some = "two_optimizers_of_one_model or clipping_sees"
+
+    assert "2 passed, 0 failed, 0 xfailed, 0 skipped" in trained(tmp_path, "npu", "fsdp", "-k", some)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("device", "above"), stacks())
+def test_what_it_can_carry_trains_as_a_plain_loop(tmp_path: Path, device: str, above: str) -> None:
+    assert "0 failed, 0 xfailed" in trained(tmp_path, device, above)
