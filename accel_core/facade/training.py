@@ -145,11 +145,16 @@ class Training:
         """
         (unit,) = self._units([model])
         unit.window.items = None
-        count = microbatches or unit.window.size
+        size = unit.window.size
         self.run.window = unit.window
-        output: StepOutput = unit.steps.forward_backward(
-            unit, iter(batches), forward_loss, count, forward_only
-        )
+        if self.run.refuse is not None and not forward_only:
+            self.run.refuse(unit)
+        try:
+            output: StepOutput = unit.steps.forward_backward(
+                unit, iter(batches), forward_loss, microbatches or size, forward_only
+            )
+        finally:
+            unit.window.size = size  # of the next windows, whatever this one had
         if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
             unit.window.fresh = unit.reduced = False
             unit.unscaled.clear()

@@ -13,6 +13,16 @@ from accel_core import Card
 pytest_plugins = ["pytester"]
 
 CARDS = {name: card for name, card in vars(strangers).items() if isinstance(card, Card)}
+LOOPS = {
+    "test_a_student_learns_from_a_teacher",
+    "test_a_window_communicates_once",
+    "test_an_accumulated_step_is_left_alone_mid_window",
+    "test_local_sgd_trains_apart_and_averages",
+    "test_sums_are_divided_by_the_items_of_the_window",
+    "test_the_items_of_all_decide_not_who_has_them",
+    "test_two_units_keep_windows_of_their_own",
+}
+"""Checks that call a model, or backward, themselves."""
 
 
 @pytest.fixture
@@ -33,6 +43,7 @@ def describe(found: Found) -> str:
         ("lazy+replicas", "1,2,3", "1"),
         ("sim+pair", "3", "1,2"),
         ("native+grid", "3,4", "2,4"),
+        ("native+scheduled", "2,4", "2"),
         ("early", "0,1", "1"),
     ],
 )
@@ -46,7 +57,9 @@ def test_strangers_pass(
 ) -> None:
     found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", levels, "--accel-world", worlds)
     assert found.names("failed") == set(), describe(found)
-    assert found.names("skipped") <= {"test_ranks_may_run_out_of_batches"}
+    assert found.names("skipped") <= {"test_ranks_may_run_out_of_batches"} | (
+        LOOPS if "scheduled" in stack else set()
+    )
 
 
 @pytest.mark.timeout(300)

@@ -220,3 +220,16 @@ def test_forward_backward_equals_the_loop(accelerator_of):
     for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad)
     optimizer.step()
+
+
+def test_a_short_window_leaves_the_size_of_the_next_alone(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for given, found in [(1, 1), (None, 2)]:
+        output = accelerator.forward_backward(
+            model, batches(2), lambda model, batch: (model(batch[0]).sum(), None), microbatches=given
+        )
+        assert len(output.outputs) == found
+        optimizer.step()
+        optimizer.zero_grad()

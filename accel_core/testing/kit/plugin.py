@@ -45,8 +45,6 @@ class Kit:
     """A module that stands for the vendor's library in each process."""
     partners: Sequence[str] = ()
     """Strategies whose checkpoints are exchanged with the stack's."""
-    readers: dict[int, int] = field(factory=dict)
-    """World size -> readers, once a check has asked."""
     _done: dict[Hashable, Any] = field(factory=dict)
 
     @classmethod
@@ -105,6 +103,21 @@ class Kit:
         if isinstance(self._done[key], Exception):
             raise self._done[key]
         found: R = self._done[key]
+        return found
+
+    def readers(self, run: Callable[..., list[Any]], world: int) -> int:
+        """Shares of the data in a world of this size; fewer than processes where several read the same."""
+        return self._sharing(run, world)[0]
+
+    def require_loops(self, run: Callable[..., list[Any]], world: int) -> None:
+        """Skip a check of what only loops with a forward and a backward of their own can do."""
+        if self._sharing(run, world)[1]:
+            pytest.skip("the strategy owns the schedule: forward and backward are forward_backward's")
+
+    def _sharing(self, run: Callable[..., list[Any]], world: int) -> tuple[int, bool]:
+        from accel_core.testing.kit.work import sharing
+
+        found: tuple[int, bool] = self.once(("sharing", world), lambda: run(sharing, world=world)[0])
         return found
 
     # -- collection ------------------------------------------------------------------------------

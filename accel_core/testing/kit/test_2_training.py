@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from accel_core.testing.kit import work_items, work_units
 from accel_core.testing.kit import work_training as work
 from accel_core.testing.kit.compare import assert_near, assert_same_training
-from accel_core.testing.kit.plugin import requires
+from accel_core.testing.kit.plugin import Kit, requires
 from accel_core.testing.kit.stack import TestedStack
 from accel_core.testing.kit.work_training import Recipe
 
@@ -18,10 +19,29 @@ Run = Callable[..., list[Any]]
 LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
 
 
-def check(run: Run, *, low_precision: bool = False, **recipe: Any) -> tuple[work.Trace, work.Trace]:
-    ((ours, plain),) = run(work.ours, Recipe(**recipe))
-    assert_same_training(ours, plain, low_precision=low_precision)
-    return ours, plain
+@pytest.fixture
+def together(run: Run, kit: Kit) -> int:
+    """As many processes as all read the same data, where a model is spread over them; else one."""
+    return max([world for world in kit.worlds if kit.readers(run, world) == 1], default=1)
+
+
+@pytest.fixture
+def run(run: Run, together: int) -> Run:
+    """In that many processes; each of them has the numbers of the one plain loop."""
+    return partial(run, world=together)
+
+
+@pytest.fixture
+def loops(run: Run, kit: Kit, together: int) -> None:
+    """For checks of loops with a forward and a backward of their own."""
+    kit.require_loops(run, together)
+
+
+def check(run: Run, *, low_precision: bool = False, **recipe: Any) -> work.Trace:
+    found: list[tuple[work.Trace, work.Trace]] = run(work.ours, Recipe(**recipe))
+    for ours, plain in found:
+        assert_same_training(ours, plain, low_precision=low_precision)
+    return found[0][0]
 
 
 def computes_with_copies(stack: TestedStack) -> bool:
@@ -36,7 +56,7 @@ def test_losses_equal_the_plain_loop(run: Run, accumulation: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_clipping_by_norm(run: Run, accumulation: int) -> None:
-    ours, _ = check(run, clip_norm=0.1, accumulation=accumulation)
+    ours = check(run, clip_norm=0.1, accumulation=accumulation)
     assert min(ours.norms) > 0.1, "the recipe must clip to show anything"
 
 
@@ -46,7 +66,7 @@ def test_clipping_by_value(run: Run) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_schedulers_step_with_the_optimizer(run: Run, accumulation: int) -> None:
-    ours, _ = check(run, schedule=True, accumulation=accumulation)
+    ours = check(run, schedule=True, accumulation=accumulation)
     assert ours.rates == sorted(ours.rates, reverse=True)
 
 
@@ -68,28 +88,29 @@ def test_mixed_precision(run: Run, stack: TestedStack, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", LOW)
 def test_forward_runs_in_the_precision(run: Run, precision: str) -> None:
-    (found,) = run(work.forward_dtypes, precision)
     dtype = f"torch.{'bfloat16' if precision == 'bf16' else 'float16'}"
-    assert found == {"inside": dtype, "unwrapped": dtype, "parameters": "torch.float32", "left": False}
+    for found in run(work.forward_dtypes, precision):
+        assert found == {"computed in": {dtype}, "parameters": "torch.float32", "left": False}
 
 
 @requires("fp16")
 def test_float16_parameters_are_refused_by_name(run: Run) -> None:
-    ((said, units),) = run(work_items.float16_refusal)
-    assert "0.weight" in said, said
-    assert "model.float()" in said.splitlines()[-1], said
-    assert units == 0
+    for said, units in run(work_items.float16_refusal):
+        assert "0.weight" in said, said
+        assert "model.float()" in said.splitlines()[-1], said
+        assert units == 0
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 @pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.usefixtures("loops")
 def test_sums_are_divided_by_the_items_of_the_window(
     run: Run, stack: TestedStack, accumulation: int, clip_norm: float | None
 ) -> None:
-    ((ours, plain),) = run(work_items.ragged, accumulation, clip_norm)
     low = "mixed_precision" in stack.arguments  # a batch in parts rounds otherwise than in one
-    assert_near("norms", ours.norms, plain.norms, low_precision=low)
-    assert_near("weights", ours.weights, plain.weights, low_precision=low)
+    for ours, plain in run(work_items.ragged, accumulation, clip_norm):
+        assert_near("norms", ours.norms, plain.norms, low_precision=low)
+        assert_near("weights", ours.weights, plain.weights, low_precision=low)
 
 
 @requires("fp16")
@@ -97,32 +118,35 @@ def test_sums_are_divided_by_the_items_of_the_window(
 def test_overflowing_steps_are_skipped(run: Run, stack: TestedStack, optimizers: int) -> None:
     recipe: dict[str, Any] = {"precision": "fp16", "init_scale": 2.0**24, "schedule": True}
     low = computes_with_copies(stack)
-    ours, _ = check(run, low_precision=low, optimizers=optimizers, clip_norm=0.5, **recipe)
+    ours = check(run, low_precision=low, optimizers=optimizers, clip_norm=0.5, **recipe)
     assert ours.skipped[0], "the recipe must overflow to show anything"
     assert not ours.skipped[-1]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.usefixtures("loops")
 def test_two_units_keep_windows_of_their_own(run: Run, accumulation: int) -> None:
-    ((ours, plain),) = run(work_units.gan, accumulation)
-    assert_same_training(ours, plain)
+    for ours, plain in run(work_units.gan, accumulation):
+        assert_same_training(ours, plain)
 
 
+@pytest.mark.usefixtures("loops")
 def test_a_student_learns_from_a_teacher(run: Run) -> None:
-    ((ours, plain),) = run(work_units.distillation)
-    assert_same_training(ours, plain)
+    for ours, plain in run(work_units.distillation):
+        assert_same_training(ours, plain)
 
 
 def test_forward_backward_equals_the_loop(run: Run) -> None:
-    ((ours, plain),) = run(work.whole_windows, Recipe(accumulation=2))
-    assert_same_training(ours, plain)
+    for ours, plain in run(work.whole_windows, Recipe(accumulation=2)):
+        assert_same_training(ours, plain)
 
 
+@pytest.mark.usefixtures("loops")
 def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
-    (found,) = run(work.mid_window)
-    assert found == {
-        "weights changed": False,
-        "gradients kept": True,
-        "clipped": False,
-        "rate changed": False,
-    }
+    for found in run(work.mid_window):
+        assert found == {
+            "weights changed": False,
+            "gradients kept": True,
+            "clipped": False,
+            "rate changed": False,
+        }

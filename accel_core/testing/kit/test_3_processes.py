@@ -24,9 +24,13 @@ SHAPES = [(16, 6), (16,), (16,), (16,), (3, 16), (3,)]
 @pytest.fixture
 def readers(kit: Kit, run: Run, world: int) -> int:
     """Shares of the data in a world of this size; fewer than processes where several read the same."""
-    if world not in kit.readers:
-        kit.readers[world] = run(work.readers, world=world)[0]
-    return kit.readers[world]
+    return kit.readers(run, world)
+
+
+@pytest.fixture
+def loops(run: Run, kit: Kit, world: int) -> None:
+    """For checks of loops with a forward and a backward of their own."""
+    kit.require_loops(run, world)
 
 
 @pytest.mark.parametrize("dim", ["world", "control"])
@@ -166,6 +170,7 @@ def test_schedulers_count_steps_not_processes(run: Run, world: int) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.usefixtures("loops")
 def test_the_items_of_all_decide_not_who_has_them(
     run: Run, stack: TestedStack, world: int, accumulation: int
 ) -> None:
@@ -185,7 +190,8 @@ def _check_invariance(
     by_rank = run(work.invariance, mine, world=world)
     (alone,) = run(work.by_hand, Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe))
     micro = [sum(values) / world for values in zip(*(each.losses for each in by_rank), strict=True)]
-    means = [sum(micro[at : at + accumulation]) / accumulation for at in range(0, len(micro), accumulation)]
+    size = len(micro) // steps  # one, of a strategy that owns the schedule: its losses are a window's
+    means = [sum(micro[at : at + size]) / size for at in range(0, len(micro), size)]
     low = "mixed_precision" in stack.arguments
     assert_near("losses", means, alone.losses, low_precision=low)
     assert_near("norms", by_rank[0].norms, alone.norms, low_precision=low)
@@ -204,6 +210,7 @@ def test_each_rank_holds_whole_weights(run: Run, world: int) -> None:
 
 
 @requires("no_sync", "whole_weights")
+@pytest.mark.usefixtures("loops")
 def test_a_window_communicates_once(run: Run, world: int, readers: int) -> None:
     found = run(work.quiet_windows, world=world)
     one, other = (pick(found, key=lambda each: each["reader"]) for pick in (min, max))
@@ -228,6 +235,7 @@ def _check_counts(counts: list[int | None]) -> None:
 
 
 @requires("join", "whole_weights")
+@pytest.mark.usefixtures("loops")
 def test_ranks_may_run_out_of_batches(run: Run, world: int) -> None:
     found = run(work.uneven_inputs, world=world)
     assert all(each == found[0] for each in found), "ranks hold different weights"
@@ -265,6 +273,7 @@ def test_two_runs_live_in_one_process(run: Run, world: int) -> None:
 
 
 @requires("no_sync", "whole_weights")
+@pytest.mark.usefixtures("loops")
 def test_local_sgd_trains_apart_and_averages(run: Run, world: int, readers: int) -> None:
     found = run(work.apart, world=world)
     assert [each["before"] for each in found] == [float(each["reader"]) for each in found]

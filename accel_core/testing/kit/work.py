@@ -1,9 +1,10 @@
-"""What every check's process starts with: the simulated device if there is one, an Accelerator."""
+"""What every check's process starts with: the simulated device if there is one, an Accelerator, its loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -11,9 +12,26 @@ from attrs import frozen
 from accel_core import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
-    from accel_core import Accelerator
+    from torch import Tensor, nn
 
-__all__ = ["OFFERS", "Way", "cut", "enter", "make", "stack_members"]
+    from accel_core import Accelerator, StepOutput
+
+__all__ = [
+    "OFFERS",
+    "ForwardLoss",
+    "Way",
+    "cut",
+    "enter",
+    "known_loss",
+    "learn",
+    "make",
+    "owns_schedule",
+    "sharing",
+    "stack_members",
+]
+
+ForwardLoss = Callable[["nn.Module", Any], "tuple[Tensor, Any]"]
+
 
 COLLECTIVE_SECONDS = 20
 OFFERS = "ACCEL_KIT_OFFERS"
@@ -54,6 +72,51 @@ def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     handlers = [limit, *more.pop("kwargs_handlers", ())]
     return Accelerator(**{**arguments, **more}, kwargs_handlers=handlers)
+
+
+def sharing(arguments: Mapping[str, Any]) -> tuple[int, bool]:
+    """How many shares the data has, of which processes may read the same; whether the schedule is owned."""
+    accelerator = make(arguments)
+    found = accelerator.run.topology.readers, owns_schedule(accelerator)
+    accelerator.end_training()
+    return found
+
+
+def owns_schedule(accelerator: Accelerator) -> bool:
+    """Whether forward and backward are the strategy's, and a loop has only `forward_backward`."""
+    return "schedule" in accelerator.run.hooks.owns(accelerator.run.config)
+
+
+def learn(
+    accelerator: Accelerator,
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward_loss: ForwardLoss,
+    size: int = 1,
+) -> Iterator[float]:
+    """Forward and backward of each batch, and its loss while its `accumulate` is entered.
+
+    Where the strategy owns the schedule: of each window of `size` batches, and the mean of its losses.
+    """
+    if not owns_schedule(accelerator):
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss, _ = forward_loss(model, batch)
+                accelerator.backward(loss)
+                yield loss.item()
+        return
+    stream = iter(batches)
+    while window := list(islice(stream, size)):
+        output = accelerator.forward_backward(model, window, forward_loss, microbatches=len(window))
+        yield known_loss(accelerator, output)
+
+
+def known_loss(accelerator: Accelerator, output: StepOutput) -> float:
+    """The window's loss, from a process that has it of the same data. Collective."""
+    mine = accelerator.run.topology.reader, output.loss.item() if output.valid else None
+    everyone = accelerator.run.collectives("control").all_gather_object(mine)
+    known: list[float] = [each for at, each in everyone if at == mine[0] and each is not None]
+    return known[0]
 
 
 def stack_members(arguments: Mapping[str, Any]) -> list[str]:

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from xxhash import xxh3_64_hexdigest
 
 from accel_core import CheckpointError
 from accel_core.checkpoint.codec import bytes_of
-from accel_core.testing.kit.work import OFFERS, Way, make
-from accel_core.testing.kit.work_training import CLASSES, FEATURES, dataset, network
+from accel_core.testing.kit.work import OFFERS, Way, learn, make
+from accel_core.testing.kit.work_training import CLASSES, FEATURES, dataset, forward_loss, network
 
 __all__ = ["NAMES", "Seen", "killed", "misfit", "names", "replicas", "resume", "save", "survived"]
 
@@ -55,10 +54,10 @@ class Network(nn.Module):
     """6 features to 3 classes."""
 
     def __init__(self, seed: int, *, noise: float, larger: bool) -> None:
-        super().__init__()
+        super().__init__()  # registered in the order of forward, by which a model may be cut into stages
+        self.fixed = nn.Linear(FEATURES, FEATURES, bias=False).requires_grad_(requires_grad=False)
         self.body = network(seed)
         self.hidden, self.again = (nn.Linear(CLASSES, CLASSES, bias=False) for _ in range(2))
-        self.fixed = nn.Linear(FEATURES, FEATURES, bias=False).requires_grad_(requires_grad=False)
         with torch.no_grad():
             for layer in (self.hidden, self.again, self.fixed):
                 layer.weight.copy_(torch.eye(len(layer.weight)) * (1.1 + seed))
@@ -132,13 +131,12 @@ class Training:
         return seen
 
     def _learn(self, x: Tensor, y: Tensor) -> float:
-        loss = cross_entropy(self.model(x).float(), y)
-        self.accelerator.backward(loss)
+        (loss,) = learn(self.accelerator, self.model, [(x, y)], forward_loss)
         for each in (*self.optimizers, *self.schedulers):
             each.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return loss.item()
+        return loss
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """(key, leaf) of all state that this process offers, buffers aside: theirs may differ."""

@@ -12,12 +12,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError, DataLoaderConfiguration, LocalSGD
-from accel_core.testing.kit.work import make
+from accel_core.testing.kit.work import learn, make, owns_schedule
 from accel_core.testing.kit.work_training import (
     FEATURES,
     Recipe,
     Trace,
     dataset,
+    forward_loss,
     network,
     plain,
     train,
@@ -32,7 +33,6 @@ __all__ = [
     "metrics",
     "nested",
     "quiet_windows",
-    "readers",
     "replicas",
     "samples",
     "sequential_runs",
@@ -41,14 +41,6 @@ __all__ = [
     "unshared",
     "whole",
 ]
-
-
-def readers(arguments: Mapping[str, Any]) -> int:
-    """How many shares the data has; several processes may read the same one."""
-    accelerator = make(arguments)
-    count: int = accelerator.run.topology.readers
-    accelerator.end_training()
-    return count
 
 
 def dims(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,8 +150,7 @@ def replicas(arguments: Mapping[str, Any]) -> list[float]:
     model, optimizer, batches = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), batches
     )
-    for x, y in batches:
-        accelerator.backward(cross_entropy(model(x).float(), y))
+    for _ in learn(accelerator, model, batches, forward_loss):
         optimizer.step()
         optimizer.zero_grad()
     found = weights(model, accelerator)
@@ -271,6 +262,9 @@ def unshared(arguments: Mapping[str, Any]) -> list[str]:
         told = ""
         try:
             for (x,) in loader:
+                if owns_schedule(accelerator):
+                    accelerator.forward_backward(model, [x], _sum, microbatches=1, forward_only=not training)
+                    continue
                 with torch.set_grad_enabled(training):
                     output = model(x).float()
                 if training:
@@ -280,6 +274,10 @@ def unshared(arguments: Mapping[str, Any]) -> list[str]:
         found.append(told)
     accelerator.end_training()
     return found
+
+
+def _sum(model: nn.Module, x: Tensor) -> tuple[Tensor, None]:
+    return model(x).float().sum(), None
 
 
 def coordination(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, GradScalerKwargs
-from accel_core.testing.kit.work import cut, make
+from accel_core.testing.kit.work import cut, known_loss, learn, make, owns_schedule
 
 __all__ = [
     "Recipe",
     "Trace",
     "forward_dtypes",
+    "forward_loss",
     "mid_window",
     "ours",
     "plain",
@@ -122,11 +124,20 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     )
 
 
+def forward_loss(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
+    """The loss of a batch."""
+    x, y = batch
+    return cross_entropy(model(x).float(), y), None
+
+
 # -- the plain loop --------------------------------------------------------------------------------
 
 
-def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
-    """The recipe without accel-core: what a careful author writes by hand."""
+def plain(recipe: Recipe, device: torch.device, precision: str, *, whole: bool = False) -> Trace:
+    """The recipe without accel-core: what a careful author writes by hand.
+
+    `whole`: a window's loss is the mean of its own, few as they may be, and one number in the trace.
+    """
     trace = Trace()
     model = network().to(device)
     made = optimizers(recipe, model)
@@ -135,15 +146,16 @@ def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
     applied: list[torch.optim.Optimizer] = []
     for each in made:
         each.register_step_post_hook(lambda optimizer, *_: applied.append(optimizer))
-    for x, y, boundary in _windows(recipe):
-        cut()
-        with autocast(precision, device):
-            output = model(x.to(device))
-        loss = cross_entropy(output.float(), y.to(device))
-        scaler.scale(loss / recipe.accumulation).backward()
-        trace.losses.append(loss.item())
-        if not boundary:
-            continue
+    for window in _windows(recipe):
+        losses = []
+        for x, y in window:
+            cut()
+            with autocast(precision, device):
+                output = model(x.to(device))
+            loss = cross_entropy(output.float(), y.to(device))
+            scaler.scale(loss / (len(window) if whole else recipe.accumulation)).backward()
+            losses.append(loss.item())
+        trace.losses.extend([sum(losses) / len(losses)] if whole else losses)
         applied.clear()
         _clip_plain(recipe, trace, model, made, scaler)
         for each in made:
@@ -160,10 +172,11 @@ def plain(recipe: Recipe, device: torch.device, precision: str) -> Trace:
     return trace
 
 
-def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor, bool]]:
+def _windows(recipe: Recipe) -> Iterator[list[tuple[Tensor, Tensor]]]:
     for _ in range(recipe.epochs):
-        for number, (x, y) in enumerate(loader(recipe), 1):
-            yield x, y, number % recipe.accumulation == 0 or number == recipe.batches
+        batches = iter(loader(recipe))
+        while window := list(islice(batches, recipe.accumulation)):
+            yield window
 
 
 def _clip_plain(
@@ -190,7 +203,8 @@ def ours(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
     """(with an Accelerator, plain on the same device), of one recipe."""
     accelerator = recipe_accelerator(recipe, arguments)
     trace = train(recipe, accelerator)
-    reference = plain(recipe, accelerator.device, accelerator.mixed_precision)
+    whole = owns_schedule(accelerator)
+    reference = plain(recipe, accelerator.device, accelerator.mixed_precision, whole=whole)
     accelerator.end_training()
     return trace, reference
 
@@ -208,21 +222,18 @@ def train(recipe: Recipe, accelerator: Accelerator) -> Trace:
     trace = Trace()
     model, made, rates, batches = prepared(recipe, accelerator)
     for _ in range(recipe.epochs):
-        for x, y in batches:
-            with accelerator.accumulate(model):
-                loss = cross_entropy(model(x).float(), y)
-                accelerator.backward(loss)
-                trace.losses.append(loss.item())
-                _clip_ours(recipe, trace, model, accelerator)
-                for each in made:
-                    each.step()
-                for each in rates:
-                    each.step()
-                for each in made:
-                    each.zero_grad()
-                if accelerator.sync_gradients:
-                    trace.skipped.extend(each.step_was_skipped for each in made)
-                    trace.rates.extend(each.param_groups[0]["lr"] for each in made)
+        for loss in learn(accelerator, model, batches, forward_loss, recipe.accumulation):
+            trace.losses.append(loss)
+            _clip_ours(recipe, trace, model, accelerator)
+            for each in made:
+                each.step()
+            for each in rates:
+                each.step()
+            for each in made:
+                each.zero_grad()
+            if accelerator.sync_gradients:
+                trace.skipped.extend(each.step_was_skipped for each in made)
+                trace.rates.extend(each.param_groups[0]["lr"] for each in made)
     trace.weights.extend(weights(model, accelerator))
     return trace
 
@@ -257,18 +268,21 @@ def _clip_ours(recipe: Recipe, trace: Trace, model: nn.Module, accelerator: Acce
 
 
 def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a prepared and an unwrapped model compute in; whether autocast outlives the forward."""
+    """What layers of a prepared and an unwrapped model compute in; whether autocast outlives the forward."""
     accelerator = make(arguments, mixed_precision=precision)
-    model = accelerator.prepare(nn.Sequential(nn.Linear(FEATURES, CLASSES)))
-    x = torch.ones(2, FEATURES, device=accelerator.device)
-    seen: list[torch.dtype] = []
+    model = accelerator.prepare(network())
+    batch = next(iter(accelerator.prepare(loader(Recipe()))))
+    seen: set[str] = set()
     inner: Any = accelerator.unwrap_model(model)
-    inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    model(x)
-    inner(x)
+    for layer in (inner[0], inner[3]):
+        layer.register_forward_hook(lambda module, args, output: seen.add(str(output.dtype)))
+    if owns_schedule(accelerator):
+        accelerator.forward_backward(model, [batch], forward_loss, microbatches=1, forward_only=True)
+    else:
+        model(batch[0])
+        inner(batch[0])
     found = {
-        "inside": str(seen[0]),
-        "unwrapped": str(seen[1]),
+        "computed in": seen,
         "parameters": str(accelerator.get_state_dict(model)["0.weight"].dtype),
         "left": torch.is_autocast_enabled(accelerator.device.type),
     }
@@ -284,22 +298,15 @@ def whole_windows(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, 
     for _ in range(recipe.epochs):
         stream = iter(batches)
         for _ in range(recipe.batches // recipe.accumulation):
-            output = accelerator.forward_backward(model, stream, _forward_loss)
+            output = accelerator.forward_backward(model, stream, forward_loss)
             optimizer.step()
             optimizer.zero_grad()
-            trace.losses.append(output.loss.item())
+            trace.losses.append(known_loss(accelerator, output))
         assert next(stream, None) is None
     trace.weights.extend(weights(model, accelerator))
-    plainly = plain(recipe, accelerator.device, accelerator.mixed_precision)
-    size = recipe.accumulation
-    means = [sum(plainly.losses[at : at + size]) / size for at in range(0, len(plainly.losses), size)]
+    plainly = plain(recipe, accelerator.device, accelerator.mixed_precision, whole=True)
     accelerator.end_training()
-    return trace, Trace(losses=means, weights=plainly.weights)
-
-
-def _forward_loss(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
-    x, y = batch
-    return cross_entropy(model(x).float(), y), None
+    return trace, Trace(losses=plainly.losses, weights=plainly.weights)
 
 
 def mid_window(arguments: Mapping[str, Any]) -> dict[str, bool]:

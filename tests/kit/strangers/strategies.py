@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel_core import MeshDim, hooks, implements
+from accel_core import AccelError, MeshDim, StepOutput, hooks, implements
 
 
 class Replicas:
@@ -49,3 +49,41 @@ class Grid(Replicas):
             if parameter.grad is not None:
                 group.all_reduce(parameter.grad, "mean")
         self.below.reduce_gradients(unit, num_items)
+
+
+class Scheduled(Pair):
+    """All forwards of a window, then its backward; models run in nothing else. The last rank has the loss."""
+
+    scheduling = False
+
+    @implements(hooks.owns)
+    def owns(self, config):
+        return ["schedule"]
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        model.register_forward_pre_hook(self.refuse_others)
+        return super().wrap_model(unit, model)
+
+    def refuse_others(self, module, args):
+        if not self.scheduling:
+            raise AccelError("forward and backward are those of forward_backward")
+
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        raise AccelError("forward and backward are those of forward_backward")
+
+    @implements(hooks.forward_backward)
+    def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
+        unit.window.index, unit.window.boundary = microbatches - 1, True
+        self.scheduling = True
+        try:
+            found = [forward_loss(unit.wrapped[0], next(batches)) for _ in range(microbatches)]
+        finally:
+            self.scheduling = False
+        losses = torch.stack([loss for loss, _ in found])
+        if not forward_only:
+            self.below.backward(unit, losses.mean(), True, {})
+        last = self.run.world.rank == self.run.world.size - 1
+        loss = losses.detach().mean() if last else losses.new_tensor(float("nan"))
+        return StepOutput(loss=loss, valid=last, outputs=tuple(output for _, output in found))
