@@ -65,6 +65,8 @@ class Accelerator(Ranks, Training, States):
         strategy: a strategy plugin, or a name from `strategies` of the config.
         strategies: name -> `plugin` and its options: strategies that `prepare(..., strategy=name)` takes.
         plugins: config objects, as kwargs_handlers; that of a strategy or an extension chooses it.
+        presets: dotted path -> (value, who says so), for programs with settings of their own: a file, a
+            variable, a flag or an argument wins over it.
 
     Raises:
         ConfigError: what was asked is unknown, contradictory, or cannot be on this machine.
@@ -95,6 +97,7 @@ class Accelerator(Ranks, Training, States):
         strategy: str | None = None,
         strategies: Mapping[str, Mapping[str, Any]] | None = None,
         plugins: Sequence[object] = (),
+        presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
@@ -121,7 +124,7 @@ class Accelerator(Ranks, Training, States):
         for name, options in (strategies or {}).items():
             given |= {f"strategies.{name}.{option}": value for option, value in options.items()}
         python = {path: value for path, value in given.items() if value is not None}
-        self.run = Run(python=python, objects=objects, trackers=own_trackers)
+        self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
 

@@ -73,6 +73,7 @@ class Run:
         python: Mapping[str, object] | None = None,
         objects: Sequence[object] = (),
         trackers: Sequence[GeneralTracker] = (),
+        presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
         self.ended = False
         self.units: list[Unit] = []
@@ -94,7 +95,7 @@ class Run:
         if self.world.size == 1:
             refuse_lonely_tasks(os.environ)
         discovery = discover()
-        self.resolved, self.stack = _decide(python or {}, objects, self.world, discovery)
+        self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world, discovery)
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
@@ -286,9 +287,13 @@ def current() -> Run:
 
 
 def _decide(
-    python: Mapping[str, object], objects: Sequence[object], world: World, discovery: Discovery
+    python: Mapping[str, object],
+    objects: Sequence[object],
+    presets: Mapping[str, tuple[object, str]],
+    world: World,
+    discovery: Discovery,
 ) -> tuple[Resolved, Stack]:
-    resolved = load(python=python, objects=objects, discovery=discovery)
+    resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, world.size, discovery)
     return resolved.with_proposals([chosen.name for chosen in stack.members()], discovery), stack
 

@@ -157,7 +157,7 @@ class Reader:
             self._within(given, depth + 1, inner)
         elif len(given.path) > len(place):
             self.refuse(given, f"has no keys of its own; give it whole, not {spell(given.path)}", place)
-        elif describe(attribute).python_only and given.source not in ("python", "proposal"):
+        elif describe(attribute).python_only and given.source not in ("preset", "python", "proposal"):
             self.refuse(given, "can be given in Python only")
         else:
             self._option(given, attribute, kind)
@@ -167,7 +167,7 @@ class Reader:
 
         value = given.value
         try:
-            if given.source == "python" and callable(attribute.converter):
+            if given.source in ("preset", "python") and callable(attribute.converter):
                 value = attribute.converter(value)
             value = convert(value, kind)
             objection = describe(attribute).objection(value)
@@ -190,7 +190,7 @@ class Reader:
         mine, theirs = repr(plain(given.value)), repr(plain(before.value))
         if given.source == "proposal":
             self.refuse(given, f"wants {mine}, but it is {theirs} by {before.origin}")
-        elif given.source == "python" and before.source != "file":
+        elif given.source == "python" and before.source not in ("preset", "file"):
             self.refuse(given, f"{mine} here, but {theirs} by {before.origin}; give it once")
         else:
             self.settings[given.path] = evolve(

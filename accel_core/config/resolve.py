@@ -1,4 +1,4 @@
-"""One config out of all sources: defaults < file < environment < flags < Python < proposals.
+"""One config out of all sources: defaults < presets < file < environment < flags < Python < proposals.
 
 Each value keeps its origin, and all mistakes are reported at once. What Python says may not
 contradict a flag or the environment; what a plugin proposes may not contradict anybody.
@@ -130,6 +130,7 @@ def load(
     *,
     python: Mapping[str, object] | None = None,
     objects: Sequence[object] = (),
+    presets: Mapping[str, tuple[object, str]] | None = None,
     flags: Mapping[str, str] | None = None,
     file: str | None = None,
     discovery: Discovery,
@@ -141,6 +142,7 @@ def load(
     Args:
         python: dotted path -> what `Accelerator` was given for it; only what was given.
         objects: config objects; the class of each tells what it configures.
+        presets: dotted path -> (value, who says so), which any other source wins over.
         flags: dotted path -> text.
         file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
         discovery: the installed plugins.
@@ -162,7 +164,7 @@ def load(
 
             givens += read_yaml(name, FilePath(directory), reader.problems)
         givens += [*sources.from_environment(environment), *sources.from_flags(flags or {})]
-    reader.read([*givens, *sources.from_python(python or {}, objects)])
+    reader.read([*sources.from_presets(presets or {}), *givens, *sources.from_python(python or {}, objects)])
     return _resolved(reader, name)
 
 

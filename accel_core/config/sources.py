@@ -21,7 +21,7 @@ __all__ = ["HANDOVER_VARIABLE", "NUMBER", "Given", "Keys", "Problem", "Text", "s
 HANDOVER_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 NUMBER: Final = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
-Source = Literal["file", "environment", "flag", "python", "proposal"]
+Source = Literal["preset", "file", "environment", "flag", "python", "proposal"]
 
 
 class Text(str):
@@ -87,6 +87,12 @@ class Problem:
 def spell(path: Path) -> str:
     """A path as people write it."""
     return ".".join(path)
+
+
+def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[Given]:
+    """Dotted path -> (value, who says so): what counts where no other source says anything."""
+    for dotted, (value, origin) in presets.items():
+        yield Given(tuple(dotted.split(".")), value, "preset", origin)
 
 
 def from_environment(environment: Mapping[str, str]) -> Iterator[Given]:

@@ -15,12 +15,13 @@ def toys():
 def resolve(tmp_path):
     """Load with the toy plugins: `resolve("yaml text", ACCEL__X="1", flags={...}, python={...})`."""
 
-    def call(yaml: str | None = None, *, flags=None, python=None, objects=(), **environment):
+    def call(yaml: str | None = None, *, flags=None, python=None, objects=(), presets=None, **environment):
         if yaml is not None:
             (tmp_path / "accel.yaml").write_text(yaml, encoding="utf-8")
         return load(
             python=python,
             objects=objects,
+            presets=presets,
             flags=flags,
             discovery=TOYS,
             environment=environment,

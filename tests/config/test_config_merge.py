@@ -1,4 +1,4 @@
-"""defaults < file < environment < flags < Python, value by value; each remembers where it is from."""
+"""defaults < presets < file < environment < flags < Python, value by value; each names its origin."""
 
 from __future__ import annotations
 
@@ -216,3 +216,24 @@ def test_defaults_do_not_depend_on_the_environment(monkeypatch):
         monkeypatch.setenv(name, "bf16")
     assert (RunConfig(), GradScalerKwargs()) == before
     assert GradScalerKwargs().to_kwargs() == {}
+
+
+def test_a_preset_counts_where_no_other_source_gives_a_value(resolve):
+    presets = {"device": ("cpu", "variable OTHER_CPU"), "shard.policy.min_size": (4, "other.ini")}
+    assert resolve(presets=presets).origins == {
+        "device": "variable OTHER_CPU",
+        "shard.policy.min_size": "other.ini",
+    }
+    assert resolve("device: toy\n", presets=presets).origins["device"] == (
+        "accel.yaml:1:1 (over 'cpu' from variable OTHER_CPU)"
+    )
+
+
+def test_python_may_contradict_a_preset(resolve):
+    found = resolve(python={"device": "toy"}, presets={"device": ("cpu", "variable OTHER_CPU")})
+    assert found.config.device == "toy"
+
+
+def test_a_wrong_preset_is_refused_by_the_name_of_who_gave_it(resolve):
+    with pytest.raises(ConfigError, match=r"variable OTHER_STEPS: gradient_accumulation_steps"):
+        resolve(presets={"gradient_accumulation_steps": ("many", "variable OTHER_STEPS")})

@@ -96,14 +96,14 @@ def test_every_name_of_a_module_can_be_imported(module):
 
 def test_what_is_not_served_says_why_when_it_is_called():
     from accelerate import dispatch_model
-    from accelerate.utils import BnbQuantizationConfig
+    from accelerate.hooks import SequentialHook
 
     with pytest.raises(
         NotServedError, match="accelerate.big_modeling.dispatch_model of Accelerate is not served"
     ):
         dispatch_model(None, {})
-    with pytest.raises(NotServedError, match="BnbQuantizationConfig"):
-        BnbQuantizationConfig(load_in_8bit=True)
+    with pytest.raises(NotServedError, match="SequentialHook"):
+        SequentialHook()
 
 
 def test_nothing_is_an_instance_of_a_class_that_is_not_served():

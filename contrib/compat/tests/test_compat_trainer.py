@@ -1,4 +1,4 @@
-"""transformers' Trainer trains, evaluates, saves and resumes with the losses it has on Accelerate."""
+"""transformers' Trainer, under peft and trl too, has the losses it has on Accelerate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,21 @@ def run(
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
+needs_trl = pytest.mark.skipif(
+    not (find_spec("trl") and find_spec("peft")), reason="trl and peft are not here"
+)
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """(model, processes) -> what Accelerate's plain run printed."""
-    known: dict[tuple[str, int], dict[str, Any]] = {}
+    """(model, processes, *words) -> what Accelerate's plain run printed."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def of(model: str, processes: int) -> dict[str, Any]:
-        if (model, processes) not in known:
-            folder = tmp_path_factory.mktemp("theirs")
-            known[model, processes] = run(model, folder, processes, ours=False)
-        return known[model, processes]
+    def of(model: str, processes: int, *words: str) -> dict[str, Any]:
+        key = (model, processes, *words)
+        if key not in known:
+            known[key] = run(model, tmp_path_factory.mktemp("theirs"), processes, *words, ours=False)
+        return known[key]
 
     return of
 
@@ -77,6 +83,20 @@ def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, pro
 
     assert found["kind"] == ("NO" if processes == 1 else "MULTI_CPU")
     assert_equal(found, theirs("gpt2", processes))
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (1, ("--lora", "--sft")),
+        pytest.param(2, ("--lora", "--sft"), marks=pytest.mark.slow),
+        pytest.param(2, ("--lora",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_peft_adapters_and_fine_tuning_by_trl_have_the_same_numbers_too(theirs, tmp_path, processes, words):
+    assert_equal(run("gpt2", tmp_path, processes, *words, ours=True), theirs("gpt2", processes, *words))
 
 
 @pytest.mark.slow

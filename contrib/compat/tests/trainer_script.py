@@ -1,6 +1,7 @@
 """transformers' Trainer on tiny models with random weights; prints what it logged as JSON, on rank 0.
 
-`trainer_script.py MODEL FOLDER [--ours] [--resume] [--arguments JSON]`
+`trainer_script.py MODEL FOLDER [--ours] [--resume] [--lora] [--sft] [--arguments JSON]`; with `--lora` peft
+adapts the model, with `--sft` trl's SFTTrainer trains it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ parser.add_argument("model")
 parser.add_argument("folder")
 parser.add_argument("--ours", action="store_true")
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--lora", action="store_true")
+parser.add_argument("--sft", action="store_true")
 parser.add_argument("--arguments", default="{}")
 asked = parser.parse_args()
 if asked.ours:
@@ -62,8 +65,35 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
+def adapted(base: torch.nn.Module) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def by_trl() -> tuple[type[Trainer], type[TrainingArguments], dict[str, object]]:
+    """The classes, and the arguments that only SFTTrainer takes."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {"<pad>": 0, **{str(number): number for number in range(1, TOKENS)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="1")
+    return SFTTrainer, SFTConfig, {"processing_class": fast}
+
+
+def data(count: int, seed: int) -> object:
+    if not asked.sft:
+        return Tokens(count, seed)
+    from datasets import Dataset
+
+    return Dataset.from_list([{"input_ids": row.tolist()} for row in Tokens(count, seed).tokens])
+
+
 set_seed(0)
-arguments = TrainingArguments(
+trainer_class, arguments_class, more = by_trl() if asked.sft else (Trainer, TrainingArguments, {})
+arguments = arguments_class(
     asked.folder,
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
@@ -79,9 +109,10 @@ arguments = TrainingArguments(
     seed=3,
     **json.loads(asked.arguments),
 )
-trainer = Trainer(model(), arguments, train_dataset=Tokens(50, 1), eval_dataset=Tokens(13, 2))
+trained = adapted(model()) if asked.lora else model()
+trainer = trainer_class(trained, arguments, train_dataset=data(50, 1), eval_dataset=data(13, 2), **more)
 trainer.train(resume_from_checkpoint=f"{asked.folder}/checkpoint-4" if asked.resume else None)
-predicted = trainer.predict(Tokens(13, 2))
+predicted = trainer.predict(trainer.eval_dataset)
 if trainer.is_world_process_zero():
     keys = ("step", "loss", "grad_norm", "eval_loss")
     logged = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]

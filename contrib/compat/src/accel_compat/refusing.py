@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -13,7 +14,7 @@ from accel_core import AccelError
 __all__ = ["PACKAGES", "NotServedError", "inventory", "unserved", "why"]
 
 LATER: Final = "models larger than one device come in a later package"
-MEGATRON: Final = "it needs a package for Megatron, which there is not yet"
+MEGATRON: Final = "accel-megatron takes plain models, optimizers, schedulers and dataloaders"
 REASONS: Final[Mapping[str, str]] = {
     "accelerate.big_modeling": LATER,
     "accelerate.hooks": LATER,
@@ -38,6 +39,7 @@ PACKAGES: Final[Mapping[str, str]] = {
     "DummyOptim": "accel-deepspeed",
     "DummyScheduler": "accel-deepspeed",
     "FullyShardedDataParallelPlugin": "accel-fsdp",
+    "MegatronLMPlugin": "accel-megatron",
     "TorchTensorParallelPlugin": "accel-fsdp",
 }
 """Name that works where a package of ours is installed -> that package."""
@@ -68,10 +70,16 @@ def why(module: str, name: str) -> str:
 
 
 def unserved(module: str) -> Callable[[str], Any]:
-    """`__getattr__` of a served module: something to import for each further name that Accelerate has."""
+    """`__getattr__` of a served module: something to import for each further name that Accelerate has.
+
+    Programs also import names from modules of Accelerate that only import them; so these are found there too.
+    """
 
     def look_up(name: str) -> Any:
         kind = inventory().get(module, {}).get(name)
+        home = None if kind else next((each for each in inventory() if name in inventory()[each]), None)
+        if home is not None:
+            return getattr(import_module(home), name)
         if kind is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
         return _Refusing(name, (), {"__module__": module}) if kind == "class" else _refuser(module, name)

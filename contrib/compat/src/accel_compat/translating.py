@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from enum import Enum
 from importlib import import_module
 from typing import Any, ClassVar
@@ -32,7 +33,12 @@ class Translated:
 
     def translation(self) -> dict[str, Any]:
         """What it was given, by the names of ours: the fields that differ from a default object's."""
-        default = type(self)()
+        before = os.environ.copy()
+        os.environ.clear()  # what a variable filled was given too
+        try:
+            default = type(self)()
+        finally:
+            os.environ.update(before)
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         return {
             name: _plain(getattr(self, name))

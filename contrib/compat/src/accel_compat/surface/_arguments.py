@@ -10,6 +10,7 @@ from attrs import define
 
 from accel_compat.refusing import NotServedError
 from accel_compat.runs import kind_of
+from accel_compat.saying import say_once
 
 from ._strategies import chosen_strategies, let_the_run_count
 from .utils.dataclasses import (
@@ -40,6 +41,7 @@ HANDLERS: Final[Mapping[str, str]] = {
     "FP8RecipeKwargs": "fp8_recipe_handler",
 }
 """Class of a kwargs handler -> the attribute under which an Accelerator keeps it."""
+STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
 
 
@@ -49,7 +51,6 @@ class Asked:
 
     core: dict[str, Any]
     kept: dict[str, Any]
-    precision: str
     accumulation: Any
     deepspeed: Any
 
@@ -62,16 +63,17 @@ def read(given: dict[str, Any]) -> Asked:
         NotServedError: what only a later package can do was asked for.
     """
     kept: dict[str, Any] = dict.fromkeys(HANDLERS.values()) | _handlers(given["kwargs_handlers"])
-    precision = _precision(given["mixed_precision"])
     accumulation = _accumulation(given)
     dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
+    compiled = given["dynamo_plugin"] or given["dynamo_backend"]
     chosen = chosen_strategies(given)
-    if given["gradient_accumulation_plugin"] or given["gradient_accumulation_steps"] != 1:
+    if accumulation is not None:
         let_the_run_count(chosen.deepspeed, accumulation.num_steps)
     kept |= {name: given[name] for name in STATE_PLUGINS}
     kept |= {
         "dynamo_plugin": dynamo,
         "fsdp_plugin": chosen.fsdp,
+        "megatron_lm_plugin": chosen.megatron,
         "has_lomo_optimizer": False,
         "fp8_enabled": False,
     }
@@ -82,29 +84,48 @@ def read(given: dict[str, Any]) -> Asked:
     }
     core |= {
         "split_batches": bool(given["split_batches"]),
-        "mixed_precision": precision,
-        "cpu": _cpu(given["cpu"]),
+        "mixed_precision": _precision(given["mixed_precision"]),
+        "cpu": given["cpu"],
         "dataloader_config": _ours(given["dataloader_config"]),
         "rng_types": None if given["rng_types"] is None else [str(kind) for kind in given["rng_types"]],
         "log_with": _trackers(given["log_with"]),
         "project_config": _ours(given["project_config"]),
         "gradient_accumulation_steps": 1,
         "gradient_accumulation_plugin": _ours(accumulation),
-        "dynamo_plugin": _ours(dynamo),
+        "dynamo_plugin": _ours(dynamo) if compiled else None,
         "kwargs_handlers": [_ours(handler) for handler in chosen.usable(given["kwargs_handlers"])],
         **chosen.core(),
     }
-    if not core["cpu"] and "ACCELERATE_TORCH_DEVICE" in os.environ:
-        core["device"] = kind_of(os.environ["ACCELERATE_TORCH_DEVICE"])
-    return Asked(core, kept, precision, accumulation, chosen.deepspeed)
+    core["presets"] = {**core.get("presets", {}), **_variables(None if compiled else dynamo)}
+    return Asked(core, kept, accumulation, chosen.deepspeed)
+
+
+def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
+    """What Accelerate's variables say: it counts where neither a file, a flag nor an argument says more."""
+    read = os.environ.get
+    found = {
+        f"compile.{name}": (value, f"variable ACCELERATE_DYNAMO_{name.upper()}")
+        for name, value in ({} if dynamo is None else dynamo.translation()).items()
+    }
+    named: dict[str, tuple[str, Any]] = {
+        "mixed_precision": ("ACCELERATE_MIXED_PRECISION", _precision(read("ACCELERATE_MIXED_PRECISION"))),
+        "gradient_accumulation_steps": (STEPS, int(read(STEPS, 0)) or None),
+        "device": ("ACCELERATE_TORCH_DEVICE", kind_of(read("ACCELERATE_TORCH_DEVICE", "")) or None),
+    }
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        named["device"] = ("ACCELERATE_USE_CPU", "cpu")
+    given = {path: (value, f"variable {name}") for path, (name, value) in named.items() if value is not None}
+    return {**found, **given}
 
 
 def _ours(thing: Any) -> Any:
     return None if thing is None else thing.to_ours()
 
 
-def _precision(asked: Any) -> str:
-    word = str(getattr(asked, "value", asked) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+def _precision(asked: Any) -> str | None:
+    if asked is None:
+        return None
+    word = str(getattr(asked, "value", asked)).lower()
     if word not in PRECISIONS:
         raise ValueError(f"Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
     if word == "fp8":
@@ -114,11 +135,8 @@ def _precision(asked: Any) -> str:
     return word
 
 
-def _cpu(asked: bool) -> bool:
-    return asked or parse_flag_from_env("ACCELERATE_USE_CPU")
-
-
-def _accumulation(given: Mapping[str, Any]) -> GradientAccumulationPlugin:
+def _accumulation(given: Mapping[str, Any]) -> GradientAccumulationPlugin | None:
+    """What the arguments ask for; a variable wins over the number of steps, as in Accelerate."""
     plugin, steps = given["gradient_accumulation_plugin"], given["gradient_accumulation_steps"]
     if plugin is not None:
         if steps != 1:
@@ -127,9 +145,12 @@ def _accumulation(given: Mapping[str, Any]) -> GradientAccumulationPlugin:
                 " Please only pass in the created `GradientAccumulationPlugin` object."
             )
         return plugin  # type: ignore[no-any-return]
-    return GradientAccumulationPlugin(
-        num_steps=int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
-    )
+    if steps == 1:
+        return None
+    found = int(os.environ.get(STEPS, steps))
+    if found != steps:
+        say_once(f"gradient_accumulation_steps is {steps} in the program, {found} by {STEPS}; that counts")
+    return GradientAccumulationPlugin(num_steps=found)
 
 
 def _handlers(handlers: Any) -> dict[str, Any]:

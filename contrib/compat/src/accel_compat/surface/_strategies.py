@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from accel_compat.refusing import NotServedError
 from accel_compat.saying import say_once
@@ -16,8 +16,14 @@ from .utils.dataclasses import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
 )
 from .utils.environment import parse_flag_from_env
+
+_VARIABLES: Final = {
+    "strategy": "Accelerate's variables ACCELERATE_USE_…",
+    "extensions": "Accelerate's variables PARALLELISM_CONFIG_…",
+}
 
 
 @frozen
@@ -28,24 +34,30 @@ class Chosen:
     deepspeed: Any
     """A DeepSpeedPlugin, or several by name."""
     tensors: Any
+    megatron: MegatronLMPlugin | None
     mesh: ParallelismConfig | None
+    by_variables: bool
+    """Whether no argument, but variables ask for all this."""
 
     def core(self) -> dict[str, Any]:
         """The arguments of accel-core's Accelerator that say the same."""
         plugins = [] if self.fsdp is None else [self.fsdp.to_ours()]
         if self.mesh is not None:
             plugins = _on(self.mesh, plugins)
-        if self.tensors is not None:
-            plugins.append(self.tensors.to_ours())
-        if not isinstance(self.deepspeed, dict):
-            return {"plugins": [*plugins, *([self.deepspeed.to_ours()] if self.deepspeed else [])]}
+        several = isinstance(self.deepspeed, dict)
+        others = (self.tensors, self.megatron, None if several else self.deepspeed)
+        plugins += [each.to_ours() for each in others if each is not None]
+        if self.by_variables:
+            return {"presets": _presets(plugins)}
+        if not several:
+            return {"plugins": plugins}
         named = {name: {"plugin": "deepspeed", **each.translation()} for name, each in self.deepspeed.items()}
         return {"plugins": plugins, "strategies": named, "strategy": next(iter(named))}
 
     def usable(self, handlers: Any) -> list[Any]:
         """The handlers, without DDP's where another strategy was asked for."""
         sharded = self.mesh is not None and self.mesh.dp_shard_enabled
-        if not (self.fsdp or self.deepspeed or sharded):
+        if not (self.fsdp or self.deepspeed or self.megatron or sharded):
             return list(handlers or ())
         left = [each for each in handlers or () if isinstance(each, DistributedDataParallelKwargs)]
         if any(each.translation() for each in left):
@@ -59,14 +71,17 @@ def chosen_strategies(given: Mapping[str, Any]) -> Chosen:
     Raises:
         ValueError: two arguments say the same.
         TypeError: one is of another class than it should be.
-        NotServedError: there is no package for it yet.
     """
-    if given["megatron_lm_plugin"] is not None or parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        raise NotServedError("megatron_lm_plugin needs a package for Megatron, which there is not yet")
+    names = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin", "parallelism_config")
+    by_variables = all(given[name] is None for name in (*names, "megatron_lm_plugin"))
+    megatron = given["megatron_lm_plugin"]
+    if megatron is None and parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        megatron = MegatronLMPlugin()
     mesh = given["parallelism_config"]
     if mesh is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         mesh = ParallelismConfig()
-    return Chosen(_fsdp(given["fsdp_plugin"]), _deepspeed(given), given["torch_tp_plugin"], mesh)
+    fsdp, tensors = _fsdp(given["fsdp_plugin"]), given["torch_tp_plugin"]
+    return Chosen(fsdp, _deepspeed(given), tensors, megatron, mesh, by_variables)
 
 
 def _fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
@@ -89,6 +104,30 @@ def _deepspeed(given: Mapping[str, Any]) -> Any:
     if each:
         each[0].select(_from_accelerator_state=True)
     return plugin
+
+
+_SECTIONS: Final[Mapping[str, tuple[str, str]]] = {
+    "FullyShardedDataParallelPlugin": ("strategy", "fsdp"),
+    "DeepSpeedPlugin": ("strategy", "deepspeed"),
+    "MegatronLMPlugin": ("strategy", "megatron"),
+    "TorchTensorParallelPlugin": ("extensions", "tensor-parallel"),
+    "ContextParallelPlugin": ("extensions", "cp"),
+}
+"""Class of ours -> the option that chooses its plugin, and the plugin's section."""
+
+
+def _presets(plugins: list[Any]) -> dict[str, tuple[Any, str]]:
+    """The same by path, as what counts where neither a file, a flag nor an argument says otherwise."""
+    found: dict[str, tuple[Any, str]] = {}
+    for plugin in plugins:
+        option, section = _SECTIONS[type(plugin).__name__]
+        before = found.get(option, ([], ""))[0]
+        found[option] = (section if option == "strategy" else [*before, section], _VARIABLES[option])
+        for each in fields(type(plugin)):
+            value = getattr(plugin, each.name)
+            if value != each.default:
+                found[f"{section}.{each.alias}"] = (value, _VARIABLES[option])
+    return found
 
 
 def _on(mesh: ParallelismConfig, plugins: list[Any]) -> list[Any]:

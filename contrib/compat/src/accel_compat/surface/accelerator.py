@@ -20,7 +20,13 @@ from accel_compat.saying import say_once
 from ._arguments import STATE_PLUGINS, Asked, read
 from .state import AcceleratorState, GradientState, PartialState, distributed_type
 from .utils._enums import DistributedType
-from .utils._handlers import AutocastKwargs, DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration
+from .utils._handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
 from .utils.constants import (
     MODEL_NAME,
     PROFILE_PATTERN_NAME,
@@ -74,7 +80,7 @@ class Accelerator(accel_core.Accelerator):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         asked = read(given)
         if AcceleratorState._shared_state and mixed_precision is not None:
-            AcceleratorState()._check_initialized(asked.precision, cpu)
+            AcceleratorState()._check_initialized(asked.core["mixed_precision"], cpu)
         super().__init__(**asked.core)
         runs.adopt(self.run)
         for name, value in asked.kept.items():
@@ -90,13 +96,14 @@ class Accelerator(accel_core.Accelerator):
         PartialState._reset_state()
         AcceleratorState._reset_state()
         self.state = AcceleratorState(
-            asked.precision,
-            asked.core.get("cpu", False),
+            self.mixed_precision,
+            asked.core["cpu"],
             **{name: asked.kept.get(name) for name in STATE_PLUGINS},
             deepspeed_plugin=asked.deepspeed,
             _from_accelerator=True,
         )
-        self.gradient_state = GradientState(asked.accumulation)
+        steps = self.run.accumulation_steps
+        self.gradient_state = GradientState(asked.accumulation or GradientAccumulationPlugin(num_steps=steps))
 
     # -- who and where ---------------------------------------------------------------------------
 

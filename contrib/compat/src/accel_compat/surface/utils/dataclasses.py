@@ -36,12 +36,14 @@ from ._handlers import (
     TensorInformation,
     TorchDynamoPlugin,
 )
+from ._megatron import MegatronLMPlugin
 from ._parallel import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
+from ._quantization import BnbQuantizationConfig
 from ._recipes import (
     AORecipeKwargs,
     FP8RecipeKwargs,

@@ -1,4 +1,4 @@
-"""Megatron: not served yet."""
+"""Megatron by a trainer of its own: not served; MegatronLMPlugin is, over accel-megatron."""
 
 from __future__ import annotations
 

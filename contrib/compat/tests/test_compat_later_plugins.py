@@ -1,0 +1,50 @@
+"""Megatron's plugin without its package, and the config of what is not served: made, and refused in use."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import BnbQuantizationConfig, MegatronLMPlugin, load_and_quantize_model
+
+from accel_compat.refusing import NotServedError
+from accel_core import PluginError
+
+
+def test_megatrons_fields_come_from_its_variables(monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "4")
+    monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "true")
+    plugin = MegatronLMPlugin(pp_degree=2, consumed_samples=[5])
+
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (4, 2, 1)
+    assert (plugin.sequence_parallelism, plugin.recompute_activations) == (True, False)
+    assert plugin.consumed_samples == [5, 0, 0]
+
+
+def test_megatron_is_told_what_was_given_only():
+    plugin = MegatronLMPlugin(tp_degree=2, context_parallel_size=2, lr_decay_style="cosine")
+
+    assert plugin.translation() == {"tp_degree": 2, "context_parallel_size": 2, "lr_decay_style": "cosine"}
+
+
+@pytest.mark.skipif(find_spec("accel_megatron") is not None, reason="accel-megatron is installed")
+def test_without_its_package_megatron_is_refused_with_the_command_that_installs_it():
+    with pytest.raises(PluginError, match="pip install accel-megatron"):
+        Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+
+
+def test_a_quantization_config_is_checked_and_filled():
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
+
+    assert (config.bnb_4bit_compute_dtype, config.torch_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert BnbQuantizationConfig(load_in_8bit=True).torch_dtype is torch.float16
+    for wrong in ({}, {"load_in_8bit": True, "load_in_4bit": True}, {"load_in_8bit": 1}):
+        with pytest.raises(ValueError, match="load_in"):
+            BnbQuantizationConfig(**wrong)
+
+
+def test_quantizing_is_refused():
+    with pytest.raises(NotServedError, match="quantized models come in a later package"):
+        load_and_quantize_model(torch.nn.Linear(1, 1), BnbQuantizationConfig(load_in_8bit=True))

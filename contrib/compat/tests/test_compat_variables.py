@@ -1,0 +1,86 @@
+"""Accelerate's variables count where neither accel.yaml, a flag nor an argument says more."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+needs_fsdp = pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
+
+
+@pytest.fixture
+def variables(monkeypatch, tmp_path):
+    """Set variables, and accel.yaml's text, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def set_them(file: str = "", **values: str) -> None:
+        (tmp_path / "accel.yaml").write_text(file or "{}")
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_them
+
+
+def test_alone_a_variable_counts_and_is_named(variables):
+    variables(ACCELERATE_MIXED_PRECISION="bf16", ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    accelerator = Accelerator()
+
+    assert (accelerator.mixed_precision, accelerator.state.mixed_precision) == ("bf16", "bf16")
+    assert accelerator.gradient_accumulation_steps == accelerator.gradient_state.num_steps == 4
+    origins = accelerator.run.resolved.origins
+    assert origins["mixed_precision"] == "variable ACCELERATE_MIXED_PRECISION"
+
+
+def test_the_file_wins_over_a_variable(variables):
+    variables("mixed_precision: 'no'\n", ACCELERATE_MIXED_PRECISION="bf16")
+    accelerator = Accelerator()
+
+    assert accelerator.mixed_precision == accelerator.state.mixed_precision == "no"
+    assert "over 'bf16' from variable ACCELERATE_MIXED_PRECISION" in str(accelerator.run.resolved.origins)
+
+
+def test_an_argument_wins_over_a_variable(variables):
+    variables(ACCELERATE_MIXED_PRECISION="bf16", ACCELERATE_DYNAMO_BACKEND="EAGER")
+    accelerator = Accelerator(mixed_precision="no", dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+
+    assert accelerator.mixed_precision == "no"
+    assert accelerator.run.config.compile.backend == "aot_eager"
+
+
+def test_over_a_number_of_micro_batches_the_variable_wins_and_that_is_said(variables, capsys):
+    variables(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+
+    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 4
+    assert "gradient_accumulation_steps is 2 in the program, 4 by" in capsys.readouterr().err
+
+
+def test_a_compilers_settings_come_from_variables(variables):
+    variables(ACCELERATE_DYNAMO_BACKEND="EAGER", ACCELERATE_DYNAMO_USE_FULLGRAPH="1")
+    accelerator = Accelerator()
+
+    assert (accelerator.run.config.compile.backend, accelerator.run.config.compile.fullgraph) == (
+        "eager",
+        True,
+    )
+
+
+@needs_fsdp
+def test_what_a_variable_filled_in_a_plugin_reaches_the_strategy(monkeypatch):
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+
+    assert FullyShardedDataParallelPlugin(fsdp_version=2).to_ours().cpu_offload
+
+
+@needs_fsdp
+def test_a_strategy_that_only_variables_ask_for_gives_way_to_the_file(variables):
+    variables(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_MIN_NUM_PARAMS="7")
+    chosen = Accelerator()
+    assert chosen.run.stack.default == "fsdp"
+    assert chosen.run.configs["fsdp"].fsdp_version == 2
+    chosen.run.end()
+    variables("strategy: single\n")
+
+    assert Accelerator().run.stack.default == "single"
