@@ -125,6 +125,14 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         converter=_names,
         help="Modules at which stages but the first begin; unset: the model's, or even cuts.",
     )
+    ep_size: int = option(
+        1, help="Over how many ranks the experts of a layer are spread; -1: all that are left."
+    )
+    ep_modules: Sequence[str] = option(
+        ("experts", "*.experts"),
+        converter=_names,
+        help="Patterns of the names of modules that are stacks of experts; none: this model has no experts.",
+    )
     state_dict_type: str | None = option(
         None,
         converter=partial(_word, STATE_DICTS),
@@ -221,6 +229,8 @@ def _not_in_1(config: Config) -> str | None:
         return "activation_checkpointing_offload is for fsdp_version 2"
     if config.pp_size > 1:
         return "pp_size is for fsdp_version 2"
+    if config.ep_size != 1:
+        return "ep_size is for fsdp_version 2"
     if config.use_orig_params is False:
         return (
             "use_orig_params: false would give optimizers flat parameters without names, which have no"

@@ -23,17 +23,19 @@ def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshD
     if replicate is None and shard is None and config.strategy.startswith("HYBRID"):
         replicate, shard = -1, world.local_size
     if shard is None:
-        shard = 1 if replicate == -1 else -1
-    stages = [MeshDim("pp", config.pp_size)] if config.pp_size > 1 else []
-    return [*stages, MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]
+        shard = 1 if -1 in (replicate, config.ep_size) else -1
+    sizes = {"pp": config.pp_size, "ep": config.ep_size}
+    others = [MeshDim(name, size) for name, size in sizes.items() if size != 1]
+    return [*others, MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]
 
 
-def sharding(mesh: Mesh) -> DeviceMesh:
+def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
     """The ranks that share a model's weights: one dimension, or one to replicate over before it. Collective.
 
-    Whatever splits samples or tokens has gradients to reduce, so weights may be sharded over it too.
+    Whatever splits samples or tokens has gradients to reduce, so weights may be sharded over it too; but
+    over none of the dimensions `left`.
     """
-    names = tuple(name for name in mesh.names("samples", "tokens") if name != "dp_replicate")
+    names = tuple(name for name in mesh.names("samples", "tokens") if name not in ("dp_replicate", *left))
     names = tuple(name for name in names if mesh.size(name) > 1) or ("dp_shard",)
     shard: DeviceMesh = mesh.device_mesh[names]
     if len(names) > 1:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import hooks, implements
-from accel_fsdp.dims import stages
+from accel_fsdp.dims import sharding, stages
+from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.stages import absent
@@ -23,10 +24,12 @@ from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from accel_core import Leaf, OptimizerState, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
+    from accel_fsdp.wrapping import Group
 
 __all__ = ["Sharded"]
 
@@ -38,12 +41,17 @@ class Sharded(FullyShardedDataParallel):
         super().__init__(config, run)
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
 
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        if phase == "parallelize" and unit.mesh is not None and self.config.ep_size != 1:
+            spread(model, self.config.ep_modules, unit.mesh.device_mesh["ep"])
+        return super().transform_model(unit, model, phase)
+
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Collective."""
         self.join(unit)
         arguments: dict[str, Any] = {
-            "mesh": self.mesh,
             "reshard_after_forward": self.config.reshards,
             "mp_policy": mixed_precision(self.config, self.run),
             "offload_policy": self._offload(),
@@ -55,7 +63,7 @@ class Sharded(FullyShardedDataParallel):
         for group in groups(model, self.config):
             self.materialize(group)
             whole_ones = group.parameters
-            made.append(fully_shard(group.module, **arguments))
+            made.append(fully_shard(group.module, mesh=self._mesh_of(unit, group), **arguments))
             _free(whole_ones, group.module)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
@@ -112,6 +120,13 @@ class Sharded(FullyShardedDataParallel):
         # No set: gathering is collective, and all ranks go by one order.
         wanted = [unit.named_parameters()[name] for name in names]
         return _whole(unit.models, wanted, writeback=writeback)
+
+    def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
+        """The ranks that the group is sharded over; experts are split over `ep` first. Collective."""
+        if unit.mesh is None or not isinstance(group.module, Spread):
+            return self.mesh
+        split(group.module, unit.mesh.device_mesh["ep"])
+        return sharding(unit.mesh, "ep")
 
     def _offload(self) -> OffloadPolicy:
         # torch pins memory for an accelerator, and raises where there is none.

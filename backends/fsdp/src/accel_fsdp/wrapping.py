@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import wrap
 
 from accel_core import ConfigError
+from accel_fsdp.experts import Spread
 from accel_fsdp.stages import absent
 
 if TYPE_CHECKING:
@@ -45,15 +46,16 @@ class Group:
 
 
 def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Group]:
-    """The blocks and, last, the model around them; inner ones before outer ones.
+    """The blocks, experts that are spread and, last, the model around them; inner ones before outer ones.
 
     Raises:
         ConfigError: the policy names no module of this model, or parts tied weights.
     """
     names = {module: name for name, module in model.named_modules()}
     outermost = [_outermost(block, model) for block in blocks(model, config)]
-    roots = [*dict.fromkeys(outermost), model]
     left = [module for module in (*ignored(model, config), *absent(model)) for module in module.modules()]
+    spread = [module for module in model.modules() if isinstance(module, Spread) and module not in left]
+    roots = [*dict.fromkeys([*outermost, *spread]), model]
     taken: set[nn.Module] = {*left}
     found = []
     for root in sorted(roots, key=lambda module: -names[module].count(".") - (module is not model)):
