@@ -144,6 +144,8 @@ class Job:
     rendezvous: str | None = None
     """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken)."""
     max_restarts: int = 0
+    min_nodes: int | None = None
+    """With how many nodes to start, or go on where some are lost; None: with all."""
     environment: Mapping[str, str] = field(factory=dict)
     """What each worker gets on top of this process's environment."""
 

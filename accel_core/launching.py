@@ -66,6 +66,7 @@ class Launch:
         if launch.nodes > 1:
             total = launch.nodes * processes if isinstance(processes, int) else "auto"
             count = f"{launch.nodes} nodes x {processes} = {total} processes"
+            count += f", at least {launch.min_nodes} nodes" if launch.min_nodes else ""
         precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
         stack = " + ".join([config.device, config.strategy, precision, *config.extensions])
         file = f"config {self.resolved.file}" if self.resolved.file else "no config file"
@@ -132,6 +133,7 @@ class Launch:
                 processes_per_node=processes,
                 rendezvous=launch.rendezvous,
                 max_restarts=launch.max_restarts,
+                min_nodes=launch.min_nodes,
                 environment={**self.environment(processes), HANDOVER_VARIABLE: str(handover)},
             )
 

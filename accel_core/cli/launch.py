@@ -19,6 +19,7 @@ __all__ = ["launch"]
 FLAGS: Final = {
     "-n/--processes-per-node": "launch.processes_per_node",
     "--nodes": "launch.nodes",
+    "--min-nodes": "launch.min_nodes",
     "--node-rank": "launch.node_rank",
     "--rendezvous": "launch.rendezvous",
     "--max-restarts": "launch.max_restarts",

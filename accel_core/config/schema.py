@@ -161,6 +161,9 @@ class LaunchConfig:
         "auto", minimum=1, help="Workers on each node; auto: one a visible device, one on a CPU."
     )
     nodes: int = option(1, minimum=1, help="Machines that take part.")
+    min_nodes: int | None = option(
+        None, minimum=1, help="Machines that will do: others may be lost, and join again; unset: all."
+    )
     node_rank: int = option(0, minimum=0, help="Number of this machine, 0 for the first.")
     rendezvous: str | None = option(None, help="host:port of node 0; unset: 127.0.0.1 and a free port.")
     max_restarts: int = option(0, minimum=0, help="How often failed workers are started again.")

@@ -81,30 +81,30 @@ def _run_agent(
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from accel_core.native.agent import STOPPED, Agent, Meeting
+    from accel_core.native.agent import STOPPED, Agent, meet
 
     _quiet_agent()
     with TemporaryDirectory(prefix="accel-") as notes, _environment(job, host, port), _signals(job):
-        run_id = os.environ.get("ACCEL_RUN_ID", "accel")
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=job.processes_per_node,
-            rdzv_handler=Meeting(host, port, job.node_rank, job.nodes, run_id, PATIENCE),
-            entrypoint=entrypoint,
-            args=tuple(args),
-            max_restarts=job.max_restarts,
-            monitor_interval=0.1,
-        )
-        agent = Agent(spec, DefaultLogsSpecs(log_dir=notes), start_method=start_method)
         try:
+            spec = WorkerSpec(
+                role="worker",
+                local_world_size=job.processes_per_node,
+                rdzv_handler=meet(host, port, job, os.environ.get("ACCEL_RUN_ID", "accel"), PATIENCE),
+                entrypoint=entrypoint,
+                args=tuple(args),
+                max_restarts=job.max_restarts,
+                monitor_interval=0.1,
+            )
+            agent = Agent(spec, DefaultLogsSpecs(log_dir=notes), start_method=start_method)
             result = agent.run()
         except SignalException as stop:
             agent.tell(STOPPED, f"it was stopped by signal {stop.sigval}")
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             sys.exit(128 + stop.sigval)
-        except DistError as error:
+        except (DistError, RendezvousError) as error:
             found = str(error).partition("\n")[0]
             raise LaunchError(
                 f"node {job.node_rank} of {job.nodes} could not meet the others at {host}:{port}: {found}\n"

@@ -10,7 +10,7 @@ from typing import Final
 from accel_core.errors import LaunchError
 from accel_core.hookspecs import Job
 
-__all__ = ["interface_towards", "meeting_point"]
+__all__ = ["address_towards", "interface_towards", "meeting_point"]
 
 LOCAL: Final = "127.0.0.1"
 SIOCGIFADDR: Final = 0x8915
@@ -28,6 +28,11 @@ def meeting_point(job: Job) -> tuple[str, int]:
             f"{job.nodes} nodes were asked for, and no place to meet\n"
             "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
         )
+    if job.min_nodes and (job.min_nodes > job.nodes or not job.max_restarts):
+        raise LaunchError(
+            f"--min-nodes {job.min_nodes} of --nodes {job.nodes} with --max-restarts {job.max_restarts}:"
+            " a job goes on with fewer nodes by restarting\ngive --nodes the most there may be, and restarts"
+        )
     host, _, port = (job.rendezvous or f"{LOCAL}:0").rpartition(":")
     if not host or not port.isdecimal():
         raise LaunchError(
@@ -36,17 +41,26 @@ def meeting_point(job: Job) -> tuple[str, int]:
     return host if job.nodes > 1 else LOCAL, int(port)
 
 
+def address_towards(host: str, port: int) -> str | None:
+    """The address that the other nodes know this one by; None if that cannot be told."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+    return None
+
+
 def interface_towards(host: str, port: int) -> str | None:
     """The network interface that leads to the other nodes; None if that cannot be told. Linux."""
-    if sys.platform != "linux":
+    address = address_towards(host, port)
+    if sys.platform != "linux" or address is None:
         return None
     import fcntl
 
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address = socket.inet_aton(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an IPv4 address
-                if fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(40, b"\0"))[20:24] == address:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(40, b"\0"))[20:24]
+                if found == socket.inet_aton(address):
                     return name
     return None

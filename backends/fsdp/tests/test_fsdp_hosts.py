@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 pytestmark = [
     pytest.mark.multinode,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
     pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="making namespaces needs root"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command (iproute2) is missing"),
@@ -58,6 +59,8 @@ for x, y in loader:
             with open("losses", "a") as file:
                 file.write(f"{{readers}} {{mean:.6f}}\\n")
         step += 1
+        if os.environ.get("SLOWLY"):
+            time.sleep(2)
         if os.environ.get("LOSE_A_HOST") and step == {LOSE_AFTER}:
             time.sleep(600)
 accelerator.end_training()
@@ -110,6 +113,43 @@ def stop(process):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
+
+
+def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
+    plain, broken = tmp_path / "plain", tmp_path / "broken"
+    for folder in (plain, broken):
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAIN)
+    meeting = ("--nodes", "2", "--min-nodes", "1", "--max-restarts", "3")
+    meeting += ("--rendezvous", f"{ADDRESSES[0]}:29522")
+    with ExitStack() as ends:
+        pair = [
+            start(host, broken, *meeting, "--node-rank", str(rank), SLOWLY="1")
+            for rank, host in enumerate(hosts)
+        ]
+        for each in pair:
+            ends.callback(stop, each)
+        wait_for(lambda: len(losses(broken)) >= LOSE_AFTER, pair[0])
+        stop(pair[1])
+        wait_for(lambda: losses(broken)[-1][0] == "1", pair[0])
+        ends.callback(stop, start(hosts[1], broken, *meeting, "--node-rank", "1"))
+        told = pair[0].communicate(timeout=150)[0]
+        assert pair[0].returncode == 0, told
+        alone = start(hosts[0], plain)
+        ends.callback(stop, alone)
+        assert alone.wait(timeout=90) == 0
+    readers = [readers for readers, _ in losses(broken)]
+    assert [number for number, _ in groupby(readers)] == ["2", "1", "2"]
+    found = [float(loss) for _, loss in losses(broken)]
+    assert found == pytest.approx([float(loss) for _, loss in losses(plain)], rel=1e-4)
+
+
+def wait_for(condition, process):
+    until = time.monotonic() + 150
+    while not condition():
+        assert process.poll() is None, process.communicate(timeout=5)[0]
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 def test_a_lost_host_costs_no_step_and_changes_no_loss(hosts, tmp_path):
