@@ -164,7 +164,7 @@ def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, Tenso
     hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.models[number] = inner = inside(hooks.unwrap_model(unit, wrapped, True))
-    unit.renamed[inner] = _renamed(before, inner)
+    unit.renamed[inner] = {**_renamed(before, inner), **unit.renamed.get(inner, {})}
     detach = attach(inner, hooks.autocast(unit), run.config.autocast.outputs_to_fp32)
     if detach is not None:
         unit.detach.append(detach)

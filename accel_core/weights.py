@@ -43,15 +43,15 @@ def weights_of(
     """
     unit, number = _home(run, model)
     names: dict[str, Names] = {}
-    module = unit.models[number]
+    module, prefix = unit.models[number], unit.qualify(number, "")
     for tensors in (module.named_parameters, module.named_buffers):
         for name, _ in tensors(remove_duplicate=False):
             canonical = unit.qualify(number, name)
-            local = canonical.removeprefix(unit.qualify(number, ""))
-            names.setdefault(unit.aliases.get(canonical, canonical), []).append(local)
+            owner = unit.aliases.get(canonical, canonical)
+            names.setdefault(owner, []).append(canonical.removeprefix(prefix))
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
-        if canonical in names:
-            yield names[canonical], tensor
+        if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
+            yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
 
 
 def full_parameters(

@@ -105,9 +105,11 @@ def keep_own_part(control: Collectives, found: Collected) -> None:
 def check_names(run: Run, found: Collected) -> None:
     """Raises CheckpointError if a plugin offers other names than the user's own model has."""
     for unit in run.units:
-        keys = [key.partition("/") for name, key in found.leaves if name == unit.name]
-        offered = {name for sort, _, name in keys if sort == "model"}
-        if odd := sorted(offered ^ model_state(unit).keys()):
+        keys = [(key.partition("/"), leaf) for (name, key), leaf in found.leaves.items() if name == unit.name]
+        offered = {name: leaf for (sort, _, name), leaf in keys if sort == "model"}
+        known = model_state(unit).keys()
+        # Without shards it may be of a part of the model that only other ranks have.
+        if odd := [n for n in sorted(offered.keys() ^ known) if n in known or offered[n].shards]:
             raise CheckpointError(
                 f"unit {unit.name!r}: only one of the model and the state that strategy {unit.strategy!r}"
                 f" offers has {', '.join(odd[:10])}\n"
@@ -156,7 +158,7 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         raise _unapplied(unit)
     for name, leaf in unit.hooks.model_state(unit).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
-        found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters)
+        found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters or not leaf.shards)
     return {
         "strategy": unit.strategy,
         "models": len(unit.models),

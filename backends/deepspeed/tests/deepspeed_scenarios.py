@@ -119,6 +119,18 @@ def student_and_teacher(stage: int) -> Pair:
     return whole_weights(ours, model), weights(plain)
 
 
+def through_a_frozen_model_and_by_two_outputs(stage: int) -> Pair:
+    """One backward that begins at two outputs, one of them behind a model that is not trained."""
+    ours, (model, optimizer), (plain, by_hand), x, y = _pair(stage)
+    judge, by_hand_judge = (network(5).requires_grad_(requires_grad=False) for _ in range(2))
+    judge = ours.prepare(judge)
+    for _ in range(3):
+        ours.backward(judge(model(x).repeat(1, 2)).square().mean() + mse_loss(model(x + 1), y))
+        (by_hand_judge(plain(x).repeat(1, 2)).square().mean() + mse_loss(plain(x + 1), y)).backward()
+        _step(optimizer, by_hand)
+    return whole_weights(ours, model), weights(plain)
+
+
 def rate_and_optimizer_from_json(stage: int) -> Pair:
     warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
     plugin = DeepSpeedPlugin(
@@ -169,6 +181,7 @@ SCENARIOS = [
     sums_over_items,
     inference_only,
     student_and_teacher,
+    through_a_frozen_model_and_by_two_outputs,
     rate_and_optimizer_from_json,
 ]
 

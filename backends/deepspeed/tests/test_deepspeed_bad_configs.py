@@ -35,6 +35,10 @@ CONTRADICTORY: list[tuple[dict[str, Any], list[str]]] = [
         ["offload_optimizer_nvme_path None", "give both"],
     ),
     ({"zero_stage": 3, "offload_param_nvme_path": "/x"}, ["offload_param_device is None", "give both"]),
+    (
+        {"zero_stage": 1, "hf_ds_config": {"zero_optimization": {"overlap_comm": True}}},
+        ["overlap_comm needs ZeRO stage 2 or 3", "zero_stage is 1"],
+    ),
     ({"enable_msamp": True}, ["MS-AMP", "leave it out"]),
     ({"hf_ds_config": {"zero_optimization": {"stage": 4}}}, ["zero_optimization.stage is 4"]),
     ({"zero_stage": 5}, ["zero_stage", "5"]),
@@ -102,6 +106,30 @@ UNFIT: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
         ["train_batch_size is 64", "train_micro_batch_size_per_gpu is 8"],
     ),
+    "quantized weights, which CPUs have not": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        ["zero_quantized_weights: True needs Quantizer", "cannot build here (cpu)"],
+    ),
+    "quantized gradients, which CPUs have not": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+        ["zero_quantized_gradients: True needs Quantizer"],
+    ),
+    "NVMe without libaio": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}},
+        ["offload_param.device: nvme needs AsyncIO"],
+    ),
+    "what DeepSpeed has given up": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+        ["mics_shard_size", "no longer supported"],
+    ),
+    "fp16 in stage 0": (
+        {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}},
+        ["in ZeRO stage 0 DeepSpeed does not scale fp16's loss"],
+    ),
+    "fp16 on a CPU without it": (
+        {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}},
+        ["float16", "set mixed_precision: bf16"],
+    ),
     "an optimizer twice": ({"optimizer": ADAM}, ["optimizer is in the JSON, and a AdamW is prepared"]),
 }
 DUMMIES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -124,6 +152,11 @@ def refused(cases: dict[str, tuple[dict[str, Any], list[str]]], dummies: bool) -
     """What is said to each, by one run each; and whether an engine was built."""
     import deepspeed
 
+    from accel_core.run import live
+
+    deepspeed.ops.op_builder.cpu.AsyncIOBuilder.is_compatible = lambda *_, **__: False
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: False
+
     def built(*_: Any, **__: Any) -> None:
         raise AssertionError("an engine was started")
 
@@ -139,9 +172,11 @@ def refused(cases: dict[str, tuple[dict[str, Any], list[str]]], dummies: bool) -
             )
             rate = [DummyScheduler(optimizer)] if dummies else []
             accelerator.prepare(model, optimizer, loader, *rate)
+            accelerator.end_training()
         except ConfigError as error:
             found[name] = str(error)
-        accelerator.end_training()
+        for run in live():
+            run.end()
     return found
 
 

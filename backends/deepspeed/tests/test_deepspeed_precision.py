@@ -1,4 +1,4 @@
-"""With bfloat16 weights, clipping measures and bounds what this step applies, in every ZeRO stage."""
+"""In 16 bits, a step applies what it says: the clipped norm, the scaled loss, nothing after an overflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator
+from accel_core import Accelerator, GradScalerKwargs
 from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
 
@@ -44,3 +44,62 @@ def test_a_step_moves_the_weights_by_the_norm_it_is_clipped_to(stage: int) -> No
         for norm, moved in steps:
             assert norm > 5
             assert moved == pytest.approx(0.5, rel=0.02)
+
+
+def halves(stage: int, scale: float, steps: int) -> tuple[list[tuple[float, float, bool]], list[float]]:
+    """(loss, norm, skipped) of steps in float16, and the losses of float32.
+
+    DeepSpeed asks whether the CPU has instructions for it; torch computes without them.
+    """
+    import deepspeed
+
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
+    accelerator = Accelerator(
+        device="cpu",
+        mixed_precision="fp16",
+        plugins=[DeepSpeedPlugin(zero_stage=stage)],
+        kwargs_handlers=[GradScalerKwargs(init_scale=scale)],
+    )
+    plain, judge = network(0), network(1).requires_grad_(requires_grad=False)
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model: Any = network(0)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    judge = accelerator.prepare(judge)  # the loss begins at two outputs, one behind an engine that is frozen
+    x, found, expected = torch.linspace(-2, 2, 32).reshape(4, 8), [], []
+    for _ in range(steps):
+        loss = judge(model(x.half())).float().square().mean() + (model(x.half() + 1).float() - 3).abs().mean()
+        accelerator.backward(loss)
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm, accelerator.optimizer_step_was_skipped))
+        by_hand_loss = network(1)(plain(x)).square().mean() + (plain(x + 1) - 3).abs().mean()
+        by_hand_loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        by_hand.step()
+        by_hand.zero_grad()
+        expected.append(by_hand_loss.item())
+    accelerator.end_training()
+    return found, expected
+
+
+def network(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float16_trains_by_a_scaled_loss(stage: int) -> None:
+    for found, expected in run_processes(halves, stage, 1024.0, 4, world=2, timeout=200):
+        assert [loss for loss, _, _ in found] == pytest.approx(expected, rel=1e-2)
+        assert not any(skipped for *_, skipped in found)
+
+
+def test_steps_that_overflow_are_skipped_until_the_scale_has_fallen() -> None:
+    for found, _ in run_processes(halves, 2, 2.0**22, 20, world=2, timeout=200):
+        losses, norms, skipped = zip(*found, strict=True)
+        first = skipped.index(False)
+        assert first > 1
+        assert set(losses[: first + 1]) == {losses[0]}
+        assert norms[first - 1] == float("inf") != norms[first]
+        assert not any(skipped[first:])

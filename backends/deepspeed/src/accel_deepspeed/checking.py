@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
 from accel_core import ConfigError
+from accel_deepspeed.settings import get
 
 __all__ = ["check"]
+
+_OPS: Final = {
+    "offload_optimizer.device": ("nvme", "AsyncIO"),
+    "offload_param.device": ("nvme", "AsyncIO"),
+    "zero_quantized_weights": (True, "Quantizer"),
+    "zero_quantized_gradients": (True, "Quantizer"),
+    "zero_quantized_nontrainable_weights": (True, "Quantizer"),
+}
+"""Path under zero_optimization -> the value that needs an op of C++, and that op."""
 
 
 class _Asked(dict[str, Any]):
@@ -41,7 +51,8 @@ def check(settings: Mapping[str, Any], unit_name: str) -> None:
     """Have DeepSpeed read the settings. Not collective.
 
     Raises:
-        ConfigError: a key is unknown, a value of the wrong type, or two contradict each other.
+        ConfigError: a key is unknown, a value of the wrong type, two contradict each other, or DeepSpeed has
+            not here what one needs.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -56,7 +67,7 @@ def check(settings: Mapping[str, Any], unit_name: str) -> None:
         ]
     except Exception as error:  # pydantic's, and a plain Exception here and there
         problems = list(_reasons(error))
-    if problems:
+    if problems := problems or list(_lacking(settings)):
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ConfigError(
             f"DeepSpeed does not take what unit {unit_name!r} is set to:{listed}\nchange it in hf_ds_config",
@@ -73,6 +84,18 @@ def _reasons(error: Exception) -> Iterator[str]:
     for each in details():
         path = ".".join(map(str, each["loc"]))
         yield f"{section}: {path} is {each['input']!r}: {each['msg'].lower()}"
+
+
+def _lacking(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What is asked for that needs a compiled op which this device or machine has not."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    for path, (asked, op) in _OPS.items():
+        if get(settings, f"zero_optimization.{path}") == asked:
+            made: Any = device.create_op_builder(f"{op}Builder")
+            if made is None or "not_implemented" in made.NAME or not made.is_compatible(verbose=False):
+                yield f"{path}: {asked} needs {op}, an op that DeepSpeed cannot build here ({device._name})"
 
 
 def _near(key: str, known: set[str]) -> str:

@@ -130,6 +130,8 @@ class DeepSpeedPlugin:
             found += [f"{name} needs ZeRO stage 3, and zero_stage is {stage}" for name in asked]
         if stage == 0 and self.offload_optimizer_device not in (None, "none"):
             found.append("offload_optimizer_device needs ZeRO stage 1, 2 or 3, and zero_stage is 0")
+        if stage < 2 and settings.get(made, "zero_optimization.overlap_comm"):
+            found.append(f"overlap_comm needs ZeRO stage 2 or 3, and zero_stage is {stage}; leave it out")
         for what in ("offload_optimizer", "offload_param"):
             place = settings.get(made, f"zero_optimization.{what}.device")
             folder = settings.get(made, f"zero_optimization.{what}.nvme_path")

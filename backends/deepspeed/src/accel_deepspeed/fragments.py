@@ -15,7 +15,7 @@ from accel_core import CheckpointError, Leaf, flat_range, leaf_of, whole
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Fragment", "fragments", "live_part", "shape_of", "unstepped"]
+__all__ = ["Fragment", "fragments", "live_part", "nowhere", "shape_of", "unstepped"]
 
 
 @frozen(eq=False)
@@ -81,6 +81,11 @@ def fragments(optimizer: Any, names: Mapping[nn.Parameter, str]) -> Iterator[Fra
             yield Fragment(names[parameter], parameter, *place, group, copies)
 
 
+def nowhere(parameter: nn.Parameter) -> Leaf:
+    """A parameter of this one's shape that other ranks have."""
+    return Leaf(kind="like_param", global_shape=shape_of(parameter), shards=(), replicated=True)
+
+
 def unstepped(parameter: nn.Parameter) -> Leaf:
     """A parameter that no optimizer steps."""
     partition = getattr(parameter, "ds_tensor", None)
@@ -134,7 +139,6 @@ def _stages_1_and_2(optimizer: Any) -> Iterator[Laid]:
 
 def _ranges(optimizer: Any, groups: Iterable[Any], flats: Sequence[Tensor]) -> Iterator[Laid]:
     for group, ((parameters, offsets), flat) in enumerate(zip(groups, flats, strict=True)):
-        _refuse_experts(parameters)
         process_group = optimizer.real_dp_process_group[group]
         begin = dist.get_rank(process_group) * flat.numel()
         parts = _cut(parameters, offsets, begin, flat.numel())
@@ -146,7 +150,6 @@ def _stage_3(optimizer: Any) -> Iterator[Laid]:
     for number, (parameters, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        _refuse_experts(parameters)
         sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
         if flat.numel() != sum(sizes):
             raise _unreadable("optimizer state is on NVMe", "offload to the CPU")
@@ -177,17 +180,6 @@ def _end_to_end(parameters: Sequence[Any]) -> list[int]:
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(chain([0], sizes[:-1])))[: len(sizes)]
-
-
-def _refuse_experts(parameters: Iterable[Any]) -> None:
-    for parameter in parameters:
-        name = getattr(parameter, "group_name", None)
-        if name is not None and not getattr(parameter, "allreduce", True):
-            from deepspeed.utils import groups
-
-            if groups._get_expert_parallel_world_size(name) > 1:
-                what = "ranks have different experts under the same names"
-                raise _unreadable(what, "set ep_size=1, or save with the engine's save_checkpoint")
 
 
 def _unreadable(what: str, remedy: str) -> CheckpointError:

@@ -12,9 +12,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
-__all__ = ["Gradients", "of"]
+    from torch import Tensor, nn
+
+__all__ = ["Gradients", "enter_once", "of"]
 
 
 def of(engine: Any, max_norm: float) -> Gradients:
@@ -28,6 +30,22 @@ def of(engine: Any, max_norm: float) -> Gradients:
 
 def _nothing() -> None:
     return None
+
+
+def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
+    """A backward is one, however many of the engine's outputs it begins at; with all frozen it is none.
+
+    DeepSpeed takes each output for a backward of its own, and waits for the end of the others.
+    """
+    enter = engine._backward_prologue
+    engine._support_torch_style_backward = True  # in stage 0 too: there is nothing that it would have to do
+
+    def once() -> None:
+        inside = getattr(engine.optimizer, "_backward_active_depth", 0)
+        if not inside and any(weight.requires_grad for weight in trained):
+            enter()
+
+    engine._backward_prologue = once
 
 
 class Gradients:

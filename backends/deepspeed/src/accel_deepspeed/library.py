@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -35,11 +36,12 @@ def deepspeed_for(run: Run, user: object) -> Any:
     with quiet():
         import deepspeed
 
+        backend: Any = import_module("deepspeed.comm.torch")
     # Its own calls of torch, in each step: no user can change them.
     renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning)
     # A faster all_reduce for inference on CPUs, which training never calls: 20 s of a C++ compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend.build_shm_op = _no_op
     logging.getLogger("DeepSpeed").setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
     found = deepspeed.get_accelerator()._name
     if found != kind:
@@ -56,6 +58,10 @@ def deepspeed_for(run: Run, user: object) -> Any:
         _alone.append(True)
     _users.add(id(user))
     return deepspeed
+
+
+def _no_op() -> None:
+    return None
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from accel_core import CheckpointError, Entry, Leaf, OptimizerState, hooks, implements, whole
-from accel_deepspeed.fragments import Fragment, fragments, live_part, unstepped
+from accel_deepspeed.experts import elsewhere
+from accel_deepspeed.fragments import Fragment, fragments, live_part, nowhere, unstepped
 from accel_deepspeed.weights import gathered, keep_available, whole_weights
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ __all__ = ["EngineState"]
 
 _COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_OWN: Final = ("params", "param_names", "moe", "name")
+"""What is in a param_group besides hyperparameters."""
 _ADAM: Final[Mapping[str, str]] = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}
 """DeepSpeed's own Adam, torch's in other words: class -> attribute that says whether it is AdamW."""
 
@@ -40,21 +43,23 @@ class EngineState:
         self._loading: dict[Unit, Scalars] = {}
         self._groups: dict[Unit, list[list[str]]] = {}
 
-    def remember_groups(self, unit: Unit) -> None:
-        """Which parameters each group has, before the engine is made: it forgets frozen ones."""
+    def remember_groups(self, unit: Unit, groups: Sequence[Sequence[Any]]) -> None:
+        """Which parameters each group had before the engine was made: it forgets frozen ones."""
         names = {parameter: name for name, parameter in unit.named_parameters().items()}
-        self._groups[unit] = [
-            [names[parameter] for parameter in group["params"]]
-            for optimizer in unit.optimizers
-            for group in getattr(optimizer, "param_groups", ())
-        ]
+        self._groups[unit] = [[names[parameter] for parameter in group] for group in groups]
+
+    def forget(self, unit: Unit) -> None:
+        """The unit is no more."""
+        self._groups.pop(unit, None)
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
         """Of a stepped parameter the master, in as many boxes as its range on this rank needs."""
         leaves: dict[str, Leaf] = dict(self.below.model_state(unit))
         leaves |= {name: unstepped(parameter) for name, parameter in unit.named_parameters().items()}
-        return leaves | {each.name: each.of(each.flat) for each in _fragments(unit)}
+        leaves |= {each.name: each.of(each.flat) for each in _fragments(unit)}
+        others = {name: nowhere(parameter) for name, parameter in elsewhere(unit).items()}
+        return dict(sorted({**leaves, **others}.items())) if others else leaves
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
@@ -180,13 +185,11 @@ def _algorithm(base: Any) -> str:
 
 def _hyperparameters(base: Any, group: dict[str, Any]) -> dict[str, Any]:
     if _algorithm(base) == type(base).__name__:
-        return {key: group[key] for key in group if key not in ("params", "param_names")}
+        return {key: group[key] for key in group if key not in _OWN}
     for key, value in (("amsgrad", False), ("maximize", False)):
         group.setdefault(key, value)  # what is loaded is written here, and looked at before the next step
     group.setdefault("decoupled_weight_decay", _algorithm(base) == "AdamW")
-    return {
-        key: group[key] for key in group if key not in ("params", "param_names", "bias_correction", "step")
-    }
+    return {key: group[key] for key in group if key not in (*_OWN, "bias_correction", "step")}
 
 
 def _refuse_foreign(base: Any, template: Mapping[str, Any], plain: Mapping[str, Any]) -> None:

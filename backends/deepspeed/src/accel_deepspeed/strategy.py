@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
-from accel_deepspeed import completing, gradients, settings
+from accel_deepspeed import completing, experts, gradients, settings
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.initializing import sharded_init
 from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
@@ -42,13 +42,9 @@ _NOT_SERVED: Final = {
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
-    """The plugin. Only where it must be does `backward` go through the engine.
-
-    Elsewhere it is torch's own, and several units may share a loss.
-    """
-    config = config or DeepSpeedPlugin()
-    own = config.stage == 0 or run.config.mixed_precision == "fp16"
-    return (EngineBackward if own else DeepSpeed)(config, run)
+    """The plugin. Where there is no loss scale, `backward` is torch's own, and units may share a loss."""
+    kind = EngineBackward if run.config.mixed_precision == "fp16" else DeepSpeed
+    return kind(config or DeepSpeedPlugin(), run)
 
 
 def select(run: Run, name: str) -> None:
@@ -64,7 +60,7 @@ def select(run: Run, name: str) -> None:
 
 
 class DeepSpeed(EngineState):
-    """Stages 1 to 3 without a loss scale."""
+    """All stages, without a loss scale."""
 
     below: Any
 
@@ -78,11 +74,14 @@ class DeepSpeed(EngineState):
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
         made = self.config.deepspeed_config
-        return [
+        reasons = [
             f"{path} is {found}: {reason}"
             for path, reason in _NOT_SERVED.items()
             if (found := settings.get(made, path)) not in _OFF
         ]
+        if config.mixed_precision == "fp16" and self.config.stage == 0:
+            reasons.append("in ZeRO stage 0 DeepSpeed does not scale fp16's loss; set zero_stage: 1, or bf16")
+        return reasons
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -109,6 +108,11 @@ class DeepSpeed(EngineState):
             reasons.append(
                 "DeepSpeed's engine has one optimizer, and the model got several\n"
                 "give one optimizer several parameter groups"
+            )
+        if self.config.stage == 0 and any(True for model in models for _ in experts.spread(model)):
+            reasons.append(
+                "in ZeRO stage 0 DeepSpeed clips by each rank's own experts (ep_size above 1)\n"
+                "set zero_stage to 1 or 2"
             )
         return reasons
 
@@ -149,14 +153,27 @@ class DeepSpeed(EngineState):
             )
         for engine in unit.wrapped:
             dismantle(engine)
-        self.remember_groups(unit)
+        groups = [list(g["params"]) for each in unit.optimizers for g in getattr(each, "param_groups", ())]
         self._fetch_whole(unit.models[0])
         given: dict[str, Any] = {}
         for optimizer in unit.optimizers:
             dummy = isinstance(optimizer, DummyOptim)
             given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
-        with quiet():
-            return deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
+        try:
+            with quiet():
+                engine = deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
+        except (
+            AssertionError,
+            ValueError,
+        ) as error:  # so it says what does not go together
+            self.release(unit)
+            raise ConfigError(
+                f"DeepSpeed makes no engine of unit {unit.name!r}: {error}\nchange it in hf_ds_config"
+            ) from error
+        experts.rename(unit)
+        self.remember_groups(unit, groups)
+        gradients.enter_once(engine, [*unit.models[0].parameters()] if unit.optimizers else [])
+        return engine
 
     def _fetch_whole(self, model: nn.Module) -> None:
         """Layers that use some of their parts only, such as experts, are fetched with all of them."""
@@ -200,6 +217,7 @@ class DeepSpeed(EngineState):
     def release(self, unit: Unit) -> None:
         """The user's module works on where it holds its weights (stages 0 to 2)."""
         self.gradients.pop(unit, None)
+        self.forget(unit)
         for engine in unit.wrapped:
             dismantle(engine)
         self._units.discard(unit)
@@ -271,15 +289,15 @@ class DeepSpeed(EngineState):
 
 
 class EngineBackward(DeepSpeed):
-    """Stage 0, and any stage with a loss scale: backward goes through the engine."""
+    """With a loss scale: backward goes through the engine."""
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         unknown = sorted(set(options) - {"retain_graph"})
         if unknown:
             raise AccelError(
-                f"backward({', '.join(unknown)}=...): DeepSpeed's engine takes retain_graph only, in stage 0"
-                " and under fp16\nleave them out, or use ZeRO 1 to 3 with bf16 or float32"
+                f"backward({', '.join(unknown)}=...): under fp16 DeepSpeed's engine takes retain_graph only\n"
+                "leave them out, or use bf16 or float32"
             )
         engine: Any = unit.wrapped[0]
         engine.backward(loss, scale_wrt_gas=False, **options)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from accel_deepspeed.experts import elsewhere
 from accel_deepspeed.fragments import fragments, live_part
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def whole_weights(
     unit: Unit, leaves: Mapping[str, Leaf], dtype: torch.dtype | None, to: torch.device | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective. As forward computes with them; the masters' digits where their dtype is asked for."""
-    run, parameters = unit.run, unit.named_parameters()
+    run, parameters = unit.run, unit.named_parameters() | elsewhere(unit)
     for name, leaf in leaves.items():
         if name in parameters:
             tensor = torch.zeros(leaf.global_shape, dtype=dtype or parameters[name].dtype, device=run.device)
