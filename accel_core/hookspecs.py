@@ -29,7 +29,7 @@ The order of a step (only core counts; a window is the micro-batches of one opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
@@ -399,6 +399,17 @@ def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
 
     Entered where the batch is known: in `forward_backward`, evaluation included, and in
     `accumulate(model, batch=...)`. Who depends on it must notice a forward without it, and say so.
+    """
+
+
+@everyone
+def share_sequences(
+    buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+) -> AbstractContextManager[Any] | None:
+    """A context in which each of these tensors is, in place, this rank's part along its dimension of `dims`.
+
+    Entered by `accelerator.maybe_context_parallel` around forward and backward of one micro-batch that no
+    loader has shared out. Afterwards the tensors are whole again, but for those in `kept`.
     """
 
 

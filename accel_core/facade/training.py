@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,26 @@ class Training:
             found = self._accumulations[models] = Accumulation(self.run, units, models)
         found.items, found.batch = items, batch
         return found
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """A context around forward and backward in which ranks that share sequences have parts of `buffers`.
+
+        For batches that the loader leaves whole. Nothing happens where no ranks share sequences.
+
+        Args:
+            buffers: whatever has a sequence: ids, labels, positions. Changed in place.
+            buffer_seq_dims: the sequence dimension of each.
+            no_restore_buffers: those that may stay parts afterwards.
+        """
+        context: AbstractContextManager[Any] = self.run.hooks.share_sequences(
+            buffers or (), buffer_seq_dims or (), no_restore_buffers or ()
+        )
+        return context
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context in which this model's forward and backward do not reduce gradients."""

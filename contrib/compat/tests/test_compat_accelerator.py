@@ -221,13 +221,10 @@ def test_ranks_along_the_mesh_are_those_of_the_run():
     assert (accelerator.tensor_parallel_rank, accelerator.context_parallel_rank) == (0, 0)
 
 
-def test_sharing_sequences_by_the_context_is_refused_not_left_out():
-    accelerator = Accelerator()
-    with accelerator.maybe_context_parallel(buffers=[torch.ones(2)], buffer_seq_dims=[0]):
-        pass
-    accelerator.run.mesh = Mesh(arrange([MeshDim("cp", 2)], 2), rank=0, device_mesh=None)
-    with pytest.raises(NotServedError, match="the batch itself is shared out"):
-        accelerator.maybe_context_parallel(buffers=[torch.ones(2)], buffer_seq_dims=[0])
+def test_the_context_that_shares_sequences_does_nothing_where_nobody_shares_them():
+    buffer = torch.ones(2)
+    with Accelerator().maybe_context_parallel(buffers=[buffer], buffer_seq_dims=[0]):
+        assert buffer.shape == (2,)
 
 
 def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):

@@ -86,16 +86,23 @@ def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, **more):
     return Accelerator(cpu=True, strategy=strategy, plugins=[plugin, patience], **more)
 
 
-def ours(causal=True, batch_size=4, epochs=7, form="accumulate", **options):
+def ours(causal=True, batch_size=4, epochs=7, form="accumulate", accelerator=None, **options):
     """The same under context parallelism; losses are the mean over the ranks that have parts of them."""
-    accelerator = accelerator_of(**options)
+    accelerator = accelerator or accelerator_of(**options)
     model = Gpt(causal)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(), batch_size))
     losses = []
     for _ in range(epochs):
         for batch in loader:
-            if form == "accumulate":
+            if form == "by hand":
+                where = torch.arange(LENGTH).repeat(len(batch["targets"]), 1)
+                shared = [batch["input_ids"], batch["targets"], where]
+                with accelerator.maybe_context_parallel(shared, [1, 1, 1], {shared[0], where}):
+                    loss, _ = loss_of(model, {**batch, "position_ids": where})
+                    accelerator.backward(loss)
+                assert batch["targets"].shape[1] == LENGTH
+            elif form == "accumulate":
                 with accelerator.accumulate(model, batch=batch):
                     loss, _ = loss_of(model, batch)
                     accelerator.backward(loss)
@@ -109,6 +116,22 @@ def ours(causal=True, batch_size=4, epochs=7, form="accumulate", **options):
     shape = tuple(batch["input_ids"].shape)
     accelerator.end_training()
     return losses, weight, shape
+
+
+def by_hand():
+    return ours(form="by hand", buffers={})
+
+
+def as_for_accelerate():
+    """The same with Accelerate's own arguments, through accel-compat."""
+    import accel_compat
+
+    accel_compat.install()
+    from accelerate import Accelerator as Theirs
+    from accelerate import ParallelismConfig
+
+    theirs = Theirs(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    return ours(form="by hand", accelerator=theirs)
 
 
 def complaint(function, *args):
@@ -138,6 +161,7 @@ def mistakes():
         step, lambda: F.scaled_dot_product_attention(masked, masked, masked, attn_mask=masked)
     )
     found["no attention"] = complaint(step, lambda: batch["input_ids"] + 1)
+    found["shared twice"] = complaint(accelerator.maybe_context_parallel([batch["input_ids"]], [1]).__enter__)
     for name, rows in {
         "odd length": samples(LENGTH + 1),
         "two lengths": [{**row, "mask": torch.ones(LENGTH * 2)} for row in samples()],

@@ -43,6 +43,18 @@ def test_so_they_do_through_forward_backward():
         assert_same(found, cp_problem.plain())
 
 
+def test_so_they_do_where_batches_are_shared_out_by_hand():
+    for found in run_processes(cp_problem.by_hand, world=2):
+        assert_same(found, cp_problem.plain())
+        assert found[2] == (4, LENGTH // 2)
+
+
+@pytest.mark.together
+def test_so_does_a_script_for_accelerate():
+    for found in run_processes(cp_problem.as_for_accelerate, world=2):
+        assert_same(found, cp_problem.plain())
+
+
 def data_and_context():
     return cp_problem.ours(batch_size=2, size=2)
 
@@ -133,6 +145,7 @@ def test_what_would_train_something_else_is_an_error_on_every_rank():
         "odd length": "input_ids 17",
         "two lengths": "mask 32",
         "attention_mask": "leave it out in the collate function",
+        "shared twice": "the loader has shared this batch out already",
     }
     for found in run_processes(cp_problem.mistakes, world=2):
         assert found.keys() == said.keys()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +60,12 @@ class ContextParallel:
         dims = {name: dim for name, dim in self.config.buffers.items() if name in named}
         self._length = length_of(named, dims, self.ranks) if dims else 0
         if not dims:
-            _logger.warning_once(
-                "cp: batches have none of %s: each of %d ranks computes all of them",
-                ", ".join(self.config.buffers),
-                self.ranks,
-            )
+            if self.config.buffers:
+                _logger.warning_once(
+                    "cp: batches have none of %s: each of %d ranks computes all of them",
+                    ", ".join(self.config.buffers),
+                    self.ranks,
+                )
             return batch
         return _with(batch, {**named, **self._parts(named, dims)})
 
@@ -81,6 +82,38 @@ class ContextParallel:
             where = positions(self._length, self.ranks, whole["input_ids"].device)[rank]
             parts["position_ids"] = where.expand(len(whole["input_ids"]), -1)
         return parts
+
+    @implements(hooks.share_sequences)
+    def share_sequences(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+    ) -> AbstractContextManager[None]:
+        return self._share(buffers, dims, kept) if self.ranks > 1 else nullcontext()
+
+    @contextmanager
+    def _share(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+    ) -> Iterator[None]:
+        assert self.run.mesh is not None
+        if self._length or not buffers or len(buffers) != len(dims):
+            found = "the loader has shared this batch out already" if self._length else "what has a sequence?"
+            raise AccelError(
+                f"maybe_context_parallel with {len(buffers)} buffers, {len(dims)} dimensions: {found}\n"
+                "name each buffer's dimension, and keep loaders from sharing batches out: cp.buffers: {}"
+            )
+        named = {str(number): buffer for number, buffer in enumerate(buffers)}
+        self._length = length_of(named, dict(zip(named, dims, strict=True)), self.ranks)
+        whole = [buffer.data for buffer in buffers]
+        for buffer, dim in zip(buffers, dims, strict=True):
+            buffer.data = part(buffer.data, dim, self.run.mesh.index("cp"), self.ranks)
+        try:
+            with self._attend():
+                yield
+        finally:
+            self._length = 0
+            left = set(map(id, kept))
+            for buffer, data in zip(buffers, whole, strict=True):
+                if id(buffer) not in left:
+                    buffer.data = data
 
     # -- attention -------------------------------------------------------------------------------
 

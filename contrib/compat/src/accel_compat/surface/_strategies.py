@@ -145,7 +145,7 @@ def _on(mesh: ParallelismConfig, plugins: list[Any]) -> list[Any]:
         plugins.append(split(tp_size=mesh.tp_size))
     if mesh.cp_enabled:
         shared = load("accel_context_parallel:ContextParallelPlugin", "cp_size")
-        plugins.append(shared(size=mesh.cp_size))
+        plugins.append(shared(size=mesh.cp_size, buffers={}))  # maybe_context_parallel shares out
     return plugins
 
 

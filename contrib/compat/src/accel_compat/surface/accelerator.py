@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -337,20 +337,6 @@ class Accelerator(accel_core.Accelerator):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """torch's profiler."""
         return super().profile(_ours(profile_handler or self.profile_handler))
-
-    def maybe_context_parallel(
-        self,
-        buffers: list[torch.Tensor] | None = None,
-        buffer_seq_dims: list[int] | None = None,
-        no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> AbstractContextManager[Any]:
-        """A context that does nothing without context parallelism; with it, refused."""
-        if self.run.mesh is not None and self.run.mesh.size("cp") > 1:
-            raise NotServedError(
-                "maybe_context_parallel: with cp_size > 1 the batch itself is shared out here\n"
-                "train inside accelerator.accumulate(model, batch=batch), as accel-context-parallel says"
-            )
-        return nullcontext()
 
     # -- collectives: in a world of one, what was given -------------------------------------------
 
