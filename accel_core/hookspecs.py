@@ -302,8 +302,9 @@ def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
     """Change the model in one of `PHASES`, in place or by giving another; as it is in all others.
 
     Called once a model and phase: with the user's model up to `compile`, on the device it comes from;
-    in `post` with what `wrap_model` returned. Names are kept: tensors that are the same objects under
-    other names keep those of the user's model, and optimizers follow what is replaced under its name.
+    in `post` with what `wrap_model` returned. Optimizers of the same `prepare` are in the unit already.
+    Names are kept: tensors that are the same objects under other names keep those of the user's model,
+    and optimizers follow what is replaced under its name.
     base compiles, as section `compile` says.
     """
 

@@ -41,6 +41,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "rng": "saves and restores its random generators",
     "process_per_device": "several processes, each with a device of its own, form a world",
     "collectives.torch": "torch.distributed process groups carry its tensors",
+    "collectives.own": "collectives of its own library carry its tensors between processes",
     "no_sync": "leaves out gradient communication inside an accumulation window",
     "join": "ranks may run out of batches at different times",
     "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",

@@ -104,12 +104,13 @@ def _build(
         unit.schedulers += [each for each in schedulers if any(each.optimizer is one for one in mine)]
         _build_whole(run, unit, first, group.optimizers, loaders)
     else:
+        unit.optimizers += group.optimizers
         unit.config = hooks.complete(run.configs[unit.strategy], unit, loaders)
         if group.models:
             _add_models(run, unit, first, placed)
         for optimizer in group.optimizers:
             _follow(run, unit, optimizer)
-            unit.optimizers.append(hooks.wrap_optimizer(unit, optimizer))
+            unit.optimizers[unit.optimizers.index(optimizer)] = hooks.wrap_optimizer(unit, optimizer)
     made = unit.optimizers[len(unit.optimizers) - len(group.optimizers) :]
     for optimizer, inner in zip(group.optimizers, made, strict=True):
         run.optimizers.append((optimizer, PreparedOptimizer(inner, unit)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins import Discovery, Record, Slot, near
+from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot, near
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
@@ -96,16 +96,18 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         alias: chooser.named("strategy", str(options["plugin"]), f"strategies.{alias}.plugin")
         for alias, options in config.strategies.items()
     }
-    default = config.strategy
-    if default not in aliases:
-        chosen = chooser.strategy(default, processes)
-        default = chosen.name if default == "auto" else default
-        aliases[default] = chosen
+    device = chooser.device(config.device)
     extensions = [chooser.named("extension", name, "extensions") for name in config.extensions]
     extensions += [given for given in chooser.by_object("extension") if given.name not in config.extensions]
+    default = config.strategy
+    if default not in aliases:
+        offered = frozenset[str]().union(*(each.card.offers for each in (device, *extensions)))
+        chosen = chooser.strategy(default, processes, offered)
+        default = chosen.name if default == "auto" else default
+        aliases[default] = chosen
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
     stack = Stack(
-        device=chooser.device(config.device),
+        device=device,
         precision=chooser.named("precision", precision, "mixed_precision"),
         strategies=aliases,
         default=default,
@@ -147,7 +149,7 @@ class _Chooser:
         native = self.named("device", "native", "device")
         return Chosen(native.record, f"torch runs {kind}, and no installed plugin is named after it")
 
-    def strategy(self, asked: str, processes: int) -> Chosen:
+    def strategy(self, asked: str, processes: int, offered: frozenset[str]) -> Chosen:
         given = self.by_object("strategy")
         if (given and asked not in ("auto", *(chosen.name for chosen in given))) or len(given) > 1:
             names = ", ".join(chosen.name for chosen in given)
@@ -168,7 +170,8 @@ class _Chooser:
             return self.named("strategy", asked, "strategy")
         if processes == 1:
             return Chosen(self.named("strategy", "single", "strategy").record, "auto: one process")
-        best = self._best("strategy")
+        # Where the device carries none, the best of all is refused by the words that it lacks.
+        best = self._best("strategy", offered) or self._best("strategy")
         if best is None:
             raise ConfigError(
                 f"strategy: auto found none for {processes} processes\n{self._install_hint('strategy')}"
@@ -191,10 +194,12 @@ class _Chooser:
             if record and record.slot == slot
         ]
 
-    def _best(self, slot: Slot) -> Chosen | None:
-        """The usable plugin of highest priority, unless another usable one shadows it."""
+    def _best(self, slot: Slot, offered: frozenset[str] = frozenset(CAPABILITIES)) -> Chosen | None:
+        """The usable plugin of highest priority that gets what it needs, unless another one shadows it."""
         ranked = [
-            (r.card.priority, r) for r in self.discovery.of(slot) if r.card and r.card.priority is not None
+            (r.card.priority, r)
+            for r in self.discovery.of(slot)
+            if r.card and r.card.priority is not None and r.card.needs <= offered | r.card.offers
         ]
         usable = [(priority, r) for priority, r in ranked if r.status == "available"]
         shadowed = {name for _, record in usable if record.card for name in record.card.shadows}

@@ -26,7 +26,7 @@ TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
 NOT_RUN = (
     ("* + deepspeed", LEVELS, "wants the chip's own library"),
     ("xla*", ("processes",), "XLA's CPU device serves one process"),
-    ("* + *", ("packaging", "device", "checkpoints"), "by the stacks of which it is made"),
+    ("* + *", ("packaging", "device", "checkpoints"), "see its parts"),
 )
 """(stacks, levels, why): what the kit does not run, and the first reason that fits."""
 ONLY_NAMED = ("cuda, hpu, npu, xpu + deepspeed",)

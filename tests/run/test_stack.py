@@ -47,6 +47,23 @@ def test_auto_passes_over_what_its_probe_finds_unusable():
     assert stack_of(native_and(fast)).device.name == "native"
 
 
+def test_auto_passes_over_a_strategy_that_the_device_cannot_carry():
+    chip = record("chip", "device", offers={"collectives.own"})
+    usual = record("usual", "strategy", priority=100, needs={"collectives.torch"})
+    chips = record("chips", "strategy", priority=50, needs={"collectives.own"})
+    assert stack_of(native_and(chip, usual, chips), 2, device="chip").strategy.name == "chips"
+    assert stack_of(native_and(chip, usual, chips), 2, device="cpu").strategy.name == "usual"
+
+
+def test_where_no_strategy_can_be_carried_the_words_that_it_lacks_are_named():
+    chip, usual = (
+        record("chip", "device"),
+        record("usual", "strategy", priority=100, needs={"collectives.torch"}),
+    )
+    with pytest.raises(ConfigError, match=r"usual \(auto.*needs collectives.torch, which the stack chip"):
+        stack_of(native_and(chip, usual), 2, device="chip")
+
+
 def test_auto_never_takes_what_has_no_priority():
     assert stack_of(native_and(record("shy", "device"))).device.name == "native"
 

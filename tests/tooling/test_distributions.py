@@ -24,7 +24,7 @@ PLUGINS = {
     "accel-compat": {"compat"},
     "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp", "checkpoint-deepspeed"},
     "accel-npu": {"npu"},
-    "accel-xpu": {"xpu"},
+    "accel-xpu": {"ipex", "xpu"},
     "accel-hpu": {"hpu"},
     "accel-mps": {"mps"},
     "accel-xla": {"xla", "xla-dp", "xla-spmd"},

@@ -103,6 +103,17 @@ def test_an_optimizer_follows_a_parameter_replaced_under_its_name(accelerator_wi
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
 
 
+@pytest.mark.parametrize("phase", ["convert", "post"])
+def test_a_transform_sees_the_optimizers_that_are_prepared_with_the_model(accelerator_with, phase):
+    accelerator = accelerator_with(phase, "self.held = list(unit.optimizers)")
+    model, teacher = net(), net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, optimizer)
+    assert accelerator.run.plugins["one"].held == [optimizer]
+    accelerator.prepare(teacher)
+    assert accelerator.run.plugins["one"].held == []
+
+
 def test_an_optimizer_of_a_parameter_that_is_gone_says_so(accelerator_with):
     accelerator = accelerator_with("convert", TAKES_AWAY)
     model = net()

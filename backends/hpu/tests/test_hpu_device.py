@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from accel_core import World
+from accel_core import Accelerator, World
+from accel_core.testing import run_processes
+from accel_core.testing.simulated.pretence import pretend
 from accel_hpu import HpuConfig, device, machine
 from accel_hpu.device import HpuDevice
 from accel_hpu.machine import HpuLaunch, probe
 
 DEVICE = torch.device("cpu")  # only handed through
+STAND_IN = Path(__file__).parent / "stand_in"
 
 
 class Gaudi:
@@ -140,6 +144,24 @@ def test_graphs_record_models_that_are_trained_after_wrapping(
     made.transform_model(SimpleNamespace(optimizers=[]), model, "post")  # type: ignore[arg-type]
 
     assert gaudi.cached == [model]
+
+
+def trained_and_teacher(stand_in: str) -> tuple[int, int]:
+    """How many models were recorded: after one was prepared to be trained, and after one that is not."""
+    sys.path.insert(0, stand_in)
+    pretend("hpu", "hccl", None)
+    from habana_frameworks.torch import hpu
+
+    accelerator = Accelerator(device="hpu", plugins=[HpuConfig(graphs=True)])
+    model, teacher = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    first = len(hpu.CACHED)
+    accelerator.prepare(teacher)
+    return first, len(hpu.CACHED)
+
+
+def test_a_run_records_what_it_trains() -> None:
+    assert run_processes(trained_and_teacher, str(STAND_IN), world=1) == [(1, 1)]
 
 
 def test_graphs_in_eager_mode_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

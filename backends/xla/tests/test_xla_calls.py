@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from accel_core import LaunchError
+from accel_core import LaunchError, World, notebook_launcher
+from accel_core.config.resolve import load
+from accel_core.plugins import discover
+from accel_core.stack import choose
 from accel_core.testing import Recorder
+from accel_xla import machine
 from accel_xla.communication import XlaCollectives
 from accel_xla.data_parallel import XlaDataParallel
-from accel_xla.device import _require_replicas
+from accel_xla.device import XlaDevice, _require_replicas
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: tox -e xla-real")
 
@@ -71,6 +75,77 @@ def test_weights_are_made_equal_and_gradients_averaged_before_they_are_divided(x
 
     averaged = [("reduce_gradients", ("one",)), ("reduce_gradients", ("other",))]
     assert xm.calls == [("broadcast_master_param", (model,)), *averaged, ("divide", (None,))]
+
+
+# -- the launcher --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pjrt(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    from torch_xla._internal import pjrt
+
+    recorder = Recorder(monkeypatch, pjrt)
+    recorder.answers("initialize_multiprocess", None)
+    recorder.answers("initialize_singleprocess", None)
+    return recorder
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, world: World) -> XlaDevice:
+    from torch_xla import runtime
+
+    replicas = Recorder(monkeypatch, runtime)
+    replicas.answers("addressable_device_count", 1)
+    replicas.answers("world_size", world.size)
+    run: Any = SimpleNamespace()
+    device = XlaDevice(None, run)
+    device._join(world)
+    return device
+
+
+def test_a_process_of_several_tells_torch_xla_its_place_on_the_host(
+    pjrt: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined(monkeypatch, World(rank=5, size=8, local_rank=1, local_size=4))
+
+    assert pjrt.calls == [("initialize_multiprocess", (1, 4))]
+
+
+def test_a_process_alone_takes_one_device(pjrt: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined(monkeypatch, World())
+
+    assert pjrt.calls == [("initialize_singleprocess", ())]
+
+
+def launched() -> bool:
+    return torch.distributed.is_torchelastic_launched()
+
+
+def test_torch_xla_takes_cores_launcher_for_torchrun() -> None:
+    """`torch_xla.launch` documents torchrun as one of its two launchers, and asks torch whether it was."""
+    assert notebook_launcher(launched, num_processes=2, device="cpu") == [True, True]
+
+
+@pytest.mark.parametrize("bounds", [None, "1,1,1", "2,1,1", "2,2,2"])
+def test_processes_are_counted_as_torch_xla_counts_them(
+    monkeypatch: pytest.MonkeyPatch, bounds: str | None
+) -> None:
+    from torch_xla._internal import tpu
+
+    monkeypatch.setattr(tpu, "num_available_chips", lambda: 4)
+    monkeypatch.setattr(machine, "_tpus", lambda: 4)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.delenv("TPU_PROCESS_BOUNDS", raising=False)
+    if bounds is not None:
+        monkeypatch.setenv("TPU_PROCESS_BOUNDS", bounds)
+
+    assert machine.chip_count() == tpu.num_local_processes()
+
+
+def test_a_run_of_several_processes_is_data_parallel_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = load(python={"device": "xla"}, discovery=discover(), environment={}, directory="/nonexistent")
+
+    assert choose(resolved, 2, discover()).strategy.name == "xla-dp"
 
 
 @pytest.mark.parametrize(("devices", "replicas", "said"), [(2, 4, "xla-spmd"), (1, 1, "joins 1 of them")])

@@ -11,6 +11,11 @@ import pytest
 from accel_xla import SpmdConfig, XlaConfig, machine
 from accel_xla.machine import SpmdLaunch, XlaLaunch, chip_count, hardware, probe
 
+VARIABLES = (
+    *(machine.DEVICE, machine.TPU_MASK, "TPU_PROCESS_BOUNDS"),
+    *("NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES"),
+)
+
 
 class Machine:
     """/dev and /sys of a made-up machine, and its installed versions."""
@@ -38,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(machine, "_version", made.versions.get)
-    for variable in (machine.DEVICE, "TPU_VISIBLE_CHIPS", "NEURON_RT_NUM_CORES"):
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     return made
 
@@ -88,20 +93,47 @@ def test_tpus_are_counted_on_the_bus(here: Machine) -> None:
     assert XlaLaunch().visible_devices(config()) == ("TPU_VISIBLE_CHIPS", 4)
 
 
-def test_a_mask_hides_tpus(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_for_one_process(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     here.tpus(4)
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0,2")
 
-    assert chip_count() == 2
+    assert chip_count() == 1
 
 
-def test_neuron_cores_are_those_a_process_may_use(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bounds", "processes"), [("1,1,1", 1), ("2,1,1", 2), ("2,4,1", 4)])
+def test_bounds_of_the_topology_limit_processes(
+    here: Machine, monkeypatch: pytest.MonkeyPatch, bounds: str, processes: int
+) -> None:
+    here.tpus(4)
+    monkeypatch.setenv("TPU_PROCESS_BOUNDS", bounds)
+
+    assert chip_count() == processes
+
+
+@pytest.mark.parametrize(
+    ("variables", "cores"),
+    [
+        ({}, 4),
+        ({"NEURON_RT_NUM_CORES": "3"}, 3),
+        ({"NEURON_RT_VISIBLE_CORES": "0-2,7"}, 4),
+        ({"NEURON_RT_VISIBLE_CORES": "5"}, 1),
+    ],
+    ids=["all", "number", "list", "one"],
+)
+def test_neuron_cores_are_those_a_process_may_use(
+    here: Machine, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cores: int
+) -> None:
     (here.root / "dev").mkdir()
     (here.root / "dev/neuron0").touch()
-    monkeypatch.setenv("NEURON_RT_NUM_CORES", "8")
+    for number in range(2):
+        count = here.root / machine.NEURONS / f"neuron{number}/core_count"
+        count.parent.mkdir(parents=True)
+        count.write_text("2\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
     assert hardware() == "NEURON"
-    assert chip_count() == 8
+    assert XlaLaunch().visible_devices(config()) == ("NEURON_RT_VISIBLE_CORES", cores)
 
 
 def test_spmd_is_one_process_however_many_devices(here: Machine) -> None:

@@ -57,12 +57,19 @@ class XlaDevice:
 
     @implements(hooks.select_device)
     def select_device(self, world: World) -> torch.device:
-        if world.size > 1 and not self._xr.is_spmd():
-            from torch_xla._internal import pjrt
-
-            pjrt.initialize_multiprocess(world.local_rank, world.local_size)
-            _require_replicas(world, self._xr.addressable_device_count(), self._xr.world_size())
+        if not self._xr.is_spmd():
+            self._join(world)
         return torch.device(self._device())
+
+    def _join(self, world: World) -> None:
+        """What torch_xla does in a process that torch's own launcher has started (torch_xla.launch)."""
+        from torch_xla._internal import pjrt
+
+        if world.size == 1:
+            pjrt.initialize_singleprocess()  # on a host of several TPU chips, it takes the first
+            return
+        pjrt.initialize_multiprocess(world.local_rank, world.local_size)
+        _require_replicas(world, self._xr.addressable_device_count(), self._xr.world_size())
 
     @implements(hooks.seed)
     def seed(self, seed: int, topology: Topology) -> None:

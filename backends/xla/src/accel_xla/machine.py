@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,8 @@ LAST: Final = "2.9"
 GOOGLE: Final = "0x1ae0"
 TPUS: Final = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0076")
 """PCI ids, as torch_xla knows them: v2 and v3, v4, v5e, v6e, 7x."""
+TPU_MASK: Final = "TPU_VISIBLE_CHIPS"
+NEURONS: Final = "sys/devices/virtual/neuron_device"
 ROOT = Path("/")
 """Where /dev and /sys are; tests have a tree of their own."""
 
@@ -44,17 +47,29 @@ def hardware() -> str | None:
 
 
 def chip_count() -> int:
-    """How many processes, one a device, this machine can hold."""
+    """How many processes, one a device, this machine can hold; as torch_xla counts them."""
     kind = os.environ.get(DEVICE) or hardware()
     if kind == "TPU":
-        return len((os.environ.get("TPU_VISIBLE_CHIPS") or "").split(",")) if _masked() else _tpus()
+        return _tpu_processes()
     if kind == "NEURON":
-        return int(os.environ.get("NEURON_RT_NUM_CORES") or 0) or len([*(ROOT / "dev").glob("neuron*")])
+        return _neuron_cores()
     return 1  # torch_xla gives its CPU device to one process only
 
 
-def _masked() -> bool:
-    return bool(os.environ.get("TPU_VISIBLE_CHIPS"))
+def _tpu_processes() -> int:
+    if os.environ.get(TPU_MASK):
+        return 1  # torch_xla gives every process all of the chips that a mask leaves
+    bounds = os.environ.get("TPU_PROCESS_BOUNDS")
+    return min(_tpus(), prod(map(int, bounds.split(",")))) if bounds else _tpus()
+
+
+def _neuron_cores() -> int:
+    if visible := os.environ.get("NEURON_RT_VISIBLE_CORES"):
+        ends = [part.split("-") for part in visible.split(",")]
+        return sum(int(last) - int(first) + 1 for first, *_, last in ([*end, end[-1]] for end in ends))
+    if named := os.environ.get("NEURON_RT_NUM_CORES"):
+        return int(named)
+    return sum(int(file.read_text()) for file in (ROOT / NEURONS).glob("neuron*/core_count"))
 
 
 def _tpus() -> int:
@@ -88,7 +103,8 @@ class XlaLaunch:
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return "TPU_VISIBLE_CHIPS", 1 if config.strategy == "xla-spmd" else chip_count()
+        mask = "NEURON_RT_VISIBLE_CORES" if hardware() == "NEURON" else TPU_MASK
+        return mask, 1 if config.strategy == "xla-spmd" else chip_count()
 
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from accel_core import Card
-from accel_xpu.machine import probe
+from accel_xpu.machine import probe, probe_ipex
 
-__all__ = ["XPU"]
+__all__ = ["IPEX", "XPU"]
 
 XPU = Card(
     name="xpu",
@@ -29,4 +29,15 @@ XPU = Card(
     verify="accel_xpu.device:verify",
     config="accel_xpu.config:XpuConfig",
     implementation="accel_xpu.device:XpuDevice",
+)
+
+IPEX = Card(
+    name="ipex",
+    slot="extension",
+    summary="Intel's extension for PyTorch: kernels for training on Intel CPUs and GPUs.",
+    api_version="1.0",
+    needs={"whole_weights"},
+    probe=probe_ipex,
+    config="accel_xpu.config:IpexConfig",
+    implementation="accel_xpu.ipex:Ipex",
 )

@@ -1,4 +1,4 @@
-"""The options of section `xpu`. What is unset stays as torch, or the user, has it."""
+"""The options of sections `xpu` and `ipex`. What is unset stays as the library has it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from attrs import frozen
 
 from accel_core import option
 
-__all__ = ["XpuConfig"]
+__all__ = ["IpexConfig", "XpuConfig"]
 
 
 @frozen(kw_only=True)
@@ -14,3 +14,18 @@ class XpuConfig:
     """Switches of this process's Intel GPU libraries. Section `xpu`."""
 
     tf32: bool | None = option(None, help="Let float32 matrix products use TF32: faster, fewer bits.")
+
+
+@frozen(kw_only=True)
+class IpexConfig:
+    """What `ipex.optimize` does to models that are trained. Section `ipex`."""
+
+    fuse_update_step: bool | None = option(
+        None, help="One kernel for the optimizer's step; true: an error where ipex has none for it."
+    )
+    optimize_lstm: bool = option(
+        False, help="Replace LSTMs by ipex's own, on CPUs; torch warns of their backward."
+    )
+    auto_kernel_selection: bool = option(
+        False, help="Choose kernels by shape, for more speed and more memory, on CPUs."
+    )

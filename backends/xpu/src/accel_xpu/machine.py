@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["gpus", "probe", "torch_is_built_for_xpu"]
+__all__ = ["gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
 
 VISIBLE = "ZE_AFFINITY_MASK"
 INTEL = "0x8086"
@@ -34,6 +35,19 @@ def probe() -> str | None:
     return None
 
 
+def probe_ipex() -> str | None:
+    """None if intel-extension-for-pytorch loads beside this torch, else why not."""
+    extension, torch = _version("intel-extension-for-pytorch"), _version("torch")
+    if extension is None:
+        return "intel-extension-for-pytorch is not installed (pip install 'accel-xpu[ipex]')"
+    if torch is None or torch.split(".")[:2] != extension.split(".")[:2]:
+        return (
+            f"intel-extension-for-pytorch {extension} was built for another torch than {torch};"
+            " install the pair (pip install 'accel-xpu[ipex]')"
+        )
+    return None
+
+
 def torch_is_built_for_xpu() -> bool | None:
     """Whether the installed torch has code for Intel GPUs; None if there is no torch."""
     spec = find_spec("torch")
@@ -52,3 +66,10 @@ def gpus() -> list[Path]:
         for name, vendor in vendors.items()
         if vendor.exists() and vendor.read_text().strip() == INTEL
     ]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

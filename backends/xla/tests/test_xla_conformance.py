@@ -1,0 +1,33 @@
+"""The conformance kit on XLA's CPU device, for real: with one device, and with four under SPMD."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from accel_core.testing import conform
+
+pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: tox -e xla-real")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("stack", "options"),
+    [("xla+bf16", ()), ("xla+xla-spmd", ("--accel-set", "xla_spmd.cpu_devices=4"))],
+)
+def test_it_conforms_on_xlas_cpu_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: str, options: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    known = tmp_path / "known"
+    known.write_text("".join(f"{check}  # {why}\n" for check, why in KNOWN.get(stack, {}).items()))
+    options += ("--accel-world", "1", "--accel-level", "0,1,2,4", "--accel-xfails", str(known))
+
+    assert "0 failed" in conform(tmp_path, stack, *options)
+
+
+KNOWN: dict[str, dict[str, str]] = {}
+"""Stack -> checks that cannot pass -> why."""

@@ -1,0 +1,109 @@
+"""The extension `ipex`: `ipex.optimize` of intel-extension-for-pytorch, on Intel's CPUs and GPUs.
+
+It gets nothing that it would store in a form of its own (packed or bfloat16 weights): names, weights
+and optimizer state stay torch's, and so do checkpoints.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+from torch.optim import Optimizer
+
+from accel_core import ConfigError, hooks, implements
+from accel_xpu.config import IpexConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from accel_core import Run, Unit
+
+__all__ = ["Ipex"]
+
+
+class Ipex:
+    """Extension `ipex`. Models without an optimizer stay as they are."""
+
+    def __init__(self, config: IpexConfig | None, run: Run) -> None:
+        self.config = config or IpexConfig()
+        self.run = run
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        reasons, kind = [], self.run.device.type
+        if kind not in ("cpu", "xpu"):
+            reasons.append(f"ipex optimizes for Intel's CPUs and GPUs, this run is on {kind}; leave ipex out")
+        if kind == "xpu" and (self.config.optimize_lstm or self.config.auto_kernel_selection):
+            reasons.append("ipex has optimize_lstm and auto_kernel_selection for CPUs only; leave them unset")
+        if optimizers and not models:
+            reasons.append("ipex optimizes a model and its optimizer together; prepare them in one call")
+        if any(len(_optimizers_of(model, optimizers)) > 1 for model in models):
+            reasons.append("ipex takes one optimizer a model; give it one with groups, or leave ipex out")
+        return reasons
+
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        mine = _optimizers_of(model, unit.optimizers)
+        if phase == "convert" and mine:
+            model = self._optimized(model, *mine)
+        return model
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        return {"intel-extension-for-pytorch": metadata.version("intel-extension-for-pytorch")}
+
+    def _optimized(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        if self.run.device.type == "xpu":  # it optimizes for where the parameters are
+            model = model.to(self.run.device)
+        training, step = model.training, optimizer.step
+        model.training = True  # its word for "has an optimizer", asked of the outermost module alone
+        with warnings.catch_warnings():  # of its own deprecated functions
+            warnings.simplefilter("ignore", FutureWarning)
+            import intel_extension_for_pytorch as ipex
+
+            options = asdict(self.config)
+            model, same = ipex.optimize(
+                model, optimizer=optimizer, inplace=True, weights_prepack=False, **options
+            )
+        model.training = training
+        assert same is optimizer
+        if getattr(optimizer, "fused", False):
+            optimizer.step = _watched(optimizer, step)
+        elif self.config.fuse_update_step:
+            raise ConfigError(
+                f"ipex.fuse_update_step: ipex has no fused step of {type(optimizer).__name__} on"
+                f" {self.run.device.type}\nleave it unset: torch's step is taken then, or take Adam or SGD"
+            )
+        return model
+
+
+def _optimizers_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    mine = {id(parameter) for parameter in model.parameters()}
+    return [
+        each
+        for each in optimizers
+        if any(id(parameter) in mine for group in each.param_groups for parameter in group["params"])
+    ]
+
+
+def _watched(optimizer: Optimizer, before: Any) -> Any:
+    """The fused step, as torch's own would be: with its step hooks, and seen by schedulers made before."""
+    fused = Optimizer.profile_hook_step(optimizer.step.__func__)  # type: ignore[attr-defined]
+    if not hasattr(before, "_wrapped_by_lr_sched"):
+        return MethodType(fused, optimizer)
+
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        self._opt_called = True
+        return fused(self, *arguments, **options)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return MethodType(step, optimizer)

@@ -1,0 +1,151 @@
+"""`ipex.optimize`, for real, on the CPU: what it makes faster trains, and is saved, as without it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ipex_jobs as jobs
+import pytest
+import torch
+
+from accel_core.testing import ProcessError, conform, run_processes
+from accel_xpu import IpexConfig, machine
+from accel_xpu.ipex import Ipex
+from accel_xpu.machine import probe_ipex
+
+real = pytest.mark.skipif(find_spec("intel_extension_for_pytorch") is None, reason="needs ipex: tox -e ipex")
+
+
+def one(function: Any, *args: Any, **options: Any) -> Any:
+    (found,) = run_processes(function, *args, world=1, timeout=100, **options)
+    return found
+
+
+# -- the probe -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ({"torch": "2.8.0+cpu", "intel-extension-for-pytorch": "2.8.0"}, None),
+        ({"torch": "2.8.0+cpu"}, "is not installed (pip install 'accel-xpu[ipex]')"),
+        (
+            {"torch": "2.13.0", "intel-extension-for-pytorch": "2.8.0"},
+            "2.8.0 was built for another torch than 2.13.0",
+        ),
+    ],
+    ids=["pair", "missing", "other torch"],
+)
+def test_it_is_usable_beside_the_torch_it_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str | None
+) -> None:
+    monkeypatch.setattr(machine, "_version", versions.get)
+
+    found = probe_ipex()
+
+    assert found is None if reason is None else reason in (found or "")
+
+
+# -- what it refuses -----------------------------------------------------------------------------
+
+
+def extension(kind: str = "cpu", **options: Any) -> Ipex:
+    run: Any = SimpleNamespace(device=torch.device(kind))
+    return Ipex(IpexConfig(**options), run)
+
+
+def test_on_other_devices_it_is_refused() -> None:
+    (reason,) = extension("cuda").refuse_unit(None, [torch.nn.Linear(1, 1)], [])  # type: ignore[arg-type]
+
+    assert "this run is on cuda; leave ipex out" in reason
+
+
+def test_what_it_has_for_cpus_only_is_refused_on_gpus() -> None:
+    (reason,) = extension("xpu", optimize_lstm=True).refuse_unit(None, [], [])  # type: ignore[arg-type]
+
+    assert "for CPUs only; leave them unset" in reason
+
+
+def test_a_late_optimizer_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+
+    (reason,) = extension().refuse_unit(None, [], [optimizer])  # type: ignore[arg-type]
+
+    assert "prepare them in one call" in reason
+
+
+def test_two_optimizers_of_a_model_are_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    both = [torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()]
+
+    (reason,) = extension().refuse_unit(None, [model], both)  # type: ignore[arg-type]
+
+    assert "one optimizer a model" in reason
+
+
+# -- for real ------------------------------------------------------------------------------------
+
+
+@real
+@pytest.mark.parametrize(("name", "fused"), [("SGD", True), ("Adam", True), ("AdamW", False)])
+def test_losses_are_those_of_a_plain_loop_with_the_steps_it_can_fuse(name: str, fused: bool) -> None:
+    losses, is_fused, lstm = one(jobs.ours, name)
+
+    assert losses == pytest.approx(jobs.plain(name), rel=1e-5)
+    assert (is_fused, lstm) == (fused, "torch.nn.modules.rnn")
+
+
+@real
+def test_its_own_lstm_trains_the_same() -> None:
+    losses, _, lstm = one(jobs.ours, "Adam", IpexConfig(optimize_lstm=True))
+
+    assert losses == pytest.approx(jobs.plain("Adam"), rel=1e-5)
+    assert lstm.startswith("intel_extension_for_pytorch")
+
+
+@real
+def test_bf16_is_cores_autocast() -> None:
+    losses, *_ = one(jobs.bf16, "SGD")
+
+    assert losses == pytest.approx(jobs.plain("SGD", bf16=True), rel=2e-2)
+    assert losses != pytest.approx(jobs.plain("SGD"), rel=1e-5)
+
+
+@real
+def test_a_step_it_cannot_fuse_is_an_error_when_asked_for() -> None:
+    with pytest.raises(ProcessError, match="ipex has no fused step of AdamW on cpu"):
+        one(jobs.ours, "AdamW", IpexConfig(fuse_update_step=True))
+
+
+@real
+def test_hooks_on_the_optimizer_are_still_called() -> None:
+    assert one(jobs.hooked) == 5
+
+
+@real
+def test_a_run_without_it_goes_on_with_what_it_saved(tmp_path: Path) -> None:
+    expected = one(jobs.saved, str(tmp_path / "state"))
+
+    assert one(jobs.resumed_without, str(tmp_path / "state")) == pytest.approx(expected, rel=1e-5)
+
+
+@real
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("stack", "options"),
+    [("ipex", ()), pytest.param("ddp+ipex", ("--accel-level", "3,4"), marks=pytest.mark.together)],
+)
+def test_it_conforms(tmp_path: Path, stack: str, options: tuple[str, ...]) -> None:
+    known = tmp_path / "known"
+    known.write_text("".join(f"{name}  # {reason}\n" for name, reason in KNOWN.items()))
+
+    printed = conform(tmp_path, stack, *options, "--accel-xfails", str(known))
+
+    assert "0 failed" in printed
+
+
+KNOWN: dict[str, str] = {}
+"""Checks of the kit that cannot pass, and why."""
