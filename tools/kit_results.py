@@ -26,6 +26,7 @@ TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
 NOT_RUN = (
     ("* + deepspeed", LEVELS, "wants the chip's own library"),
     ("xla*", ("processes",), "XLA's CPU device serves one process"),
+    ("*size *", LEVELS[:3], "one process is no such grid"),
     ("* + *", ("packaging", "device", "checkpoints"), "see its parts"),
 )
 """(stacks, levels, why): what the kit does not run, and the first reason that fits."""
@@ -44,11 +45,22 @@ def reported(files: Iterable[Path]) -> dict[str, Row]:
         names = {each["slot"]: each["plugin"] for each in report["stack"]}
         from_us = {each["distribution"] for each in report["stack"]} <= ours
         if from_us and names.keys() & {"device", "strategy"}:
-            row = found.setdefault(" + ".join(names.values()), {})
+            row = found.setdefault(" + ".join(names.values()) + _set(report.get("settings", {})), {})
             row["at once"] = max(row.get("at once", ""), ", ".join(map(str, report["worlds"])))
             for level, said in _levels(report):
                 row[level] = max(row.get(level, ""), said, key=_badness)
     return found
+
+
+def _set(settings: Mapping[str, str]) -> str:
+    """The options that make a row of its own: all but plans, and sizes that follow from the processes."""
+    follows = {path for path, value in settings.items() if path.endswith("_size") and value in ("1", "-1")}
+    told = [
+        f"{path.rpartition('.')[2]} {value}"
+        for path, value in settings.items()
+        if path not in follows and not value.startswith(("{", "["))
+    ]
+    return f", {', '.join(told)}" if told else ""
 
 
 def _badness(result: str) -> tuple[bool, int]:

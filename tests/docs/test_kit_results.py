@@ -32,12 +32,14 @@ def report(
     outcomes: str = "passed",
     distribution: str = "accel-core",
     simulated: bool = True,
+    **settings: str,
 ) -> None:
     plugins = dict(zip(("device", "strategy"), stack.split("+"), strict=False))
     facts = {
         "stack": [
             {"slot": slot, "plugin": name, "distribution": distribution} for slot, name in plugins.items()
         ],
+        "settings": settings,
         "worlds": [1, 2],
         "simulated": simulated,
         "checks": [{"level": level, "outcome": outcomes} for level in range(5)],
@@ -66,6 +68,12 @@ def test_a_row_says_what_its_report_does(tool: ModuleType, tmp_path: Path) -> No
 
     assert set(rows["native + single"].values()) == {"1, 2", "simulated"}
     assert set(rows["native"].values()) == {"1, 2", "real, 1 known to fail"}
+
+
+def test_grids_of_one_stack_have_rows_of_their_own(tool: ModuleType, tmp_path: Path) -> None:
+    report(tmp_path, "native", version="1", tp_size="2", pp_size="-1", plan='{"0": "colwise"}')
+
+    assert [*tool.reported(tmp_path.glob("*.json"))] == ["native, version 1, tp_size 2"]
 
 
 def test_a_table_that_says_otherwise_is_stale(tool: ModuleType) -> None:

@@ -29,7 +29,6 @@ PLUGINS = {
     "accel-mps": {"mps"},
     "accel-xla": {"xla", "xla-dp", "xla-spmd"},
     "accel-deepspeed": {"deepspeed"},
-    "accel-megatron": {"megatron"},
     "accel-tensorboard": {"tensorboard"},
     "accel-context-parallel": {"cp"},
 }

@@ -102,6 +102,7 @@ class Report:
                 {"slot": slot, "plugin": r.name, "distribution": r.distribution, "version": r.version}
                 for slot, r in self.stack.plugins.items()
             ],
+            "settings": dict(self.stack.settings),
             "simulated": self.stack.simulated,
             "worlds": list(self.worlds),
             "torch": metadata.version("torch"),

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs
-from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 
-VOCABULARY, LENGTH, WIDTH = 17, 8, 16
+VOCABULARY, LENGTH, WIDTH = 18, 8, 16
 
 
 class Block(nn.Module):
@@ -76,10 +76,12 @@ def loss_of(model, batch):
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), logits.argmax(-1)
 
 
-def accelerator_of(mixed_precision=None, **options):
-    """A pipeline of two ranks; without options one process that has all."""
+def accelerator_of(mixed_precision=None, split=None, **options):
+    """A pipeline of two ranks; without options one process that has all. `split`: how layers are split."""
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=40))
     given = [patience]
+    if split is not None:
+        given.append(TorchTensorParallelPlugin(tp_size=2, **split))
     if options:
         given.append(FullyShardedDataParallelPlugin(**{"pp_size": 2, **options}))
     return Accelerator(cpu=True, plugins=given, mixed_precision=mixed_precision)
@@ -172,6 +174,41 @@ def unprepared(kind, options):
 
 def tied():
     return Gpt(tied=True)
+
+
+def normed(options):
+    """Buffers and the next random number after two steps of a model that norms batches and drops units."""
+    accelerator = accelerator_of(**options)
+    torch.manual_seed(0)
+    halves = [[nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)] for _ in range(2)]
+    model = nn.Sequential(*halves[0], *halves[1])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        accelerator.forward_backward(
+            model, [torch.ones(4, 6)] * 2, lambda model, x: (model(x).sum(), None), microbatches=2
+        )
+        drawn.append(torch.rand(()).item())
+        optimizer.zero_grad()
+    counts = {name: each.tolist() for name, each in model.named_buffers() if not each.is_meta}
+    accelerator.end_training()
+    return counts, drawn
+
+
+def short(schedule, microbatches):
+    """The loss of a window of few micro-batches; what is said where torch's schedule cannot have so many."""
+    accelerator = accelerator_of(pp_size=2, pp_schedule=schedule)
+    model = Gpt()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    try:
+        found = accelerator.forward_backward(
+            model, window(0, microbatches), loss_of, microbatches=microbatches
+        ).loss.item()
+    except AccelError as error:
+        found = str(error)
+    accelerator.end_training()
+    return found
 
 
 def misused():

@@ -46,6 +46,47 @@ def test_stages_of_two_ranks_are_sharded_over_two_more(native):
         assert_same(found, native)
 
 
+SPLIT = {
+    "parallelize_plan": {
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "tokens": "rowwise",
+        "head": "colwise_rep",
+    },
+    "loss_parallel": True,
+}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule):
+    options = {"pp_size": 2, "pp_schedule": schedule, "split": SPLIT}
+    found = run_processes(problem.trained, Gpt, options, world=4, timeout=100)
+    for each in found:
+        assert_same(each, native)
+        assert each["evaluated"] == pytest.approx(native["evaluated"], rel=1e-3)
+    assert found[0]["held"] + found[2]["held"] == WHOLE  # of DTensors the whole is counted
+
+
+def test_the_first_step_draws_and_counts_no_more_than_others():
+    ((counts, _),) = run_processes(problem.normed, {}, world=1)
+    for mine, (first, second) in run_processes(problem.normed, {"pp_size": 2}, world=2):
+        assert first == second
+        assert mine == {name: pytest.approx(counts[name], abs=1e-4) for name in mine}
+        assert mine, "the stage has no buffers"
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_window_may_be_shorter_than_the_pipeline(schedule):
+    losses = run_processes(problem.short, schedule, 1, world=2)
+    model, (batch,) = Gpt(), problem.window(0, 1)
+    assert losses == [pytest.approx(problem.loss_of(model, batch)[0].item())] * 2
+
+
+def test_a_number_of_micro_batches_that_the_schedule_cannot_have_is_named():
+    for said in run_processes(problem.short, "Interleaved1F1B", 5, world=2):
+        assert "ScheduleInterleaved1F1B cannot run 5 micro-batches" in said
+
+
 def test_a_model_names_its_split_points_and_the_config_overrules_it():
     named = run_processes(problem.trained, Named, {"pp_size": 2}, 1, world=2)
     other = run_processes(problem.trained, Named, {"pp_split_points": ["blocks.3"]}, 1, world=2)
@@ -60,11 +101,19 @@ WAYS = {
     "native": ({}, 1),
     "pipeline": (PIPE, 2),
     "interleaved": ({**PIPE, "pp_schedule": "Interleaved1F1B"}, 2),
+    "split": ({**PIPE, "split": SPLIT}, 4),
 }
 
 
 @pytest.mark.parametrize(
-    ("saver", "loader"), [("pipeline", "native"), ("native", "pipeline"), ("pipeline", "interleaved")]
+    ("saver", "loader"),
+    [
+        ("pipeline", "native"),
+        ("native", "pipeline"),
+        ("pipeline", "interleaved"),
+        ("split", "native"),
+        ("pipeline", "split"),
+    ],
 )
 def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader):
     folder = str(tmp_path / "checkpoint")

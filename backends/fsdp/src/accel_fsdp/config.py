@@ -117,7 +117,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         None, help="Over how many ranks a copy is sharded; unset, -1: over all that are left."
     )
     pp_size: int = option(
-        1, minimum=1, help="Over how many ranks the model's layers are spread, in pipeline stages."
+        1, help="Over how many ranks the model's layers are spread, in stages; -1: over all that are left."
     )
     pp_schedule: str = option("1F1B", choices=SCHEDULES, help="Torch's schedule of the stages, by its name.")
     pp_split_points: Sequence[str] = option(
@@ -227,7 +227,7 @@ def _not_in_1(config: Config) -> str | None:
         )
     if config.activation_checkpointing_offload:
         return "activation_checkpointing_offload is for fsdp_version 2"
-    if config.pp_size > 1:
+    if config.pp_size != 1:
         return "pp_size is for fsdp_version 2"
     if config.ep_size != 1:
         return "ep_size is for fsdp_version 2"

@@ -23,7 +23,7 @@ def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshD
     if replicate is None and shard is None and config.strategy.startswith("HYBRID"):
         replicate, shard = -1, world.local_size
     if shard is None:
-        shard = 1 if -1 in (replicate, config.ep_size) else -1
+        shard = 1 if -1 in (replicate, config.pp_size, config.ep_size) else -1
     sizes = {"pp": config.pp_size, "ep": config.ep_size}
     others = [MeshDim(name, size) for name, size in sizes.items() if size != 1]
     return [*others, MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]

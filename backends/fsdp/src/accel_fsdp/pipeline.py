@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,13 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    get_schedule_class,
+)
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
@@ -104,8 +110,8 @@ class Pipelined(Sharded):
     def iter_weights(
         self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
     ) -> Iterator[tuple[str, Tensor]]:
-        pipe, parameters = self._pipes[unit.models[0]], unit.named_parameters()
-        held = pipe.held(self.model_state(unit))
+        pipe, leaves = self._pipes[unit.models[0]], self.model_state(unit)
+        held, parameters = pipe.held(leaves), unit.named_parameters()  # sharded again by now
         for name, (leaf, owner, wanted) in held.items():
             if owner == pipe.rank:
                 tensor = whole(parameters[name] if name in parameters else leaf.shards[0][1]).contiguous()
@@ -227,11 +233,20 @@ class Pipe:
                 PipelineStage(_Stage(self, number), number, self.stages, self.device, group=self.group)
                 for number in mine
             ]
-            single = issubclass(self.kind, PipelineScheduleSingle)
-            self._schedules[key] = self.kind(
-                stages[0] if single else stages, len(batches), loss_fn=_loss, scale_grads=False
-            )
+            self._schedules[key] = self._made(stages, len(batches))
         return self._schedules[key]
+
+    def _made(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
+        kind, single = self.kind, issubclass(self.kind, PipelineScheduleSingle)
+        if kind is Schedule1F1B and microbatches < self.stages:
+            kind = ScheduleGPipe  # there is nothing to alternate: 1F1B, too, would begin with all forwards
+        try:
+            return kind(stages[0] if single else stages, microbatches, loss_fn=_loss, scale_grads=False)
+        except ValueError as error:
+            raise AccelError(
+                f"pipeline: {self.kind.__name__} cannot run {microbatches} micro-batches: {error}\n"
+                "choose another number of micro-batches a window, or another schedule"
+            ) from error
 
     def held(self, leaves: Mapping[str, Leaf]) -> dict[str, tuple[Leaf, int, torch.dtype]]:
         """Name -> its leaf here, the rank of the group that has it, its dtype. Collective."""
@@ -251,6 +266,8 @@ class _Stage(nn.Module):
 
     stage: int
     pipe: Pipe
+    known = False
+    """Whether torch has learnt the shapes that this stage gives, by a first call with meaningless numbers."""
 
     def __init__(self, pipe: Pipe, stage: int) -> None:
         super().__init__()
@@ -259,7 +276,14 @@ class _Stage(nn.Module):
         self.pipe = pipe
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
-        pipe, at = self.pipe, int(number)
+        if self.known:
+            return self._run(received, int(number))
+        self.known = True
+        with _without_trace(self.pipe.model, self.pipe.device):
+            return self._run(received, int(number))
+
+    def _run(self, received: Sequence[Tensor], at: int) -> Tensor:
+        pipe = self.pipe
         window = pipe.window
         assert window is not None
         with pipe.running.at(self.stage, received[0] if received else None):
@@ -272,5 +296,18 @@ class _Stage(nn.Module):
                 f"pipeline: the forward ended in stage {self.stage} of {pipe.stages}, before the next began\n"
                 "forward_loss must call the model, and its forward all modules of fsdp.pp_split_points"
             )
+        if isinstance(loss, DTensor):  # of logits that are left split
+            loss = loss.full_tensor()
         window.outputs[at] = (loss.detach(), output)
         return (loss / len(window.batches)).view(1)  # schedules concatenate what the last stage gives
+
+
+@contextmanager
+def _without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Random streams and buffers, such as batch norm's statistics, are afterwards as they were."""
+    held = [(each, each.clone()) for each in model.buffers() if not each.is_meta]
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        yield
+    for buffer, before in held:
+        buffer.data.copy_(before)  # unseen by autograd, which has saved statistics that it does not use

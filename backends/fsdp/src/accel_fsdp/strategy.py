@@ -33,7 +33,7 @@ def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullySh
         from accel_fsdp.flat import Flat
 
         return Flat(config, run)
-    if config.pp_size > 1 and run.world.size > 1:
+    if config.pp_size != 1 and run.world.size > 1:
         from accel_fsdp.pipeline import Pipelined
 
         return Pipelined(config, run)
