@@ -29,6 +29,7 @@ PLUGINS = {
     "accel-mps": {"mps"},
     "accel-xla": {"xla", "xla-dp", "xla-spmd"},
     "accel-deepspeed": {"deepspeed"},
+    "accel-megatron": {"megatron"},
     "accel-tensorboard": {"tensorboard"},
     "accel-context-parallel": {"cp"},
 }

@@ -1,0 +1,30 @@
+"""Megatron-core's tensor, pipeline, expert and data parallelism: a strategy plugin of accel-core.
+
+Importing this package imports neither torch, nor megatron-core, nor its own modules (PEP 562).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.placeholders import MegatronLMDummyScheduler
+    from accel_megatron.provided import build_model, transformer_config
+
+__all__ = ["MegatronLMDummyScheduler", "MegatronLMPlugin", "build_model", "transformer_config"]
+__version__ = "0.1.0"
+
+_HOMES: Final = {
+    "MegatronLMDummyScheduler": "placeholders",
+    "MegatronLMPlugin": "config",
+    "build_model": "provided",
+    "transformer_config": "provided",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'accel_megatron' has no attribute {name!r}", name=name)
+    return getattr(import_module(f"accel_megatron.{_HOMES[name]}"), name)

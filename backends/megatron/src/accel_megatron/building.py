@@ -1,0 +1,145 @@
+"""This rank's chunks of a model: built by megatron-core, filled from the user's own weights, wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor, nn
+
+from accel_megatron import settings
+from accel_megatron.library import part, quiet
+from accel_megatron.pieces import Piece, boxes
+
+if TYPE_CHECKING:
+    from accel_core import Run
+    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.twins.twin import Twin
+
+__all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "wrap"]
+
+Make = Callable[..., nn.Module]
+
+
+@define(eq=False)
+class Chunks:
+    """raw: the modules themselves. run: what the schedule calls, each wrapped as far as training asks.
+
+    pieces: parameter here -> what it is of the user's model.
+    """
+
+    config: Any
+    raw: list[nn.Module]
+    pieces: dict[nn.Parameter, Sequence[Piece]]
+    run: list[Any] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.run = self.run or list(self.raw)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all chunks, each once."""
+        return iter(self.pieces)
+
+
+def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
+    """How many chunks a rank has; None: one, and the plain schedule."""
+    each = config.num_layers_per_virtual_pipeline_stage
+    return None if each is None else layers // (config.pp_degree * each)
+
+
+def build(run: Run, plugin: MegatronLMPlugin, twin: Twin) -> Chunks:
+    """The chunks of this rank, their weights not yet the user's. Collective."""
+    virtual = chunk_numbers(plugin, twin.layers)
+    config = settings.build(run, plugin, virtual, **twin.settings())
+    chunks = made(run, plugin, virtual, lambda **stage: twin.chunk(config, **stage))
+    with quiet():
+        from megatron.core import parallel_state
+    split = part(parallel_state.get_tensor_model_parallel_group())
+    pieces = {
+        parameter: twin.pieces(name, parameter, split)
+        for chunk in chunks
+        for name, parameter in global_names(chunk)
+    }
+    return Chunks(config, chunks, pieces)
+
+
+def made(run: Run, plugin: MegatronLMPlugin, virtual: int | None, make: Make) -> list[nn.Module]:
+    """What `make` gives for each chunk of this rank, on the device."""
+    with quiet():
+        from megatron.core import parallel_state, tensor_parallel
+
+        chunks: list[nn.Module] = []
+        for stage in range(virtual) if virtual else [None]:
+            ends = {
+                "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            }
+            chunk = make(**ends, vp_stage=stage).to(run.device)
+            chunk = (plugin.custom_prepare_model_function or (lambda same: same))(chunk)
+            for parameter in chunk.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            chunks.append(chunk)
+    return chunks
+
+
+def global_names(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names with the number that a layer has in the whole model."""
+    renamed = {
+        f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+        for name, module in chunk.named_modules()
+        if name.rpartition(".")[0].endswith("layers")
+        and isinstance(getattr(module, "layer_number", None), int)
+    }
+    for name, parameter in chunk.named_parameters():
+        local = next((prefix for prefix in renamed if name.startswith(prefix)), None)
+        yield name if local is None else renamed[local] + name.removeprefix(local), parameter
+
+
+@torch.no_grad()
+def fill(shards: Mapping[str, Any], source: nn.Module, run: Run) -> None:
+    """Copy rank 0's weights into the leaves; a whole weight at a time. Collective.
+
+    A model without weights (of the meta device) leaves those that megatron-core has made.
+    """
+    control = run.collectives("control")
+    named = dict(source.named_parameters())
+    held = control.broadcast_object([name for name, each in named.items() if not each.is_meta])
+    for name in held:
+        mine = named[name].detach()
+        tensor = (
+            torch.empty_like(mine, device=run.device) if mine.is_meta else mine.to(run.device)
+        ).contiguous()
+        if run.world.size > 1:
+            dist.broadcast(tensor, 0)
+        for offset, view in shards[name].shards:
+            view.copy_(tensor[tuple(slice(a, a + n) for a, n in zip(offset, view.shape, strict=True))])
+
+
+def empty(model: nn.Module) -> None:
+    """Give the weights of the user's model up; their names, shapes and identity stay, over one NaN."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
+
+
+def wrap(chunks: Chunks, plugin: MegatronLMPlugin) -> None:
+    """Have gradients of the chunks reduced, and weights in 16 bits where asked."""
+    with quiet():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
+        config = chunks.config
+        inner = [Float16Module(config, raw) if config.bf16 or config.fp16 else raw for raw in chunks.raw]
+        data_parallel = DistributedDataParallelConfig(**settings.data_parallel_settings(plugin))
+        chunks.run = [
+            DistributedDataParallel(config, data_parallel, each, disable_bucketing=number > 0)
+            for number, each in enumerate(inner)
+        ]
+
+
+def shards_of(piece: Piece, parameter: nn.Parameter, elements: Tensor, begin: int) -> Sequence[Any]:
+    """Boxes of `elements`, which are those from number `begin` on of the flattened parameter."""
+    return list(boxes(piece, elements, begin, parameter.shape))

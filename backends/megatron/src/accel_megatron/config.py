@@ -1,0 +1,181 @@
+"""The options of section `megatron`, under the names they have everywhere, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import frozen
+
+from accel_core import KwargsHandler, option
+
+__all__ = ["MegatronLMPlugin"]
+
+_GONE: Final[Mapping[str, str]] = {
+    "pipeline_model_parallel_split_rank": "megatron-core splits no encoder off; leave it out",
+    "tensorboard_dir": "megatron-core writes no logs; use log_with: tensorboard, and project_dir",
+    "set_all_logging_options": "megatron-core writes no logs; use log_with and accelerator.log",
+    "custom_train_step_class": "give the step to accelerator.forward_backward(model, batches, forward_loss)",
+    "custom_train_step_kwargs": "give the step to accelerator.forward_backward(model, batches, forward_loss)",
+    "encoder_seq_length": "a batch's own shape is the sequence length; leave it out",
+    "decoder_seq_length": "megatron-core has no encoder-decoder model any more; leave it out",
+    "seq_length": "a batch's own shape is the sequence length; leave it out",
+    "consumed_samples": "the position in the data is saved and restored by save_state; leave it out",
+    "megatron_dataset_flag": "give a DataLoader over megatron.core.datasets to prepare; leave it out",
+    "custom_megatron_datasets_provider_function": "call it yourself, and prepare DataLoaders over what it"
+    " returns; leave it out",
+    "eval_iters": "the loop is yours, and so is how long it evaluates; leave it out",
+    "eval_interval": "the loop is yours, and so is when it evaluates; leave it out",
+}
+"""What megatron-core 0.16 has no place for -> what to do instead."""
+
+
+@frozen(kw_only=True)
+class MegatronLMPlugin(KwargsHandler):
+    """How models are split, scheduled and stepped. Section `megatron`."""
+
+    tp_degree: int = option(1, minimum=1, help="Over how many ranks each layer is split.")
+    pp_degree: int = option(1, minimum=1, help="Over how many ranks the layers are spread, in stages.")
+    context_parallel_size: int = option(
+        1, minimum=1, help="Over how many ranks each sequence is split; needs transformer-engine."
+    )
+    expert_model_parallel_size: int = option(
+        1, minimum=1, help="Over how many of the ranks that read different data experts are spread."
+    )
+    num_micro_batches: int | None = option(
+        None,
+        minimum=1,
+        help="Micro-batches that a batch given to model(**batch) is cut into; unset: pp_degree.",
+    )
+    gradient_clipping: float | None = option(
+        None, help="Norm to clip gradients to at each step where clip_grad_norm_ is not called."
+    )
+    sequence_parallelism: bool = option(
+        False, help="Split what is between tensor-parallel layers along the sequence; needs tp_degree > 1."
+    )
+    recompute_activations: bool = option(
+        False, help="Compute attention again in backward instead of keeping its activations."
+    )
+    use_distributed_optimizer: bool = option(
+        False, help="Split optimizer state and its step over the ranks that read different data."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, minimum=1, help="Layers of each of several chunks a rank has; the interleaved schedule."
+    )
+    is_train_batch_min: bool = option(True, help="Taken and not needed: each batch has its own size.")
+    train_iters: int | None = option(None, minimum=1, help="Optimizer steps of the whole training.")
+    train_samples: int | None = option(None, minimum=1, help="Samples of the whole training.")
+    weight_decay_incr_style: str = option(
+        "constant", choices=("constant", "linear", "cosine"), help="How weight decay grows."
+    )
+    start_weight_decay: float | None = option(None, help="Weight decay at the start; unset: the optimizer's.")
+    end_weight_decay: float | None = option(None, help="Weight decay at the end; unset: the optimizer's.")
+    lr_decay_style: str = option(
+        "linear", choices=("constant", "linear", "cosine", "inverse-square-root"), help="How the rate falls."
+    )
+    lr_decay_iters: int | None = option(None, minimum=1, help="Steps of the decay; unset: train_iters.")
+    lr_decay_samples: int | None = option(None, minimum=1, help="Samples of it; unset: train_samples.")
+    lr_warmup_iters: int | None = option(None, minimum=0, help="Steps of linear warmup.")
+    lr_warmup_samples: int | None = option(None, minimum=0, help="Samples of linear warmup.")
+    lr_warmup_fraction: float | None = option(None, help="Part of the decay that is linear warmup.")
+    min_lr: float = option(0.0, help="The rate falls no lower.")
+    no_wd_decay_cond: Any = option(
+        None, python_only=True, help="(name, parameter) -> whether it is stepped without weight decay."
+    )
+    scale_lr_cond: Any = option(
+        None, python_only=True, help="(name, parameter) -> whether its rate is multiplied by lr_mult."
+    )
+    lr_mult: float = option(1.0, help="What scale_lr_cond multiplies rates by.")
+    return_logits: bool = option(False, help="model(**batch) gives logits too where it is given labels.")
+    custom_model_provider_function: Any = option(
+        None, python_only=True, help="(pre_process, post_process, vp_stage) -> a megatron-core model."
+    )
+    custom_prepare_model_function: Any = option(
+        None, python_only=True, help="Chunk of the model -> chunk, before it is wrapped."
+    )
+    custom_get_batch_function: Any = option(
+        None, python_only=True, help="Iterator of micro-batches -> keyword arguments of the model."
+    )
+    custom_loss_function: Any = option(
+        None, python_only=True, help="(what the model gave, its keyword arguments) -> 0-dim loss."
+    )
+    other_megatron_args: Mapping[str, Any] = option(
+        {}, help="Fields of megatron-core's transformer, optimizer and data-parallel configs, by name."
+    )
+    pipeline_model_parallel_split_rank: Any = option(None, help="Gone: an error that says what to do.")
+    megatron_dataset_flag: Any = option(None, help="Gone: an error that says what to do.")
+    custom_megatron_datasets_provider_function: Any = option(
+        None, python_only=True, help="Gone: an error that says what to do."
+    )
+    consumed_samples: Any = option(None, help="Gone: an error that says what to do.")
+    seq_length: Any = option(None, help="Gone: an error that says what to do.")
+    encoder_seq_length: Any = option(None, help="Gone: an error that says what to do.")
+    decoder_seq_length: Any = option(None, help="Gone: an error that says what to do.")
+    tensorboard_dir: Any = option(None, help="Gone: an error that says what to do.")
+    set_all_logging_options: Any = option(None, help="Gone: an error that says what to do.")
+    eval_iters: Any = option(None, help="Gone: an error that says what to do.")
+    eval_interval: Any = option(None, help="Gone: an error that says what to do.")
+    custom_train_step_class: Any = option(None, python_only=True, help="Gone: an error that says what to do.")
+    custom_train_step_kwargs: Any = option(
+        None, python_only=True, help="Gone: an error that says what to do."
+    )
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what cannot be, or what would be ignored without a word."""
+        problem = next(filter(None, (check(self) for check in _CHECKS)), None)
+        if problem:
+            raise ValueError(problem)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many a batch given to the model is cut into."""
+        return self.num_micro_batches or self.pp_degree
+
+
+Config = MegatronLMPlugin
+
+
+def _gone(config: Config) -> str | None:
+    # False and 0 are how others say "off".
+    named = next((name for name in _GONE if getattr(config, name)), None)
+    return None if named is None else f"{named}: {_GONE[named]}"
+
+
+def _splits(config: Config) -> str | None:
+    if config.sequence_parallelism and config.tp_degree == 1:
+        return "sequence_parallelism splits over the ranks of tp_degree, which is 1; set tp_degree: 2 or more"
+    if config.num_layers_per_virtual_pipeline_stage is not None and config.pp_degree == 1:
+        return "num_layers_per_virtual_pipeline_stage needs pp_degree > 1"
+    if config.micro_batches < config.pp_degree:
+        return (
+            f"num_micro_batches is {config.num_micro_batches}, and pp_degree {config.pp_degree}: stages would"
+            f" idle in every step; set num_micro_batches: {config.pp_degree} or more"
+        )
+    return None
+
+
+def _schedule(config: Config) -> str | None:
+    by_iters = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
+    by_samples = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
+    given = [[n for n in names if getattr(config, n) is not None] for names in (by_iters, by_samples)]
+    if all(given):
+        return f"{given[0][0]} counts steps and {given[1][0]} samples; give all of them in one"
+    warmup = [n for n in ("lr_warmup_iters", "lr_warmup_samples") if getattr(config, n) is not None]
+    if config.lr_warmup_fraction is not None and warmup:
+        return f"lr_warmup_fraction and {warmup[0]} are two lengths of the warmup; set one"
+    if config.weight_decay_incr_style == "constant" and config.start_weight_decay != config.end_weight_decay:
+        return "start_weight_decay and end_weight_decay differ; set weight_decay_incr_style: linear or cosine"
+    if config.weight_decay_incr_style != "constant" and None in (
+        config.start_weight_decay,
+        config.end_weight_decay,
+    ):
+        return (
+            f"weight_decay_incr_style {config.weight_decay_incr_style} goes from start_weight_decay to"
+            " end_weight_decay; set both"
+        )
+    if config.scale_lr_cond is None and config.lr_mult != 1.0:
+        return "lr_mult multiplies the rates of what scale_lr_cond names; set scale_lr_cond too"
+    return None
+
+
+_CHECKS: Final = (_gone, _splits, _schedule)

@@ -1,0 +1,275 @@
+"""What the user trains with: forward of a batch runs megatron-core's schedule over its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from accel_core import AccelError, StepOutput
+from accel_megatron.library import quiet
+
+if TYPE_CHECKING:
+    from accel_core import Unit
+    from accel_megatron.building import Chunks
+    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.provided import Provided
+    from accel_megatron.twins.twin import Twin
+
+__all__ = ["Engine"]
+
+ForwardLoss = Callable[[Any, Any], tuple[Tensor, Any]]
+
+
+class _Left(BaseException):
+    """A chunk's forward is over, and others follow: no error, but the way out of the user's function."""
+
+    def __init__(self, activation: Tensor) -> None:
+        super().__init__()
+        self.activation = activation
+
+
+class _Done(torch.autograd.Function):
+    """A loss whose gradients exist already. Backward of it tells how it was scaled afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor, engine: Engine) -> Tensor:  # noqa: ARG004
+        """`anchor`: any tensor that requires a gradient."""
+        ctx.engine = engine
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """None of its own."""
+        ctx.engine.scaled = gradient
+        return None, None, None
+
+
+class Engine(nn.Module):
+    """`module` is the user's model, whose weights are elsewhere: names, shapes and config are its own.
+
+    chunks: this rank's parts of it.
+    """
+
+    def __init__(
+        self, module: nn.Module, chunks: Chunks, twin: Twin | Provided, plugin: MegatronLMPlugin
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.chunks, self.twin = chunks, twin
+        self.plugin = plugin
+        self.unit: Unit | None = None
+        self.scaled: Tensor | None = None
+        """The gradient that backward of the last loss came with."""
+        self._chunk: Any = None
+        """The one that the schedule runs."""
+
+    def train(self, mode: bool = True) -> Engine:
+        """As of any module, for the chunks too."""
+        super().train(mode)
+        for each in self.chunks.run:
+            each.train(mode)
+        return self
+
+    @property
+    def config(self) -> Any:
+        """That of the user's model."""
+        return self.module.config
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """Of one micro-batch inside the schedule; outside, the schedule over a batch cut into them.
+
+        Collective. In training backward runs with it, and all ranks get the mean loss; in evaluation
+        logits too, where there are no labels or `return_logits` is set.
+        """
+        if args:
+            raise AccelError(
+                "megatron: the model takes its inputs by name, so that stages know what is what\n"
+                "call model(**batch), or model(input_ids=...)"
+            )
+        if self._chunk is not None:
+            return self._of_chunk(inputs)
+        return self._of_batch(inputs)
+
+    def _of_chunk(self, inputs: Mapping[str, Any]) -> Any:
+        chunk = self._chunk
+        last = _inside(chunk).post_process
+        found = self.twin.call(chunk, inputs, last=last, logits=self.plugin.return_logits)
+        if last:
+            return found
+        raise _Left(found)
+
+    def _of_batch(self, inputs: Mapping[str, Any]) -> Any:
+        training = self.training and torch.is_grad_enabled()
+        count = self.plugin.micro_batches
+        batches = _cut(inputs, count, exact=training)
+        assert self.unit is not None
+        run, window = self.unit.run, self.unit.window
+        judges = (
+            "labels" in inputs or self.plugin.custom_loss_function or self.plugin.custom_get_batch_function
+        )
+        if training and not judges:
+            raise AccelError(
+                "megatron: in training the model computes its loss itself, and the batch has no labels\n"
+                "add labels, or call accelerator.forward_backward(model, batches, forward_loss)"
+            )
+        scale = 1.0 / window.size if run.accumulation is not None else 1.0
+        found = self.run(batches, self._judged, forward_only=not training, scale=scale)
+        given = self._everywhere(found)
+        logits = None if given[0] is None else torch.cat([each for each in given if each is not None])
+        loss = found.loss if judges else None
+        if training:
+            anchor = torch.empty((), device=found.loss.device, requires_grad=True)
+            loss = _done(found.loss, anchor, self)
+        return self.twin.answer(loss, logits)
+
+    def _judged(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Loss and logits of a micro-batch; zero where nothing says what the loss is."""
+        if self.plugin.custom_get_batch_function is not None:
+            inputs = self.plugin.custom_get_batch_function(iter([inputs]))
+        output = model(**inputs)
+        loss, logits = self.twin.judge(output, inputs)
+        if self.plugin.custom_loss_function is not None:
+            loss = self.plugin.custom_loss_function(output, inputs)
+        device = next(self.chunks.parameters()).device
+        return torch.zeros((), device=device) if loss is None else loss, logits
+
+    def _everywhere(self, found: StepOutput) -> Sequence[Tensor | None]:
+        """The logits that the last stage gave, on all stages. Collective."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if dist.get_world_size(group) == 1:
+            return found.outputs
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        told: list[Any] = [[None if each is None else (each.shape, each.dtype) for each in found.outputs]]
+        dist.broadcast_object_list(told, source, group=group)
+        device = found.loss.device
+        outputs = found.outputs or [
+            None if each is None else torch.empty(each[0], dtype=each[1], device=device) for each in told[0]
+        ]
+        for output in outputs:
+            if output is not None:
+                dist.broadcast(output, source, group=group)
+        return outputs
+
+    # -- the schedule -----------------------------------------------------------------------------
+
+    def run(
+        self, batches: Sequence[Any], forward_loss: ForwardLoss, *, forward_only: bool, scale: float = 1.0
+    ) -> StepOutput:
+        """Forward and backward of micro-batches. All ranks get the loss, the last stage's what was given.
+
+        Collective. `scale`: of the gradients.
+        """
+        with quiet():
+            from megatron.core import parallel_state
+            from megatron.core.pipeline_parallel import get_forward_backward_func
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        if len(batches) < stages and not forward_only:
+            raise AccelError(
+                f"megatron: {len(batches)} micro-batch(es) for {stages} stages, most of which would idle\n"
+                f"give at least pp_degree micro-batches: num_micro_batches, or microbatches={stages}"
+            )
+        sequence, size = _shape(batches, stages)
+        chunks = self.chunks.run
+        iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
+        with torch.set_grad_enabled(not forward_only):
+            found = get_forward_backward_func()(
+                forward_step_func=self._step(forward_loss, scale),
+                data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                model=chunks if len(chunks) > 1 else chunks[0],
+                num_microbatches=len(batches),
+                seq_length=sequence,
+                micro_batch_size=size,
+                forward_only=forward_only,
+            )
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        device = next(self.chunks.parameters()).device
+        loss = torch.stack([each for each, _ in found]).mean() if last else torch.empty((), device=device)
+        if stages > 1:
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(loss, source, group=parallel_state.get_pipeline_model_parallel_group())
+        return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
+
+    def _step(self, forward_loss: ForwardLoss, scale: float) -> Callable[[Iterator[Any], Any], Any]:
+        def step(batches: Iterator[Any], chunk: Any) -> Any:
+            batch = next(batches)
+            self._chunk = chunk
+            try:
+                loss, output = forward_loss(self, batch)
+            except _Left as left:
+                return left.activation, None
+            finally:
+                self._chunk = None
+            if not _inside(chunk).post_process:
+                raise AccelError(
+                    "megatron: forward_loss returned in a stage that has no loss\n"
+                    "it must call the model it is given, with the inputs of a micro-batch by name"
+                )
+            # megatron-core divides it in place, by the number of micro-batches.
+            return loss.float() * scale, lambda scaled: (scaled, (loss.detach().float(), output))
+
+        return step
+
+
+_done: Callable[[Tensor, Tensor, Engine], Tensor] = _Done.apply
+
+
+def _inside(chunk: Any) -> Any:
+    while not hasattr(chunk, "post_process"):
+        chunk = chunk.module
+    return chunk
+
+
+def _cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str, Any]]:
+    """The batch in parts of one size; in evaluation as many as there can be."""
+    sizes = {len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()}
+    if len(sizes) != 1:
+        raise AccelError(
+            f"megatron: the batch's tensors have {sorted(sizes)} rows, and micro-batches are cut by rows\n"
+            "give tensors with one row a sample"
+        )
+    (size,) = sizes
+    if size % count and exact:
+        raise AccelError(
+            f"megatron: a batch of {size} cannot be cut into num_micro_batches {count} of one size\n"
+            f"use a batch size that {count} divides, and drop_last=True"
+        )
+    count = count if size % count == 0 else 1
+    rows = size // count
+    return [
+        {
+            name: each[at * rows : (at + 1) * rows] if isinstance(each, Tensor) and each.dim() else each
+            for name, each in inputs.items()
+        }
+        for at in range(count)
+    ]
+
+
+def _shape(batches: Sequence[Any], stages: int) -> tuple[int, int]:
+    """(sequence length, rows) of the micro-batches, which stages send each other activations of."""
+    shapes = [
+        next(
+            (
+                tuple(leaf.shape[:2])
+                for leaf in tree_leaves(batch)
+                if isinstance(leaf, Tensor) and leaf.dim() > 1
+            ),
+            (1, 1),
+        )
+        for batch in batches
+    ]
+    if stages > 1 and len(set(shapes)) > 1:
+        raise AccelError(
+            f"megatron: micro-batches of {shapes[0]} and {next(s for s in shapes if s != shapes[0])} (rows,"
+            " length) in one window, and stages send each other one shape\n"
+            "pad them to one shape, and drop the last batch (drop_last=True)"
+        )
+    return shapes[0][1], shapes[0][0]

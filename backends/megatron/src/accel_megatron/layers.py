@@ -1,0 +1,54 @@
+"""Layer specs: transformer-engine's where it is installed, else megatron-core's own with a norm of ours."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from torch import nn
+
+from accel_megatron.library import quiet
+
+__all__ = ["Norm", "block_spec", "has_transformer_engine"]
+
+
+class Norm:
+    """Makes torch's LayerNorm or RMSNorm, whose weights know that a sequence may be split.
+
+    megatron-core's own wrapper refuses `sequence_parallel`, though all it takes is this mark, by which
+    `finalize_model_grads` sums gradients over the ranks that split a layer.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        made = kind(hidden_size, eps=eps)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+
+def has_transformer_engine() -> bool:
+    """Whether megatron-core has found transformer-engine, with its part for torch."""
+    with quiet():
+        from megatron.core.models.gpt import gpt_layer_specs
+    return bool(gpt_layer_specs.HAVE_TE)
+
+
+def block_spec(config: Any, vp_stage: int | None, layer: Any = None) -> Any:
+    """The layers of one chunk, as `config` describes them; `layer`: another spec of one, with our norm."""
+    with quiet():
+        from megatron.core.models.gpt import gpt_layer_specs as specs
+        from megatron.core.transformer.transformer_block import (
+            TransformerBlockSubmodules,
+            get_num_layers_to_build,
+        )
+    if layer is None and has_transformer_engine():
+        return specs.get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
+    if layer is None:
+        layer = specs.get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, normalization=config.normalization
+        )
+        layer.submodules = copy(layer.submodules)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)

@@ -1,0 +1,137 @@
+"""What of megatron-core is global to the process: its groups of ranks and its random streams."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import asdict, frozen
+from torch._C._distributed_c10d import HashStore
+
+from accel_core import ConfigError
+
+if TYPE_CHECKING:
+    from accel_core import Run
+    from accel_megatron.config import MegatronLMPlugin
+
+__all__ = ["Layout", "enter", "leave", "quiet", "unusable"]
+
+
+@frozen
+class Layout:
+    """How the ranks of a world are divided."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    virtual: int | None = None
+
+    @classmethod
+    def of(cls, config: MegatronLMPlugin, virtual: int | None) -> Layout:
+        """The layout that the config asks for, with `virtual` chunks a rank."""
+        return cls(
+            config.tp_degree,
+            config.pp_degree,
+            config.context_parallel_size,
+            config.expert_model_parallel_size,
+            virtual,
+        )
+
+    def __str__(self) -> str:
+        return (
+            " × ".join(f"{name} {size}" for name, size in asdict(self).items() if size not in (None, 1))
+            or "1"
+        )
+
+
+_users: dict[int, tuple[Layout, str]] = {}
+"""Identity of a plugin with models -> its layout, and the run that it is of."""
+_alone: list[bool] = []
+"""Not empty while the process group is one that was made here."""
+
+
+def enter(run: Run, user: object, layout: Layout) -> None:
+    """Have megatron-core divide the ranks like this, until `leave(user)`. Collective.
+
+    Raises:
+        ConfigError: another run of this process has divided them otherwise.
+    """
+    for other, name in _users.values():
+        if other != layout:
+            raise ConfigError(
+                f"this run wants megatron-core to divide the ranks into {layout}, but run {name} of this"
+                f" process has divided them into {other}, and megatron-core can do it once at a time\n"
+                "give both runs the same degrees, or end the first: accelerator.end_training()"
+            )
+    # Of its own use of itself and of torch, in each step.
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    renamed = r"`torch\.distributed\.\w+` is deprecated"
+    warnings.filterwarnings("ignore", renamed, FutureWarning)
+    if not _users:
+        with quiet():
+            _initialize(run, layout)
+    _users[id(user)] = layout, run.run_id
+
+
+def _initialize(run: Run, layout: Layout) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():  # it needs a group even where there is nobody else
+        backends = run.hooks.communication_backend(run.device).items()
+        backend = ",".join(f"{device}:{name}" for device, name in backends)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        _alone.append(True)
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.virtual,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp if layout.ep == 1 else 1,
+    )
+    # Streams for what is split, and for what is the same on ranks of a layer; from the user's own seed.
+    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+
+
+def leave(user: object) -> None:
+    """The user has no model any more; the last one takes the groups along."""
+    if _users.pop(id(user), None) is None or _users:
+        return
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        if _alone:
+            dist.destroy_process_group()
+    _alone.clear()
+
+
+def unusable() -> str | None:
+    """Why megatron-core cannot work in this process, if it cannot."""
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # what torch raises without CUDA, and without a device
+        return (
+            f"megatron-core calls torch.cuda wherever it runs, which does not work here: {error}\n"
+            "start on a machine with CUDA devices, or choose strategy fsdp (tp, pp) or ddp"
+        )
+    return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what megatron-core's imports and own use of torch are warned of: no user can change it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def part(group: Any) -> tuple[int, int]:
+    """(this rank's number, ranks) of a group."""
+    return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,144 @@
+"""The run's and the plugin's options in the words of megatron-core's own config classes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from accel_core import ConfigError
+from accel_megatron.library import quiet
+
+if TYPE_CHECKING:
+    from accel_core import Run
+    from accel_megatron.config import MegatronLMPlugin
+
+__all__ = ["data_parallel_settings", "optimizer_settings", "refuse_unknown", "transformer_settings"]
+
+_FUSED: Final = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+)
+"""Kernels of apex and of megatron-core's CUDA extensions, off unless other_megatron_args says otherwise."""
+_OURS: Final[Mapping[str, str]] = {
+    "tensor_model_parallel_size": "tp_degree",
+    "pipeline_model_parallel_size": "pp_degree",
+    "virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage",
+    "context_parallel_size": "context_parallel_size",
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "sequence_parallel": "sequence_parallelism",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "clip_grad": "gradient_clipping",
+    "bf16": "mixed_precision of the run",
+    "fp16": "mixed_precision of the run",
+    "params_dtype": "mixed_precision of the run",
+    "lr": "the prepared optimizer",
+    "weight_decay": "the prepared optimizer",
+    "optimizer": "the prepared optimizer",
+    "adam_beta1": "the prepared optimizer",
+    "adam_beta2": "the prepared optimizer",
+    "adam_eps": "the prepared optimizer",
+    "decoupled_weight_decay": "the prepared optimizer",
+    "calculate_per_token_loss": "accumulate(items=...)",
+    "overlap_param_gather": "nothing yet: weights are gathered when the optimizer has stepped",
+    "use_megatron_fsdp": "strategy fsdp",
+}
+"""Fields that another setting says -> which."""
+
+
+def refuse_unknown(config: MegatronLMPlugin) -> Iterable[str]:
+    """What is wrong with `other_megatron_args`."""
+    if not config.other_megatron_args:
+        return
+    known = {name for kind in _classes() for name in _names(kind)}
+    for name in config.other_megatron_args:
+        if name in _OURS:
+            yield f"other_megatron_args.{name}: this is said by {_OURS[name]}; leave it out"
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"other_megatron_args.{name}: megatron-core's configs have no such field{hint}"
+
+
+def _classes() -> tuple[Any, Any, Any]:
+    with quiet():
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
+    return TransformerConfig, DistributedDataParallelConfig, OptimizerConfig
+
+
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _chosen(config: MegatronLMPlugin, number: int) -> dict[str, Any]:
+    """Those of `other_megatron_args` that are fields of the class of that number."""
+    names = _names(_classes()[number])
+    return {name: value for name, value in config.other_megatron_args.items() if name in names}
+
+
+def precision(run: Run) -> dict[str, Any]:
+    """The dtypes that weights are computed with."""
+    name = run.config.mixed_precision
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    return {"bf16": name == "bf16", "fp16": name == "fp16", "params_dtype": dtype}
+
+
+def transformer_settings(run: Run, config: MegatronLMPlugin, virtual: int | None) -> dict[str, Any]:
+    """Arguments of TransformerConfig that say how, not what, is computed."""
+    made: dict[str, Any] = {
+        "tensor_model_parallel_size": config.tp_degree,
+        "pipeline_model_parallel_size": config.pp_degree,
+        "virtual_pipeline_model_parallel_size": virtual,
+        # Batched, two ranks of the interleaved schedule would take what the other sends for another chunk.
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+        "context_parallel_size": config.context_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "sequence_parallel": config.sequence_parallelism,
+        "recompute_granularity": "selective" if config.recompute_activations else None,
+        "pipeline_dtype": precision(run)["params_dtype"],
+        **precision(run),
+        **dict.fromkeys(_FUSED, False),
+    }
+    return made | _chosen(config, 0)
+
+
+def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
+    """Arguments of DistributedDataParallelConfig."""
+    return {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+        **_chosen(config, 1),
+    }
+
+
+def optimizer_settings(run: Run, config: MegatronLMPlugin) -> dict[str, Any]:
+    """Arguments of OptimizerConfig, but for what the prepared optimizer says. Nothing is clipped unasked."""
+    return {
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "clip_grad": 0.0,
+        **precision(run),
+        **_chosen(config, 2),
+    }
+
+
+def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) -> Any:
+    """A TransformerConfig. `what`: the model's own part of it, over which `other_megatron_args` go.
+
+    Raises:
+        ConfigError: megatron-core cannot have it so.
+    """
+    kind = _classes()[0]
+    try:
+        with quiet():
+            return kind(**(what | transformer_settings(run, config, virtual)))
+    except (AssertionError, ValueError) as error:  # its own checks
+        raise ConfigError(f"megatron-core refuses this model and layout: {error}") from error

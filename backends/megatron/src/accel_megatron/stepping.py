@@ -1,0 +1,256 @@
+"""megatron-core's optimizer, with the groups and hyperparameters of the one that the user prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import define
+
+from accel_core import ConfigError
+from accel_megatron import settings
+from accel_megatron.library import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_core import Run, Unit
+    from accel_megatron.building import Chunks
+    from accel_megatron.config import MegatronLMPlugin
+
+__all__ = ["Stepped", "Stepper", "why_not"]
+
+_KINDS: Final = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
+_HOW: Final = ("foreach", "fused", "capturable", "differentiable")
+"""Hyperparameters that say how a step is computed, not what."""
+_GROUP: Final = "accel_group"
+
+
+def why_not(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
+    """Why megatron-core has no such optimizer, if it has none."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _KINDS:
+        return (
+            f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)}, which megatron-core has\n"
+            "prepare one of those"
+        )
+    if plugin.use_distributed_optimizer and not isinstance(optimizer, torch.optim.AdamW):
+        return (
+            f"megatron-core's distributed optimizer is AdamW, and a {name} is prepared\n"
+            "prepare torch.optim.AdamW, or leave use_distributed_optimizer out"
+        )
+    if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
+        return f"{name} with amsgrad or maximize has no equal in megatron-core\nleave them out"
+    return None
+
+
+@define(eq=False)
+class Stepped:
+    """What is stepped of a parameter on this rank: elements from number `begin` on of it, flattened.
+
+    key: the tensor that the optimizer keeps state under.
+    """
+
+    parameter: nn.Parameter
+    key: Tensor
+    begin: int
+    optimizer: Any
+
+    @property
+    def elements(self) -> Tensor:
+        """One dimension; a view of the live storage, the float32 master where there is one."""
+        return self.key.detach().view(-1)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the key, possibly none yet."""
+        found: dict[str, Any] = self.optimizer.state.get(self.key, {})
+        return found
+
+
+class Stepper:
+    """`theirs` is the optimizer that the user holds: what its groups say counts at each step."""
+
+    def __init__(self, run: Run, unit: Unit, plugin: MegatronLMPlugin, chunks: Chunks) -> None:
+        (self.theirs,) = unit.optimizers
+        self.chunks, self.clipping = chunks, plugin.gradient_clipping
+        self.ready: bool | None = None
+        """Whether gradients are finite, once they are made ready for a step."""
+        self.norm: float | None = None
+        self.max_norm: float | None = None
+        groups = _groups_of(unit, self.theirs, chunks)
+        for parameter in chunks.parameters():
+            parameter.requires_grad_(parameter in groups)
+        self.make(run, plugin, groups)
+
+    def make(self, run: Run, plugin: MegatronLMPlugin, groups: Mapping[nn.Parameter, int]) -> None:
+        """Wrap the chunks, and make the optimizer of them. Collective."""
+        from accel_megatron.building import wrap
+
+        wrap(self.chunks, plugin)
+        with quiet():
+            from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+            from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+            kind, first = type(self.theirs), _hyperparameters(self.theirs.param_groups[0])
+            config = OptimizerConfig(
+                optimizer=_KINDS[kind],
+                decoupled_weight_decay=kind is torch.optim.AdamW,
+                lr=first["lr"],
+                weight_decay=first["weight_decay"],
+                **settings.optimizer_settings(run, plugin),
+            )
+            overrides = {
+                ParamKey(predicate=ParamPredicate(f"group{number}", _of_group(groups, number))): {
+                    _GROUP: number,
+                    **_hyperparameters(group),
+                }
+                for number, group in enumerate(self.theirs.param_groups)
+            }
+            self.inner = get_megatron_optimizer(config, self.chunks.run, overrides)
+        if plugin.other_megatron_args.get("loss_scale") or config.fp16:
+            self.chunks.config.grad_scale_func = self.inner.scale_loss
+
+    def follow(self) -> None:
+        """Take over what the groups of the user's optimizer say now."""
+        for group in self.inner.param_groups:
+            group.update(_hyperparameters(self.theirs.param_groups[group[_GROUP]]))
+
+    def prepare(self) -> bool:
+        """Unscale gradients, once a window; whether they are finite. Collective."""
+        if self.ready is None:
+            self.ready = not self.inner.prepare_grads()
+        return self.ready
+
+    def total_norm(self) -> float:
+        """Of all gradients of the model, over all ranks. Collective."""
+        self.prepare()
+        if self.norm is None:
+            self.norm = float(self.inner.get_grad_norm() or 0.0)
+        return self.norm
+
+    def step(self) -> bool:
+        """Collective. False if gradients were not finite under a loss scale."""
+        finite = self.prepare()
+        limit = self.clipping if self.max_norm is None else self.max_norm
+        if finite:
+            if limit:
+                self._clip(limit)
+            self.follow()
+            self.inner.step_with_ready_grads()
+        self.theirs._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
+        self.forget()
+        return finite
+
+    def _clip(self, limit: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        for each in self.each():
+            if parameters := each.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, limit, self.total_norm())
+
+    def clamp(self, value: float) -> None:
+        """Each gradient to [-value, value]."""
+        self.prepare()
+        for each in self.each():
+            for gradient in (p.grad for p in each.get_parameters()):
+                if gradient is not None:
+                    gradient.clamp_(-value, value)
+
+    def drop(self) -> None:
+        """Zero all gradients."""
+        for chunk in self.chunks.run:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+        self.forget()
+
+    def forget(self) -> None:
+        """What was found out of gradients that are gone."""
+        self.ready = self.norm = self.max_norm = None
+
+    def each(self) -> Sequence[Any]:
+        """megatron-core's optimizers: one for experts, and one for the rest."""
+        found: Sequence[Any] = [
+            each for each in self.inner.chained_optimizers if not getattr(each, "is_stub_optimizer", False)
+        ]
+        return found
+
+    def stepped(self) -> Iterator[Stepped]:
+        """What this rank steps."""
+        for each in self.each():
+            for parameter, key in _pairs(each):
+                begin = 0
+                if hasattr(each, "gbuf_ranges"):
+                    begin = each._get_model_param_range_map(parameter)["param"].start
+                yield Stepped(parameter, key, begin, each.optimizer)
+
+    def refresh(self) -> None:
+        """Have forward compute with what the optimizer steps. Collective."""
+        for each in self.each():
+            if hasattr(each, "_copy_main_params_to_model_params"):
+                each._copy_main_params_to_model_params()
+        if self.chunks.run[0].ddp_config.use_distributed_optimizer:
+            for chunk in self.chunks.run:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(parameter of a chunk, tensor that is stepped for it) of one of megatron-core's optimizers."""
+    ours: tuple[Any, ...]
+    theirs: tuple[Any, ...]
+    if hasattr(optimizer, "gbuf_ranges"):
+        ours = (optimizer.model_fp32_groups, optimizer.model_float16_groups)
+        theirs = (optimizer.shard_fp32_groups, optimizer.shard_fp32_from_float16_groups)
+    elif hasattr(optimizer, "float16_groups"):
+        ours = (optimizer.float16_groups, optimizer.fp32_from_fp32_groups)
+        theirs = (optimizer.fp32_from_float16_groups, optimizer.fp32_from_fp32_groups)
+    else:
+        ours = theirs = ([group["params"] for group in optimizer.param_groups],)
+    for mine, stepped in zip(ours, theirs, strict=True):
+        for parameters, keys in zip(mine, stepped, strict=True):
+            yield from zip(parameters, keys, strict=True)
+
+
+def _of_group(groups: Mapping[nn.Parameter, int], number: int) -> Any:
+    return lambda parameter: groups.get(parameter) == number
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in group.items() if key not in ("params", "param_names", *_HOW)}
+    kept = {
+        key: value for key, value in kept.items() if value is not None and key not in ("amsgrad", "maximize")
+    }
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else _hashable(value)
+        for key, value in kept.items()
+    }
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _groups_of(unit: Unit, optimizer: Optimizer, chunks: Chunks) -> dict[nn.Parameter, int]:
+    """Parameter of a chunk -> number of its group. Those that no group has are not trained."""
+    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    numbers = {
+        names[parameter]: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    found: dict[nn.Parameter, int] = {}
+    for parameter, pieces in chunks.pieces.items():
+        mine = {piece.name: numbers.get(unit.aliases.get(piece.name, piece.name)) for piece in pieces}
+        if len(set(mine.values())) > 1:
+            (one, first), *others = mine.items()
+            other, second = next(pair for pair in others if pair[1] != first)
+            raise ConfigError(
+                f"{one} and {other} are one tensor in megatron-core, but the optimizer has them in groups"
+                f" {first} and {second}\ngive them one group, or none"
+            )
+        if (number := next(iter(mine.values()), None)) is not None:
+            found[parameter] = number
+    return found

@@ -1,0 +1,251 @@
+"""The strategy plugin `megatron`: an engine a unit, whose steps megatron-core schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
+from accel_megatron import building, library, settings, stepping, twins
+from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.engine import Engine, ForwardLoss
+from accel_megatron.groups import by_conditions
+from accel_megatron.layers import has_transformer_engine
+from accel_megatron.layout import of_model, of_world
+from accel_megatron.placeholders import MegatronLMDummyScheduler, Schedule
+from accel_megatron.state import MegatronState
+from accel_megatron.stepping import Stepper
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_core import Run, RunConfig, Unit, World
+
+__all__ = ["Megatron"]
+
+
+class Megatron(MegatronState):
+    """Tensor, pipeline, sequence, expert and data parallelism with megatron-core's own code."""
+
+    below: Any
+
+    def __init__(self, config: MegatronLMPlugin | None, run: Run) -> None:
+        super().__init__()
+        self.config = config or MegatronLMPlugin()
+        self.run = run
+
+    @implements(hooks.owns)
+    def owns(self, config: RunConfig) -> Sequence[str]:
+        return ["schedule", "precision"]
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        if reason := library.unusable():
+            return [reason]
+        reasons = [*of_world(self.config, self.run.world), *settings.refuse_unknown(self.config)]
+        if self.config.context_parallel_size > 1 and not has_transformer_engine():
+            reasons.append(
+                "megatron.context_parallel_size: megatron-core splits sequences only with"
+                " transformer-engine's attention, which is not installed\n"
+                "pip install accel-megatron[transformer-engine], or leave it at 1"
+            )
+        return reasons
+
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
+        """In megatron-core's own order of ranks. Experts are spread over those that read different data."""
+        mine = self.config
+        return [
+            MeshDim("pp", mine.pp_degree),
+            MeshDim("dp_replicate", -1),
+            MeshDim("cp", mine.context_parallel_size),
+            MeshDim("tp", mine.tp_degree),
+        ]
+
+    # -- prepare ---------------------------------------------------------------------------------
+
+    @implements(hooks.kind_of)
+    def kind_of(self, object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
+        if isinstance(object, MegatronLMDummyScheduler):
+            return "scheduler"
+        kind: Literal["model", "optimizer", "scheduler", "dataloader"] | None = self.below.kind_of(object)
+        return kind
+
+    @implements(hooks.model_init_context)
+    def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:
+        """Only rank 0 has weights, which go to the others one by one."""
+        return nullcontext() if self.run.world.rank == 0 else torch.device("meta")
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        if len(unit.models) + len(models) > 1 or len(unit.optimizers) + len(optimizers) > 1:
+            return ["megatron-core has one model and one optimizer a unit\nprepare each pair by itself"]
+        reasons = [reason for each in optimizers if (reason := stepping.why_not(each, self.config))]
+        for model in models:
+            if hasattr(model, "chunks"):  # made by build_model
+                continue
+            reason = twins.why_not(model)
+            reasons += [reason] if reason else of_model(self.config, twins.twin_of(model))
+        return reasons
+
+    @implements(hooks.prepare_unit)
+    def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
+        """Collective: weights become rank 0's. A late optimizer is made for the chunks that are there."""
+        new = unit not in self.engines
+        if new:
+            self._build(unit)
+        engine = self.engines[unit]
+        if unit.optimizers and unit not in self.steppers:
+            by_conditions(self.config, unit)
+            stepper = Stepper(self.run, unit, self.config, engine.chunks)
+            self.steppers[unit] = stepper
+        if new:
+            building.fill(self.model_state(unit), unit.models[0], self.run)
+            building.empty(unit.models[0])
+            self.state_loaded(unit)
+        engine.train(unit.models[0].training)
+
+    def _build(self, unit: Unit) -> None:
+        model: Any = unit.models[0]
+        if hasattr(model, "chunks"):  # made by build_model
+            engine = Engine(model, model.chunks, model.twin, self.config)
+        else:
+            twin = twins.twin_of(model)
+            virtual = building.chunk_numbers(self.config, twin.layers)
+            library.enter(self.run, self, library.Layout.of(self.config, virtual))
+            engine = Engine(model, building.build(self.run, self.config, twin), twin, self.config)
+        engine.unit = unit
+        self.engines[unit] = engine
+        unit.wrapped.append(engine)
+        unit.gathers = True
+
+    @implements(hooks.wrap_scheduler)
+    def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
+        if not isinstance(scheduler, MegatronLMDummyScheduler):
+            return scheduler
+        return Schedule(scheduler, self.steppers[unit].theirs, self.config, self.run)
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+        inner: Any = model.module if isinstance(model, Engine) else model
+        unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
+        return unwrapped
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        self.steppers.pop(unit, None)
+        engine = self.engines.pop(unit, None)
+        if engine is not None:
+            engine.chunks.run = []
+            engine.chunks.raw = []
+            engine.chunks.pieces = {}
+        if not self.engines:
+            library.leave(self)
+
+    # -- each step -------------------------------------------------------------------------------
+
+    @implements(hooks.forward_backward)
+    def forward_backward(
+        self,
+        unit: Unit,
+        batches: Iterator[Any],
+        forward_loss: ForwardLoss,
+        microbatches: int,
+        forward_only: bool,
+    ) -> StepOutput:
+        """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave."""
+        taken = [next(batches) for _ in range(microbatches)]
+        window, steps = unit.window, unit.steps
+        window.index, window.size, window.boundary = microbatches - 1, microbatches, True
+        around = steps.step_context(unit, taken[0]) if steps.step_context is not None else nullcontext()
+        with around:
+            return self.engines[unit].run(taken, forward_loss, forward_only=forward_only)
+
+    @implements(hooks.backward)
+    def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
+        """Gradients exist already, of the loss that the model gave: any other is refused."""
+        engine, window = self.engines[unit], unit.window
+        engine.scaled = None
+        if options:
+            raise AccelError(
+                f"backward({', '.join(options)}=...): megatron-core's schedule takes none\nleave it out"
+            )
+        loss.backward()
+        scale = 1.0 / window.size if self.run.accumulation is not None else 1.0
+        if engine.scaled is None or abs(float(engine.scaled) - scale) > 1e-6:
+            raise AccelError(
+                "backward: megatron-core has done backward with the model's forward, of the model's own loss,"
+                " and this is another\n"
+                "compute your loss in accelerator.forward_backward(model, batches, forward_loss)"
+            )
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        chunks = self.steppers[unit].chunks.run
+        finalize_model_grads(chunks)
+        if num_items is not None:
+            for chunk in chunks:
+                chunk.scale_gradients(self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0))
+
+    @implements(hooks.unscale)
+    def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
+        self.steppers[unit].prepare()
+
+    @implements(hooks.clip_grad_norm)
+    def clip_grad_norm(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
+    ) -> Tensor:
+        stepper = self.steppers[unit]
+        asked = self.config.gradient_clipping
+        if norm_type != 2:
+            raise AccelError(
+                f"megatron-core clips by the 2-norm, not by norm_type={norm_type}\nleave it at 2"
+            )
+        if asked not in (None, 0, max_norm) and max_norm != float("inf"):
+            raise AccelError(
+                f"clip_grad_norm_ asks for {max_norm}, and megatron.gradient_clipping for {asked}\n"
+                "leave one of them out"
+            )
+        trained = {p for group in stepper.theirs.param_groups for p in group["params"] if p.requires_grad}
+        if not trained <= set(parameters):
+            raise AccelError(
+                f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
+                "pass model.parameters()"
+            )
+        stepper.max_norm = max_norm
+        return torch.tensor(stepper.total_norm(), device=self.run.device)
+
+    @implements(hooks.clip_grad_value)
+    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
+        self.steppers[unit].clamp(value)
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        if closure is not None:
+            raise AccelError(
+                "optimizer.step(closure) evaluates the loss several times a step; megatron-core cannot\n"
+                "use an optimizer that needs no closure"
+            )
+        return self.steppers[unit].step()
+
+    @implements(hooks.zero_grad)
+    def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+        self.steppers[unit].drop()
+
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit: Unit) -> None:
+        raise ConfigError(
+            "LocalSGD averages whole weights, and megatron-core's ranks have parts of them\nuse strategy ddp"
+        )
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> None:
+        return None

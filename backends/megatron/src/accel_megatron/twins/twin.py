@@ -1,0 +1,160 @@
+"""What the engine asks of a model of transformers in megatron-core's form."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_core import AccelError
+from accel_megatron import losses
+from accel_megatron.layers import block_spec, has_transformer_engine
+from accel_megatron.pieces import Part, Piece, same, vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Causal", "Twin"]
+
+
+class Twin(ABC):
+    """`theirs`: the config of the model of transformers."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    @staticmethod
+    @abstractmethod
+    def unlike(theirs: Any) -> str | None:
+        """Which of its settings megatron-core cannot follow, if one is such."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return int(self.theirs.num_hidden_layers)
+
+    @property
+    def groups(self) -> int:
+        """Heads with a key and value of their own."""
+        return int(getattr(self.theirs, "num_key_value_heads", None) or self.theirs.num_attention_heads)
+
+    @property
+    def queries(self) -> int:
+        """Heads that share a key and value."""
+        return int(self.theirs.num_attention_heads) // self.groups
+
+    def padded(self, ranks: int) -> int:
+        """The size of the vocabulary, as that many ranks can split it."""
+        return -(-int(self.theirs.vocab_size) // ranks) * ranks
+
+    @abstractmethod
+    def settings(self) -> Mapping[str, Any]:
+        """Arguments of TransformerConfig that say what is computed."""
+
+    @abstractmethod
+    def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
+        """A part of the megatron-core model."""
+
+    @abstractmethod
+    def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
+        """What a parameter of a chunk is of the user's model; layers in `name` are numbered globally."""
+
+    @abstractmethod
+    def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
+        """The model's own output, where the chunk is the `last`; else what goes to the next."""
+
+    def judge(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """(loss, logits) of what the model gave for a micro-batch."""
+        return output.loss, output.logits
+
+    def answer(self, loss: Tensor | None, logits: Tensor | None) -> Any:
+        """What `model(**batch)` gives of a whole batch."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def cover(self, inputs: Mapping[str, Any], known: Sequence[str]) -> None:
+        """Raises AccelError for inputs that would be ignored."""
+        odd = [name for name, value in inputs.items() if name not in known and value is not None]
+        if odd:
+            raise AccelError(
+                f"megatron: the twin of {self.theirs.model_type} takes {', '.join(known)}, not {odd[0]!r}\n"
+                "leave it out of the batch"
+            )
+
+
+class Causal(Twin):
+    """Language models that predict the next token."""
+
+    rotary = False
+    """Whether positions are rotations, and not learned."""
+
+    def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
+        """A GPTModel."""
+        from megatron.core.models.gpt import GPTModel
+
+        made: nn.Module = GPTModel(
+            config,
+            block_spec(config, vp_stage),
+            vocab_size=self.padded(config.tensor_model_parallel_size),
+            max_sequence_length=self.theirs.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=self.theirs.tie_word_embeddings,
+            position_embedding_type="rope" if self.rotary else "learned_absolute",
+            vp_stage=vp_stage,
+            **self.rotation(),
+        )
+        return made
+
+    def rotation(self) -> Mapping[str, Any]:
+        """Arguments of GPTModel for rotary positions."""
+        return {}
+
+    def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
+        self.cover(inputs, ("input_ids", "attention_mask", "position_ids", "labels"))
+        ids, labels = inputs["input_ids"], inputs.get("labels")
+        positions = inputs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        found = chunk(ids, positions, _hidden(inputs.get("attention_mask")))
+        return self.output(found, labels, logits=logits) if last else found
+
+    def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
+        """What transformers gives, from logits split along the vocabulary."""
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        split = losses.cover_padding(found, rank, self.theirs.vocab_size)
+        loss = None if labels is None else losses.mean_loss(split, losses.next_tokens(labels))
+        asked = logits or labels is None
+        return self.answer(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
+
+    def word_embeddings(self, name: str, tensor: Tensor, part: Part) -> Piece:
+        """The rows of the vocabulary."""
+        return vocabulary(name, tensor, part, self.theirs.vocab_size)
+
+    @staticmethod
+    def norm(name: str, tensor: Tensor) -> list[Piece]:
+        """A norm's weight or bias, the same on all ranks."""
+        return [same(name, tensor)]
+
+
+def _hidden(mask: Tensor | None) -> Tensor | None:
+    """(batch, sequence) of 1 and 0 -> (batch, 1, query, key), true where attention must not look."""
+    if mask is None or mask.dim() != 2:
+        return mask
+    if has_transformer_engine():
+        if not bool((mask[:, 1:] <= mask[:, :-1]).all()):
+            raise AccelError(
+                "megatron: transformer-engine's causal attention takes padding at the end of sequences only\n"
+                "pad on the right: tokenizer.padding_side = 'right'"
+            )
+        return None  # nothing looks ahead at it
+    length = mask.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    return later | (mask == 0)[:, None, None, :]

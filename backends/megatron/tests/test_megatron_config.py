@@ -1,0 +1,62 @@
+"""Section `megatron`: every option that people know is there, and none is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import fields
+
+from accel_megatron import MegatronLMPlugin
+
+SEEDS = set(
+    """
+tp_degree pp_degree num_micro_batches gradient_clipping sequence_parallelism recompute_activations
+use_distributed_optimizer pipeline_model_parallel_split_rank num_layers_per_virtual_pipeline_stage
+is_train_batch_min train_iters train_samples weight_decay_incr_style start_weight_decay end_weight_decay
+lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr
+consumed_samples no_wd_decay_cond scale_lr_cond lr_mult megatron_dataset_flag seq_length encoder_seq_length
+decoder_seq_length tensorboard_dir set_all_logging_options eval_iters eval_interval return_logits
+custom_train_step_class custom_train_step_kwargs custom_model_provider_function
+custom_prepare_model_function custom_megatron_datasets_provider_function custom_get_batch_function
+custom_loss_function other_megatron_args
+""".split()  # noqa: SIM905 - a list of forty lines says no more
+)
+
+
+def test_every_option_people_know_is_there() -> None:
+    assert {each.name for each in fields(MegatronLMPlugin)} == {
+        *SEEDS,
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pipeline_model_parallel_split_rank": 1}, "splits no encoder"),
+        ({"tensorboard_dir": "logs"}, "log_with"),
+        ({"custom_train_step_class": object}, "forward_backward"),
+        ({"consumed_samples": [8]}, "save_state"),
+        ({"eval_iters": 10}, "the loop is yours"),
+        ({"sequence_parallelism": True}, "tp_degree"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "pp_degree"),
+        ({"pp_degree": 4, "num_micro_batches": 2}, "stages would idle"),
+        ({"train_iters": 5, "lr_decay_samples": 9}, "give all of them in one"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, "set one"),
+        ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "weight_decay_incr_style"),
+        ({"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, "set both"),
+        ({"lr_mult": 2.0}, "scale_lr_cond"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        MegatronLMPlugin(**options)
+    assert any(name in str(caught.value) for name in options)
+
+
+def test_a_batch_is_cut_into_one_micro_batch_a_stage_unless_told() -> None:
+    assert MegatronLMPlugin().micro_batches == 1
+    assert MegatronLMPlugin(pp_degree=4).micro_batches == 4
+    assert MegatronLMPlugin(pp_degree=4, num_micro_batches=8).micro_batches == 8

@@ -1,0 +1,51 @@
+"""A checkpoint is of the user's model: any layout resumes what any other, or none, has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_jobs import go_on
+
+from accel_core.testing import run_processes
+
+NATIVE: dict[str, Any] = {"strategy": "single"}
+GRID = {"tp_degree": 2, "pp_degree": 2, "use_distributed_optimizer": True}
+INTERLEAVED = {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_micro_batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "saver", "loader"),
+    [
+        ("gpt2", (1, NATIVE), (2, {"pp_degree": 2})),
+        ("llama", (2, {"tp_degree": 2}), (1, NATIVE)),
+        ("gpt2", (4, GRID), (2, {"use_distributed_optimizer": True})),
+        ("llama", (2, {"use_distributed_optimizer": True}), (2, INTERLEAVED)),
+        ("gpt2", (2, {"tp_degree": 2, "use_distributed_optimizer": True}), (4, GRID)),
+        pytest.param("llama", (4, GRID), (1, {}), marks=pytest.mark.slow),
+        pytest.param("llama", (2, INTERLEAVED), (4, GRID), marks=pytest.mark.slow),
+        pytest.param(
+            "gpt2", (2, {"strategy": "ddp"}), (4, GRID), marks=[pytest.mark.slow, pytest.mark.together]
+        ),
+        pytest.param(
+            "llama", (4, GRID), (2, {"strategy": "ddp"}), marks=[pytest.mark.slow, pytest.mark.together]
+        ),
+        pytest.param(
+            "gpt2", (4, GRID), (2, {"strategy": "fsdp"}), marks=[pytest.mark.slow, pytest.mark.together]
+        ),
+        pytest.param(
+            "llama", (2, {"strategy": "fsdp"}), (4, GRID), marks=[pytest.mark.slow, pytest.mark.together]
+        ),
+    ],
+)
+def test_it_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, kind: str, saver: tuple[int, Any], loader: tuple[int, Any]
+) -> None:
+    (whole, rates), *_ = run_processes(go_on, kind, NATIVE, str(tmp_path / "whole"), 0, 4, world=1)
+    folder = str(tmp_path / "parts")
+    for losses, _ in run_processes(go_on, kind, saver[1], folder, 0, 2, world=saver[0]):
+        assert losses == pytest.approx(whole[:2], rel=1e-5)
+    for losses, now in run_processes(go_on, kind, loader[1], folder, 2, 4, world=loader[0]):
+        assert losses == pytest.approx(whole[2:], rel=1e-4)
+        assert now == pytest.approx(rates)
