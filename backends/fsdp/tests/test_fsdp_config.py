@@ -15,7 +15,9 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullStateDictConfig,
     MixedPrecision,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
 )
@@ -38,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_orig_params": False}, "use_orig_params: false is for fsdp_version 1"),
     ({"fsdp_version": 1, "use_orig_params": False}, "flat parameters without names"),
     ({"fsdp_version": 1, "reshard_after_forward": 2}, "is for fsdp_version 2"),
-    ({"state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT is for fsdp_version 1"),
+    ({"fsdp_version": 1, "state_dict_type": "LOCAL_STATE_DICT"}, "take SHARDED_STATE_DICT"),
     ({"state_dict_type": "HALF_STATE_DICT"}, "expected one of 'FULL_STATE_DICT'"),
     ({"state_dict_config": object()}, "state_dict_config is for fsdp_version 1"),
     ({"auto_wrap_policy": "transformer"}, "expected one of TRANSFORMER_BASED_WRAP"),
@@ -51,6 +53,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mixed_precision_policy": MixedPrecision()}, "output_dtype, cast_forward_inputs, not buffer_dtype"),
     ({"mixed_precision_policy": {"param_dtype": "bf17"}}, "param_dtype is one of"),
     ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
+    ({"cpu_offload": "true"}, "cpu_offload: expected bool, got 'true'"),
+    ({"activation_checkpointing": "False"}, "activation_checkpointing: expected bool, got 'False'"),
+    ({"sync_module_states": 1}, "sync_module_states: expected bool \\| None, got 1"),
+    ({"sharding_strategy": 9}, "sharding_strategy: expected str \\| None, got 9"),
+    ({"min_num_params": "1e8"}, "min_num_params: expected int \\| None, got '1e8'"),
+    ({"reshard_after_forward": -3}, "a number of ranks, got -3"),
+    ({"mixed_precision_policy": torch.bfloat16}, "a mapping, or torch's policy, got torch.bfloat16"),
+    ({"fsdp_version": 1, "mixed_precision_policy": MixedPrecisionPolicy()}, "not output_dtype"),
+    ({"fsdp_version": 1, "ep_size": 2}, "ep_size is for fsdp_version 2"),
+    ({"fsdp_version": 1, "pp_size": 2}, "pp_size is for fsdp_version 2"),
     ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "needs sync_module_states"),
 ]
 
@@ -68,7 +80,7 @@ def test_a_strategy_may_be_spelt_as_people_spell_it(name: str, way: str) -> None
     assert FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy=spelt).strategy == name
 
 
-@pytest.mark.parametrize("member", StateDictType)
+@pytest.mark.parametrize("member", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
 def test_numbers_are_those_of_torchs_enums(member: StateDictType) -> None:
     config = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=member.value)
     assert config.state_dict_type == member.name
@@ -152,6 +164,40 @@ def test_an_ignored_module_that_trains_is_refused() -> None:
     assert run_processes(prepared, {"version": 2, "ignored_modules": "4"}, True, world=1) == ["prepared"]
 
 
+def ignoring(version: int) -> tuple[int, bool]:
+    model = net("mlp")
+    model[4].requires_grad_(False)
+    run = accelerator(plugin("mlp", version, ignored_modules=[model[4]]))
+    whole = model[4].weight
+    prepared = run.unwrap_model(run.prepare(model))
+    found = (len(prepared[4].weight), prepared[4].weight is whole)
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_modules_that_are_ignored_by_themselves_stay_whole(version: int) -> None:
+    assert run_processes(ignoring, version) == [(3, True)] * 2
+
+
+def given_to_torch() -> dict[str, Any]:
+    run = accelerator(plugin("mlp", 1, cpu_offload=True, limit_all_gathers=False, forward_prefetch=True))
+    strategy = run.run.plugins["fsdp"]
+    strategy.join(run.run.make_unit("unit", None))
+    found = strategy._arguments(net("mlp"))
+    run.end_training()
+    return {key: found[key] for key in ("cpu_offload", "limit_all_gathers", "forward_prefetch")}
+
+
+def test_version_1_is_told_to_offload_where_that_is_possible() -> None:
+    (found,) = run_processes(given_to_torch, world=1)
+    assert found == {
+        "cpu_offload": CPUOffload(offload_params=True),
+        "limit_all_gathers": False,
+        "forward_prefetch": True,
+    }
+
+
 def device_only() -> str:
     run = accelerator(plugin("mlp", 2, cpu_offload=True))
     model = net("mlp")
@@ -170,6 +216,12 @@ def test_an_optimizer_of_the_device_is_refused_with_cpu_offload() -> None:
 def test_version_1_cannot_offload_a_run_on_the_cpu() -> None:
     (said,) = run_processes(prepared, {"version": 1, "cpu_offload": True}, world=1)
     assert said.splitlines()[-1] == "leave it out, or set fsdp.fsdp_version: 2"
+
+
+def test_version_1_does_not_offload_from_the_cpu_to_the_cpu() -> None:
+    options = {"version": 1, "state_dict_config": FullStateDictConfig(offload_to_cpu=True)}
+    (said,) = run_processes(prepared, options, world=1)
+    assert said.splitlines()[-1] == "make it with offload_to_cpu=False"
 
 
 def apart_and_uneven(version: int) -> list[str]:

@@ -19,6 +19,7 @@ from fsdp_problem import (
     train_plainly,
 )
 from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -205,6 +206,30 @@ def test_state_dict_gives_what_its_type_says_and_takes_it_back() -> None:
     assert run_processes(dictionaries, None, 2) == [("DTensor", True)] * 2
     assert run_processes(dictionaries, "sharded_state_dict", 2) == [("DTensor", True)] * 2
     assert run_processes(dictionaries, "full_state_dict", 2) == [("Tensor", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [("FULL_STATE_DICT", "Tensor"), ("SHARDED_STATE_DICT", "DTensor")]
+)
+def test_so_does_that_of_version_1(kind: str, given: str) -> None:
+    assert run_processes(dictionaries, kind, 1) == [(given, True)] * 2
+
+
+def on_one_rank() -> list[str]:
+    configs = {
+        "state_dict_config": FullStateDictConfig(rank0_only=True),
+        "optim_state_dict_config": FullOptimStateDictConfig(rank0_only=True),
+    }
+    run, model, _ = started(1, "mlp", state_dict_type="FULL_STATE_DICT", **configs)
+    found = list(model.state_dict())
+    run.end_training()
+    return found
+
+
+def test_configs_of_torch_say_where_version_1_gives_whole_weights() -> None:
+    first, second = run_processes(on_one_rank)
+    assert first == list(net("mlp").state_dict())
+    assert second == []
 
 
 def saved(folder: str, version: int) -> list[float]:

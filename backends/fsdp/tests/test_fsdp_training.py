@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_problem import Block, accelerator, distance, net, plugin, train_ours, train_plainly
+from fsdp_problem import (
+    Block,
+    accelerator,
+    distance,
+    net,
+    optimizer_of,
+    plugin,
+    steps_of,
+    train_ours,
+    train_plainly,
+)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -47,6 +57,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "numbered": {"sharding_strategy": 2},
     "forward_prefetch": {"forward_prefetch": True},
+    "sync_module_states": {"sync_module_states": True},
     "activation_checkpointing": {"activation_checkpointing": True},
     "checkpointing of a model without blocks": {
         "auto_wrap_policy": "no_wrap",
@@ -77,6 +88,22 @@ def test_no_option_changes_what_is_trained(version: int) -> None:
         for name, (losses, weights) in found.items():
             assert losses == pytest.approx(plain[0], abs=1e-5), name
             assert distance(weights, plain[1]) < 1e-5, name
+
+
+def first_losses(version: int, syncs: bool, alike: bool) -> float:
+    run = accelerator(plugin("mlp", version, sync_module_states=syncs))
+    model = net("mlp", seed=0 if alike else run.process_index)
+    model, optimizer = run.prepare(model, optimizer_of(model))
+    (loss,) = steps_of(run, model, optimizer, "mlp", range(1))
+    run.end_training()
+    return loss
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_weights_that_are_equal_already_need_not_be_sent(version: int) -> None:
+    expected = train_plainly("mlp", 1)[0][0]
+    assert run_processes(first_losses, version, False, True) == pytest.approx([expected] * 2, abs=1e-5)
+    assert run_processes(first_losses, version, False, False)[0] != pytest.approx(expected, abs=1e-3)
 
 
 def accumulated(version: int) -> Trained:

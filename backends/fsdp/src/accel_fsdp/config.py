@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import fields, frozen
 
 from accel_core import KwargsHandler, option
 
@@ -51,9 +51,8 @@ def _wrap(value: Any) -> Any:
 
 def _offload(value: Any) -> Any:
     # torch's CPUOffload(offload_params=...), CPUOffloadPolicy and OffloadPolicy
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    return getattr(value, "offload_params", type(value).__name__ == "CPUOffloadPolicy")
+    known = {"CPUOffloadPolicy": True, "OffloadPolicy": False, "NoneType": False}
+    return getattr(value, "offload_params", known.get(type(value).__name__, value))
 
 
 def _fields(value: Any) -> Any:
@@ -62,7 +61,7 @@ def _fields(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 def _names(value: Any) -> Any:
@@ -202,8 +201,19 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 Config = FullyShardedDataParallelPlugin
 
 
+def _kinds(config: Config) -> str | None:
+    # The word "False" would be true.
+    for field in fields(Config):
+        value, kinds = getattr(config, field.name), set(str(field.type).split(" | "))
+        if kinds <= {"bool", "int", "str", "None"} and type(value).__name__.removesuffix("Type") not in kinds:
+            return f"{field.name}: expected {field.type}, got {value!r}"
+    return None
+
+
 def _one_strategy(config: Config) -> str | None:
     again, named = config.reshard_after_forward, config.sharding_strategy
+    if isinstance(again, int) and not isinstance(again, bool) and again < 1:
+        return f"reshard_after_forward: expected true, false, a strategy, or a number of ranks, got {again}"
     for key, word in (("sharding_strategy", named), ("reshard_after_forward", again)):
         if isinstance(word, str) and word not in STRATEGIES:
             near = difflib.get_close_matches(word, STRATEGIES, 1)
@@ -250,7 +260,6 @@ def _not_in_2(config: Config) -> str | None:
         "use_orig_params: false": config.use_orig_params is False,
         "state_dict_config": config.state_dict_config is not None,
         "optim_state_dict_config": config.optim_state_dict_config is not None,
-        "state_dict_type: LOCAL_STATE_DICT": config.state_dict_type == "LOCAL_STATE_DICT",
     }
     named = next((name for name, given in wrong.items() if given), None)
     return None if named is None else f"{named} is for fsdp_version 1; leave it out, or set fsdp_version: 1"
@@ -280,6 +289,9 @@ def _policy(config: Config) -> str | None:
     policy: Any = config.mixed_precision_policy
     if isinstance(policy, str) and policy not in DTYPES:
         return f"mixed_precision_policy: expected one of {', '.join(DTYPES)}, got {policy!r}"
+    if policy is not None and not isinstance(policy, (str, Mapping)):
+        kinds = f"{', '.join(DTYPES)}, a mapping, or torch's policy"
+        return f"mixed_precision_policy: expected one of {kinds}, got {policy!r}"
     if not isinstance(policy, Mapping):
         return None
     keys = POLICY_KEYS[config.fsdp_version]
@@ -299,6 +311,8 @@ def _policy(config: Config) -> str | None:
 
 
 def _going_together(config: Config) -> str | None:
+    if config.state_dict_type == "LOCAL_STATE_DICT":
+        return "state_dict_type: LOCAL_STATE_DICT is not given over a device mesh; take SHARDED_STATE_DICT"
     if config.activation_checkpointing_offload and not config.activation_checkpointing:
         return "activation_checkpointing_offload needs activation_checkpointing"
     if config.cpu_ram_efficient_loading and not config.syncs:
@@ -306,4 +320,4 @@ def _going_together(config: Config) -> str | None:
     return None
 
 
-_CHECKS: Final = (_one_strategy, _not_in_1, _not_in_2, _wrapping, _policy, _going_together)
+_CHECKS: Final = (_kinds, _one_strategy, _not_in_1, _not_in_2, _wrapping, _policy, _going_together)

@@ -26,7 +26,11 @@ def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshD
         shard = 1 if -1 in (replicate, config.pp_size, config.ep_size) else -1
     sizes = {"pp": config.pp_size, "ep": config.ep_size}
     others = [MeshDim(name, size) for name, size in sizes.items() if size != 1]
-    return [*others, MeshDim("dp_replicate", replicate or 1), MeshDim("dp_shard", shard)]
+    return [
+        *others,
+        MeshDim("dp_replicate", 1 if replicate is None else replicate),
+        MeshDim("dp_shard", shard),
+    ]
 
 
 def sharding(mesh: Mesh, *left: str) -> DeviceMesh:

@@ -39,10 +39,17 @@ class Flat(FullyShardedDataParallel):
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
         reasons = list(super().refuse_unit(unit, models, optimizers))
-        if self.config.cpu_offload and self.run.device.type == "cpu":
+        if self.run.device.type != "cpu":
+            return reasons
+        if self.config.cpu_offload:
             reasons.append(
                 "fsdp.cpu_offload: fsdp_version 1 pins memory for an accelerator, and this run"
                 " trains on the CPU\nleave it out, or set fsdp.fsdp_version: 2"
+            )
+        if getattr(self.config.state_dict_config, "offload_to_cpu", False):
+            reasons.append(
+                "fsdp.state_dict_config: state_dict() would end this process, as torch offloads from the CPU"
+                " to the CPU\nmake it with offload_to_cpu=False"
             )
         return reasons
 
