@@ -28,7 +28,8 @@ CPU = {"width": 128, "layers": 4, "heads": 4, "vocabulary": 512, "length": 64, "
 GPU = {"width": 2048, "layers": 16, "heads": 16, "vocabulary": 32_000, "length": 2048, "batch": 4}
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 operations a second, as their maker states."""
-UNITS = {"step": "ms", "work": "ms", "wrap": "ms", "memory": "MB", "save": "ms", "tokens": "/s", "mfu": "%", "gpu": "GB"}
+UNITS = dict.fromkeys(("step", "work", "wrap", "save"), "ms")
+UNITS |= {"memory": "MB", "tokens": "/s", "mfu": "%", "gpu": "GB"}
 
 
 def build(sizes: dict[str, int]) -> Any:

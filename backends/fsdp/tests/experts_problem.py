@@ -156,6 +156,8 @@ def job(name, *arguments):
 
 
 def trained(name, clip, norm_type, options):
+    # dynamo reads it of gathered weights
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     return grid_job.trained(name, clip, norm_type, **options)
 
 

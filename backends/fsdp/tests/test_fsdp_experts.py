@@ -99,11 +99,31 @@ def test_sums_are_divided_by_the_words_of_all_readers():
 @pytest.mark.parametrize(
     "more",
     [
+        {"ACCEL__MIXED_PRECISION": "bf16"},
+        {"ACCEL__MIXED_PRECISION": "fp16", "ACCEL__GRAD_SCALER__INIT_SCALE": "128"},
+    ],
+    ids=["bf16", "fp16"],
+)
+@pytest.mark.parametrize("name", ["chosen", "grouped"])
+def test_precision_is_lower_for_experts_too(name, more):
+    losses = plain(name, 0.1, 2.0)[0]
+    for mine in train(name, {"dp_shard": 2, "ep": 2}, 4, more=more):
+        assert mine[0] == pytest.approx(losses, rel=3e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {
+            "ACCEL__COMPILE__BACKEND": "aot_eager",
+            "ACCEL__COMPILE__USE_REGIONAL_COMPILATION": "true",
+        },
         {"ACCEL__FSDP__ACTIVATION_CHECKPOINTING": "true"},
         {"ACCEL__FSDP__CPU_OFFLOAD": "true"},
         {"ACCEL__FSDP__TRANSFORMER_CLS_NAMES_TO_WRAP": "Layer"},
     ],
-    ids=["computed again", "offloaded", "in blocks"],
+    ids=["compiled", "computed again", "offloaded", "in blocks"],
 )
 def test_what_else_sharding_does_it_does_to_experts(more):
     assert_as_plain(train("chosen", {"dp_shard": 2, "ep": 2}, 4, more=more), "chosen")
