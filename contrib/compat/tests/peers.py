@@ -30,10 +30,9 @@ def said(code: str, *, ours: bool, environment: Mapping[str, str] | None = None,
         script = [
             "-m",
             "torch.distributed.run",
+            "--standalone",
             "--nproc-per-node",
             str(processes),
-            "--master-port",
-            "0",
             str(file),
         ]
     done = subprocess.run(

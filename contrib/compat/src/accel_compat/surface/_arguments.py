@@ -13,6 +13,7 @@ from accel_compat.runs import kind_of
 from accel_compat.saying import say_once
 
 from ._strategies import chosen_strategies, let_the_run_count
+from .tracking import found
 from .utils.dataclasses import (
     GradientAccumulationPlugin,
     KwargsHandler,
@@ -88,7 +89,7 @@ def read(given: dict[str, Any]) -> Asked:
         "cpu": given["cpu"],
         "dataloader_config": _ours(given["dataloader_config"]),
         "rng_types": None if given["rng_types"] is None else [str(kind) for kind in given["rng_types"]],
-        "log_with": _trackers(given["log_with"]),
+        "log_with": _trackers(given),
         "project_config": _ours(given["project_config"]),
         "gradient_accumulation_steps": 1,
         "gradient_accumulation_plugin": _ours(accumulation),
@@ -103,7 +104,7 @@ def read(given: dict[str, Any]) -> Asked:
 def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
     """What Accelerate's variables say: it counts where neither a file, a flag nor an argument says more."""
     read = os.environ.get
-    found = {
+    compiled = {
         f"compile.{name}": (value, f"variable ACCELERATE_DYNAMO_{name.upper()}")
         for name, value in ({} if dynamo is None else dynamo.translation()).items()
     }
@@ -115,7 +116,7 @@ def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         named["device"] = ("ACCELERATE_USE_CPU", "cpu")
     given = {path: (value, f"variable {name}") for path, (name, value) in named.items() if value is not None}
-    return {**found, **given}
+    return {**compiled, **given}
 
 
 def _ours(thing: Any) -> Any:
@@ -170,11 +171,13 @@ def _handlers(handlers: Any) -> dict[str, Any]:
     return kept
 
 
-def _trackers(asked: Any) -> Any:
+def _trackers(given: Mapping[str, Any]) -> Any:
+    asked, config = given["log_with"], given["project_config"]
     if asked is None:
         return None
     several = asked if isinstance(asked, (list, tuple)) else [asked]
-    return [str(getattr(each, "value", each)) if _is_word(each) else each for each in several]
+    words = [str(getattr(each, "value", each)) if _is_word(each) else each for each in several]
+    return list(found(words, getattr(config, "logging_dir", None) or given["project_dir"]))
 
 
 def _is_word(tracker: Any) -> bool:

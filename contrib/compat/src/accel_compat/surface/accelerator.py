@@ -12,13 +12,14 @@ import torch
 from attrs import evolve
 from torch.utils.hooks import RemovableHandle
 
-import accel_core
 from accel_compat import runs
 from accel_compat.refusing import NotServedError, unserved
 from accel_compat.saying import say_once
 
 from ._arguments import STATE_PLUGINS, Asked, read
+from ._preparing import Preparing
 from .state import AcceleratorState, GradientState, PartialState, distributed_type
+from .tracking import Registered
 from .utils._enums import DistributedType
 from .utils._handlers import (
     AutocastKwargs,
@@ -43,7 +44,7 @@ from .utils.operations import all_tensors, recursively_apply
 _MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 
 
-class Accelerator(accel_core.Accelerator):
+class Accelerator(Preparing):
     """As Accelerate documents it. `run`, and what else accel-core's Accelerator has, is there too."""
 
     autocast_handler: AutocastKwargs | None
@@ -81,6 +82,7 @@ class Accelerator(accel_core.Accelerator):
         asked = read(given)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState()._check_initialized(asked.core["mixed_precision"], cpu)
+        self._loose, self._stepping = [], []
         super().__init__(**asked.core)
         runs.adopt(self.run)
         for name, value in asked.kept.items():
@@ -215,70 +217,6 @@ class Accelerator(accel_core.Accelerator):
         """As configured."""
         return self.run.config.data.use_stateful_dataloader
 
-    # -- prepare ---------------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:  # type: ignore[override]
-        """What can be prepared is; anything else comes back as it is."""
-        known = [thing is None or self.run.hooks.kind_of(thing) is not None for thing in args]
-        for thing, served in zip(args, known, strict=True):
-            if not served:
-                say_once(f"prepare: a {type(thing).__name__} is nothing to prepare; it comes back as it is")
-        places = None
-        if device_placement is not None:
-            pairs = zip(device_placement, known, strict=True)
-            places = [
-                self.run.config.device_placement if place is None else place for place, kept in pairs if kept
-            ]
-        wanted = [thing for thing, served in zip(args, known, strict=True) if served]
-        if not wanted:
-            return args[0] if len(args) == 1 else args
-        done = super().prepare(*wanted, device_placement=places, strategy=self._selected())
-        found = iter(done if len(wanted) > 1 else (done,))
-        result = tuple(next(found) if served else thing for thing, served in zip(args, known, strict=True))
-        return result[0] if len(result) == 1 else result
-
-    def _selected(self) -> str | None:
-        """The name of the selected DeepSpeedPlugin, where there are several."""
-        plugins = self.state.deepspeed_plugins
-        if not isinstance(plugins, dict):
-            return None
-        return next((name for name, plugin in plugins.items() if plugin.selected), None)
-
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """`prepare` for one dataloader."""
-        if slice_fn_for_dispatch is not None:
-            raise NotServedError(
-                "slice_fn_for_dispatch: batches that rank 0 reads for all are sliced along dim 0 here\n"
-                "let collate_fn build batches that can be, or set dispatch_batches=False"
-            )
-        return super().prepare_data_loader(data_loader, device_placement)
-
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """`prepare` for one optimizer."""
-        return super().prepare_optimizer(optimizer)
-
-    @property
-    def _models(self) -> list[Any]:
-        return [model for unit in self.run.units for model in unit.wrapped]
-
-    @property
-    def _optimizers(self) -> list[Any]:
-        return [proxy for _, proxy in self.run.optimizers]
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return [scheduler for unit in self.run.units for scheduler in unit.schedulers]
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return list(self.run.loaders)
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self.run.registered
-
     @property
     def scaler(self) -> Any:
         """The scaler of the loss, once a model is prepared under fp16."""
@@ -358,6 +296,18 @@ class Accelerator(accel_core.Accelerator):
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks. Collective."""
         return super().reduce(tensor, str(reduction), scale)  # type: ignore[arg-type]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker, or with `unwrap` what it wraps."""
+        made = super().get_tracker(name)
+        if isinstance(made, Registered):
+            return made.tracker.tracker if unwrap else made.tracker
+        return super().get_tracker(name, unwrap)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that log on this rank; none before `init_trackers`."""
+        return [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
 
     # -- state -----------------------------------------------------------------------------------
 

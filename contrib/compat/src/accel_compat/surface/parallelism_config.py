@@ -42,12 +42,26 @@ class ParallelismConfig:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_size > 1 and self.cp_handler is None:  # type: ignore[operator]
             self.cp_handler = TorchContextParallelConfig()
+        if self.sp_size > 1 and self.sp_handler is None:  # type: ignore[operator]
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
         for name in _SIZES:
             size = getattr(self, f"{name}_size")
             if size < 1 and not (name == "dp_shard" and size == -1):
                 raise ValueError(f"{name}_size must be at least 1, but got {size}")
+        for kind, known in (("cp", "torch"), ("sp", "deepspeed")):
+            if getattr(self, f"{kind}_backend") != known:
+                found = getattr(self, f"{kind}_backend")
+                raise ValueError(f"{kind}_backend must be one of ['{known}'], but got {found}")
         if self.cp_enabled and self.sp_enabled:
-            raise ValueError("cp_size and sp_size cannot both be greater than 1")
+            raise ValueError(
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got"
+                f" cp_size={self.cp_size} and sp_size={self.sp_size}. Please set one of them to 1."
+            )
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and self.dp_shard_size == 1:
+            raise ValueError(
+                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism"
+                " (dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1."
+            )
 
     def _size(self, name: str) -> int:
         return int(getattr(self, f"{name}_size"))
@@ -123,9 +137,48 @@ class ParallelismConfig:
     @property
     def fsdp_dim_names(self) -> list[str]:
         """Dimensions that FSDP uses."""
-        return self._chosen("dp_replicate") + (
-            ["dp_shard_cp"] if self.dp_shard_enabled or self.cp_enabled else []
+        return [*self._chosen("dp_replicate"), "dp_shard_cp"]
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        if parallelism not in _SIZES:
+            raise AssertionError(f"Parallelism must be one of {_SIZES}")
+        setattr(self, f"{parallelism}_size", size)
+
+    def _get_mesh(self) -> tuple[Any, ...]:
+        """(names, sizes) of torch's mesh; nothing where all are 1."""
+        return tuple(zip(*((name, self._size(name)) for name in self.active_mesh_dims), strict=True))
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """torch's mesh of these sizes, with its data dimensions flattened too. Collective.
+
+        A run lays out a mesh of its own: `accelerator.torch_device_mesh`.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        named = self._get_mesh()
+        if not named or self.sp_enabled:
+            return None
+        names, sizes = named
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        joint = (
+            (self.dp_dim_names, "dp"),
+            (self.dp_shard_cp_dim_names, "dp_shard_cp"),
+            (self.dp_cp_dim_names, "dp_cp"),
         )
+        for dims, name in joint:
+            if dims:
+                mesh[dims]._flatten(name)  # type: ignore[index]
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """The mesh, built at the first call."""
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, self.device_mesh.device_type):
+            raise ValueError(f"the mesh is on {self.device_mesh.device_type} already, not on {device_type}")
+        return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
         """The sizes and handlers, for a config file."""

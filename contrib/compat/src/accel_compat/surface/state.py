@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 
 from accel_compat import runs
 from accel_compat.refusing import unserved
-from accel_core import Run, ops
+from accel_core import PreparedLoader, Run, ops
 
 from .utils._devices import MULTI
 from .utils._enums import DistributedType
@@ -20,6 +21,7 @@ from .utils.environment import parse_flag_from_env
 __all__ = ["AcceleratorState", "GradientState", "PartialState", "SharedDict", "do_nothing", "is_initialized"]
 
 SharedDict = dict
+_END = "end_of_dataloader"
 
 
 def is_initialized() -> bool:
@@ -222,6 +224,7 @@ class AcceleratorState(_Ranked):
     _known_attrs: ClassVar[list[str]] = [
         *PartialState._known_attrs,
         "deepspeed_plugin",
+        "deepspeed_plugins",
         "use_ipex",
         "fsdp_plugin",
         "megatron_lm_plugin",
@@ -338,11 +341,13 @@ class GradientState:
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
 
     plugin_kwargs: dict[str, Any]
+    _begun: list[Any]
+    """Weak references to the loaders made by hand that are being iterated."""
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized:
-            self.__dict__.update(plugin_kwargs={}, is_xla_gradients_synced=False, _alone=True)
+            self.__dict__.update(plugin_kwargs={}, is_xla_gradients_synced=False, _alone=True, _begun=[])
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
@@ -389,7 +394,14 @@ class GradientState:
     def dataloader_references(self) -> list[Any]:
         """The loaders that are being iterated, the innermost last, after a None."""
         run = runs.newest()
-        return [None, *(run.active_loaders if run is not None else ())]
+        by_hand = [loader for loader in (each() for each in self._begun) if loader is not None]
+        return [None, *(run.active_loaders if run is not None else ()), *by_hand]
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        self._begun.append(weakref.ref(dataloader))
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        self._begun[:] = [each for each in self._begun if each() not in (None, dataloader)]
 
     @property
     def active_dataloader(self) -> Any:
@@ -404,7 +416,8 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the innermost loader handed out its last batch."""
-        return self.in_dataloader and bool(self.active_dataloader.last)
+        loader = self.active_dataloader
+        return bool(loader.last if isinstance(loader, PreparedLoader) else getattr(loader, _END, False))
 
     @property
     def remainder(self) -> int:
@@ -412,11 +425,11 @@ class GradientState:
         loader = self.active_dataloader
         if loader is None or loader.drop_last:
             return -1
-        if loader.remainder >= 0:
+        if loader.remainder >= 0 or not isinstance(loader, PreparedLoader):
             return int(loader.remainder)
         try:
-            return int(loader.total_dataset_length % loader.total_batch_size)
-        except TypeError:  # it has no length, or batches of no fixed size
+            return int(loader.total_dataset_length % (loader.total_batch_size or 0))
+        except (TypeError, ZeroDivisionError):  # it has no length, or batches of no fixed size
             return -1
 
     @staticmethod

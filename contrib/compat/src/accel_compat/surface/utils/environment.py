@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
         if all(character not in f"{key}{value}" for character in "; \n<>") and key and value:
             lines.append(f"{key}={value}\n")
         else:
-            sys.stderr.write(f"accel-compat: environment variable {key} cannot be handed on; left out\n")
+            logging.getLogger(__name__).warning("environment variable %s cannot be handed on", key)
     return lines
 
 

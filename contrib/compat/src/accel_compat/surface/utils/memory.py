@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accel_compat.refusing import unserved
+from accel_core import AccelError, is_out_of_memory, release_memory
 from accel_core import find_executable_batch_size as _find
-from accel_core import is_out_of_memory, release_memory
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
@@ -33,8 +35,36 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Decorator: call with smaller and smaller batch sizes until memory suffices."""
-    return _find(function, starting_batch_size, reduce_batch_size_fn)
+    """Decorator: call with nine tenths of the batch size, or the given next one, until memory suffices."""
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    _, *others = inspect.signature(function).parameters
+
+    def search(*args: Any, **kwargs: Any) -> Any:
+        if len(others) < len(args):
+            name = getattr(function, "__name__", "function")
+            shown = ", ".join(f"{each}={value}" for each, value in zip(others, args[1:], strict=False))
+            raise TypeError(
+                f"Batch size was passed into `{name}` as the first argument when called.\n"
+                f"Remove this as the decorator already does so: `{name}({shown})`"
+            )
+        try:
+            return found(*args, **kwargs)
+        except AccelError as error:
+            if "fits with no batch size" not in str(error):
+                raise
+            raise RuntimeError("No executable batch size found, reached zero.") from error
+
+    found = _find(function, starting_batch_size, reduce_batch_size_fn or _nine_tenths)
+    return functools.wraps(function)(search)
+
+
+def _nine_tenths(size: int) -> int:
+    return int(size * 0.9)
 
 
 __getattr__ = unserved(__name__)

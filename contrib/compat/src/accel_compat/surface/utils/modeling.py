@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from accel_compat.refusing import unserved
 from accel_core import get_grad_scaler, get_mixed_precision_context_manager
 
 from ._enums import CustomDtype
+from ._loading import load_checkpoint_in_model, set_module_tensor_to_device
 from .constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from .imports import is_peft_available
 
@@ -25,6 +27,8 @@ __all__ = [
     "WEIGHTS_NAME",
     "get_grad_scaler",
     "get_mixed_precision_context_manager",
+    "load_checkpoint_in_model",
+    "set_module_tensor_to_device",
 ]
 
 _UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
@@ -269,7 +273,11 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: dict[str, Any]) -> None:
-    """Raises ValueError if it leaves a weight out."""
+    """Raises ValueError if it leaves a weight out; warns of what is no module."""
+    names = {name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())}
+    unknown = sorted(set(device_map) - names)
+    if unknown:
+        warnings.warn(f"The following device_map keys do not match any submodules: {unknown}", stacklevel=2)
     left = [
         name
         for name in model.state_dict()

@@ -18,7 +18,7 @@ from ._handlers import TensorInformation
 from .constants import TORCH_DISTRIBUTED_OPERATION_TYPES
 
 DistributedOperationException = CollectiveError
-concatenate, listify, recursively_apply = ops.concatenate, ops.listify, ops.recursively_apply
+concatenate, listify = ops.concatenate, ops.listify
 convert_to_fp32, convert_outputs_to_fp32 = ops.convert_to_fp32, ops.convert_outputs_to_fp32
 is_torch_tensor = ops.is_torch_tensor
 ConvertOutputsToFp32 = convert_outputs_to_fp32
@@ -36,6 +36,32 @@ TENSOR_TYPE_TO_INT = {
     torch.bool: 10,
 }
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """The structure with `func(leaf, …)` for each leaf that `test_type` accepts."""
+
+    def applied(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        raise TypeError(
+            f"Unsupported types ({type(leaf)}) passed to `{func.__name__}`. Only nested list/tuple/dicts of"
+            f" objects that are valid for `{test_type.__name__}` should be passed."
+        )
+
+    judge = _is_leaf if error_on_other_type else test_type
+    return ops.recursively_apply(applied, data, test_type=judge)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, (tuple, list, Mapping))
 
 
 class CannotPadNestedTensorWarning(UserWarning):

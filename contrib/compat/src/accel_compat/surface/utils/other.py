@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import socket
 from functools import reduce
@@ -107,7 +108,10 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
             seen.add(where)
             kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
     if len(kept) < len(state_dict):
-        say_once(f"{len(state_dict) - len(kept)} tied weights are saved once, under their first name")
+        logging.getLogger(__name__).warning(
+            "Removed shared tensor %s while saving: it is saved under another name",
+            set(state_dict) - set(kept),
+        )
     return kept
 
 
@@ -172,7 +176,10 @@ def check_os_kernel() -> None:
     except ValueError:
         return
     if old:
-        say_once(f"Linux {found} is older than 5.5, under which processes may hang; upgrade the kernel")
+        logging.getLogger(__name__).warning(
+            f"Detected kernel version {found}, which is below the recommended minimum of 5.5.0; this can"  # noqa: G004  the message says it
+            " cause the process to hang. It is recommended to upgrade the kernel."
+        )
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

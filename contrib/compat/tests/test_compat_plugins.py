@@ -1,4 +1,4 @@
-"""Megatron's plugin without its package, and the config of what is not served: made, and refused in use."""
+"""Plugins that other packages bring, trackers of one's own, and configs of what is not served."""
 
 from __future__ import annotations
 
@@ -43,6 +43,50 @@ def test_a_quantization_config_is_checked_and_filled():
     for wrong in ({}, {"load_in_8bit": True, "load_in_4bit": True}, {"load_in_8bit": 1}):
         with pytest.raises(ValueError, match="load_in"):
             BnbQuantizationConfig(**wrong)
+
+
+def test_a_tracker_can_be_registered_and_named(tmp_path):
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+
+    class Rows(GeneralTracker):
+        name, requires_logging_directory = "rows", True
+
+        def __init__(self, run_name: str, logging_dir: str, **options: object) -> None:
+            super().__init__()
+            self.rows = [(run_name, logging_dir, options)]
+
+        @property
+        def tracker(self):
+            return self.rows
+
+        def store_init_configuration(self, values):
+            self.rows.append(dict(values))
+
+        def log(self, values, step=None, **kwargs):
+            self.rows.append((step, values))
+
+    register_tracker_class(Rows)
+    try:
+        with pytest.raises(ValueError, match="requires a `logging_dir`"):
+            Accelerator(log_with="rows")
+        accelerator = Accelerator(log_with="rows", project_dir=str(tmp_path))
+    finally:
+        del LOGGER_TYPE_TO_CLASS["rows"]
+    accelerator.init_trackers("project", init_kwargs={"rows": {"fast": True}})
+    accelerator.log({"loss": 1.0}, step=3)
+
+    assert isinstance(accelerator.get_tracker("rows"), Rows)
+    assert accelerator.get_tracker("rows", unwrap=True) == [
+        ("project", str(tmp_path), {"fast": True}),
+        (3, {"loss": 1.0}),
+    ]
+
+
+def test_a_tracker_without_what_it_needs_cannot_be_made():
+    from accelerate.tracking import GeneralTracker
+
+    with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
+        GeneralTracker()
 
 
 def test_quantizing_is_refused():

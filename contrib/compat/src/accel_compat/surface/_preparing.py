@@ -1,0 +1,221 @@
+"""`prepare` and its kin, by Accelerate's rules: what core refuses for safety goes on here, and is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+import accel_core
+from accel_compat.refusing import NotServedError
+from accel_compat.saying import say_once
+from accel_core import PreparedLoader, PreparedOptimizer, PreparedScheduler
+
+from ._loaders import dressed
+from .optimizer import AcceleratedOptimizer
+from .scheduler import AcceleratedScheduler
+from .utils.other import extract_model_from_parallel
+
+
+class Preparing(accel_core.Accelerator):
+    """What an Accelerator prepares, and the lists of it."""
+
+    state: Any
+    _loose: list[AcceleratedOptimizer]
+    """Optimizers whose model is not prepared (yet)."""
+    _stepping: list[AcceleratedScheduler]
+
+    def prepare(
+        self,
+        *args: Any,
+        device_placement: Sequence[bool | None] | None = None,
+        strategy: str | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """What can be prepared is; anything else comes back as it is."""
+        places: Sequence[bool | None] = device_placement or [None] * len(args)
+        results: list[Any] = [self._aside(thing, args) for thing in args]
+        ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]
+        adopted = self._adopted([args[number] for number in ours])
+        if ours:
+            usual = self.run.config.device_placement
+            placed = [usual if (place := places[number]) is None else place for number in ours]
+            prepared = super().prepare(
+                *(args[number] for number in ours),
+                *(each.optimizer for each in adopted),
+                device_placement=[*placed, *(True for _ in adopted)],
+                strategy=strategy or self._selected(),
+                name=name,
+            )
+            made = prepared if len(ours) + len(adopted) > 1 else (prepared,)
+            for number, thing in zip(ours, made, strict=False):
+                results[number] = self._dressed(thing)
+            for proxy, made_now in zip(adopted, made[len(ours) :], strict=True):
+                self._settle(proxy, made_now)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _aside(self, thing: Any, args: Sequence[Any]) -> Any:
+        """What core is not asked to prepare, as it comes back; None of all else."""
+        if thing is None:
+            return None
+        if isinstance(thing, (AcceleratedOptimizer, AcceleratedScheduler)):
+            return thing
+        if self.run.hooks.kind_of(thing) is None:
+            say_once(f"prepare: a {type(thing).__name__} is nothing to prepare; it comes back as it is")
+            return thing
+        if isinstance(thing, torch.optim.Optimizer) and self._is_loose(thing, args):
+            return self._handed_out(thing)
+        optimizer = getattr(thing, "optimizer", None)
+        loose = next((each for each in self._loose if each.optimizer is optimizer), None)
+        if loose is not None and not isinstance(thing, torch.nn.Module):
+            return self._scheduled(thing, [loose], self.run.config.step_scheduler_with_optimizer)
+        return None
+
+    def _is_loose(self, optimizer: Any, args: Iterable[Any]) -> bool:
+        """Whether no model, prepared or among these, has any of its parameters."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return False
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        models = (thing for thing in args if isinstance(thing, torch.nn.Module))
+        return self.run.homes.units_of(mine) == {None} and not any(
+            parameter in mine for model in models for parameter in model.parameters()
+        )
+
+    def _handed_out(self, optimizer: Any) -> AcceleratedOptimizer:
+        say_once(
+            f"prepare: no prepared model has the parameters of the {type(optimizer).__name__}; their"
+            " gradients are not reduced. Prepare an optimizer with its model"
+        )
+        proxy: AcceleratedOptimizer = _marked(AcceleratedOptimizer(optimizer))
+        self._loose.append(proxy)
+        self.run.registered.append(proxy)
+        return proxy
+
+    def _adopted(self, things: Iterable[Any]) -> list[AcceleratedOptimizer]:
+        """Optimizers that were prepared before the models, which come now."""
+        models = [thing for thing in things if isinstance(thing, torch.nn.Module)]
+        coming = {parameter for model in models for parameter in model.parameters()}
+        return [
+            proxy
+            for proxy in self._loose
+            if any(p in coming for group in proxy.param_groups for p in group["params"])
+        ]
+
+    def _settle(self, proxy: AcceleratedOptimizer, made: PreparedOptimizer) -> None:
+        """Let the proxy that the program holds be the one that the run knows."""
+        proxy.optimizer, proxy.unit = made.optimizer, made.unit
+        known = self.run.optimizers
+        known[:] = [(given, proxy if each is made else each) for given, each in known]
+        self._loose = [each for each in self._loose if each is not proxy]
+        self.run.registered[:] = [each for each in self.run.registered if each is not proxy]
+
+    def _dressed(self, thing: Any) -> Any:
+        if isinstance(thing, PreparedOptimizer):
+            if not isinstance(thing, AcceleratedOptimizer):  # the run knows this very object
+                thing.__class__ = AcceleratedOptimizer
+                thing.__dict__.update(scaler=thing.unit.scaler, device_placement=True)
+        elif isinstance(thing, PreparedScheduler):
+            return self._scheduled(thing.scheduler, thing._optimizers, thing._follows)
+        elif isinstance(thing, PreparedLoader):
+            thing = dressed(thing)
+        return None if thing is None else _marked(thing)
+
+    def _scheduled(self, scheduler: Any, optimizers: Sequence[Any], follows: bool) -> AcceleratedScheduler:
+        split = self.run.config.data.split_batches
+        made: AcceleratedScheduler = _marked(AcceleratedScheduler(scheduler, optimizers, follows, split))
+        self._stepping.append(made)
+        return made
+
+    def _selected(self) -> str | None:
+        """The name of the selected DeepSpeedPlugin, where there are several."""
+        plugins = self.state.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            return None
+        return next((name for name, plugin in plugins.items() if plugin.selected), None)
+
+    # -- one by one ------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """`prepare` for one model; in evaluation mode it is placed, not wrapped for training."""
+        few_bits = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        if few_bits and devices & {"cpu", "disk"}:
+            raise ValueError(
+                "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk"
+                " offload.\nload it without a device_map that names cpu or disk"
+            )
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """`prepare` for one dataloader."""
+        if slice_fn_for_dispatch is not None:
+            raise NotServedError(
+                "slice_fn_for_dispatch: batches that rank 0 reads for all are sliced along dim 0 here\n"
+                "let collate_fn build batches that can be, or set dispatch_batches=False"
+            )
+        return super().prepare_data_loader(data_loader, device_placement)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """`prepare` for one optimizer."""
+        return super().prepare_optimizer(optimizer)
+
+    def unwrap_model(
+        self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's own model inside what wraps it, whoever did."""
+        if self.run.unit_of_model(model) is None:
+            return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    @property
+    def _models(self) -> list[Any]:
+        return [model for unit in self.run.units for model in unit.wrapped]
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [*(proxy for _, proxy in self.run.optimizers), *self._loose]
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return list(self._stepping)
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return list(self.run.loaders)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return [each for each in self.run.registered if not isinstance(each, AcceleratedOptimizer)]
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all prepared objects and give device memory back; as many None as arguments."""
+        self._loose.clear()
+        self._stepping.clear()
+        self.step = 0
+        return super().free_memory(*objects)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state."""
+        wrong = [
+            f"- Item at index {number}, `{thing}`"
+            for number, thing in enumerate(objects)
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"))
+        ]
+        if wrong:
+            raise ValueError(
+                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The"
+                " following inputs are invalid:\n" + "\n".join(wrong)
+            )
+        super().register_for_checkpointing(*objects)
+
+
+def _marked(thing: Any) -> Any:
+    thing._is_accelerate_prepared = True
+    return thing

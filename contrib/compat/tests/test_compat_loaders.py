@@ -1,0 +1,127 @@
+"""Dataloaders that programs make by hand from Accelerate's classes and functions."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipDataLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accelerate.state import GradientState
+from peers import said
+from torch.utils.data import DataLoader, IterableDataset
+
+BOTH = pytest.mark.parametrize("cls", [DataLoaderShard, DataLoaderDispatcher])
+
+
+class Counting(torch.utils.data.Sampler):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self):
+        return iter(range(16))
+
+
+@BOTH
+def test_the_last_batch_is_known_in_each_epoch(cls):
+    loader = cls(list(range(10)), batch_size=4)
+    for _ in range(2):
+        assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert loader.iteration == 2
+
+
+@BOTH
+def test_the_gradient_state_sees_the_loader_and_forgets_it_on_break(cls):
+    loader = cls(list(range(10)), batch_size=4)
+    for _ in loader:
+        assert GradientState().active_dataloader is loader
+        assert GradientState().remainder in (2, -1)
+        break
+    assert not GradientState().in_dataloader
+
+
+@BOTH
+def test_an_epoch_is_told_to_the_sampler_and_kept_by_what_skips(cls):
+    sampler = Counting()
+    loader = cls(list(range(16)), batch_sampler=torch.utils.data.BatchSampler(sampler, 4, False))
+    loader.set_epoch(3)
+    assert (loader.iteration, sampler.epoch) == (3, 3)
+
+    shorter = skip_first_batches(loader, 2)
+    assert [batch.tolist() for batch in shorter] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert sampler.epoch == 3
+
+
+@BOTH
+def test_it_counts_as_a_dataloader_and_can_be_sent_to_a_process(cls):
+    loader = pickle.loads(pickle.dumps(cls(list(range(4)), batch_size=2)))
+
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, cls)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("cls", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
+def test_a_stateful_one_goes_on_where_its_state_was_taken(cls):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = cls(list(range(16)), batch_size=4, use_stateful_dataloader=True)
+    assert isinstance(loader, stateful.StatefulDataLoader)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            state = loader.state_dict()
+            break
+    again = cls(list(range(16)), batch_size=4, use_stateful_dataloader=True)
+    again.load_state_dict(state)
+
+    assert [batch.tolist() for batch in again] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_batches_without_a_size_stay_single():
+    class Single(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(3))
+
+    loader = prepare_data_loader(DataLoader(Single(), batch_size=None))
+    assert [batch.item() for batch in loader] == [0, 1, 2]
+
+
+def test_dispatching_needs_a_device():
+    with pytest.raises(ValueError, match="requires `put_on_device=True`"):
+        prepare_data_loader(DataLoader([1]), dispatch_batches=True)
+
+
+def test_two_processes_get_what_the_first_one_reads(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    code = """
+import json
+from torch.utils.data import DataLoader
+from accelerate import PartialState
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
+
+state = PartialState(cpu=True)
+loader = prepare_data_loader(DataLoader(range(13), batch_size=2), dispatch_batches=True, put_on_device=True)
+mine = [(batch.tolist(), loader.end_of_dataloader, loader.remainder) for batch in loader]
+everyones = gather_object([mine])
+if state.is_main_process:
+    print(json.dumps([len(loader), *everyones]))
+"""
+    length, first, second = said(code, ours=True, processes=2)
+
+    assert length == 4
+    assert [batch for batch, _, _ in first] == [[0, 1], [4, 5], [8, 9], [12]]
+    assert [batch for batch, _, _ in second] == [[2, 3], [6, 7], [10, 11], [0]]
+    assert [(last, remainder) for _, last, remainder in first][-1] == (True, 1)

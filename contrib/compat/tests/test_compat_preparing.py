@@ -1,0 +1,148 @@
+"""`prepare` by Accelerate's rules, where accel-core's are stricter or its objects say other things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from peers import needs_accelerate, said
+from torch.utils.data import DataLoader
+
+RATES = """
+import json, torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+loading = DataLoaderConfiguration(split_batches=SPLIT)
+plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=ADJUST)
+accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, dataloader_config=loading)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+rates = []
+for _ in range(10):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 2)).mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    rates.append(schedule.get_last_lr()[0])
+if accelerator.is_main_process:
+    print(json.dumps(rates))
+"""
+
+
+@needs_accelerate
+@pytest.mark.parametrize(("adjust", "split"), [(True, False), (False, True)])
+def test_a_schedule_goes_on_as_fast_as_in_accelerate(tmp_path: Path, monkeypatch, adjust, split):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    code = RATES.replace("ADJUST", str(adjust)).replace("SPLIT", str(split))
+
+    assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)
+
+
+def test_an_optimizer_may_come_before_its_model(capsys):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "are not reduced" in capsys.readouterr().err
+    model = accelerator.prepare(model)
+
+    assert accelerator._optimizers == [optimizer]
+    assert optimizer.unit is not None
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_optimizer_of_no_prepared_model_steps_and_is_saved(tmp_path):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.Adam([weight], lr=0.1))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(weight.sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert weight.item() == pytest.approx(0.9)
+    assert schedule.get_last_lr() == pytest.approx([0.01])
+    accelerator.save_state(tmp_path / "state")
+    optimizer.state[weight]["exp_avg"].zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert optimizer.state[weight]["exp_avg"].item() != 0
+
+
+def test_what_is_prepared_is_of_accelerates_classes_and_says_so():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1)
+    loader = DataLoader(list(range(4)))
+    prepared = accelerator.prepare(model, plain, schedule, loader)
+
+    assert all(each._is_accelerate_prepared for each in prepared)
+    kinds = (torch.nn.Linear, AcceleratedOptimizer, AcceleratedScheduler, DataLoaderShard)
+    assert all(isinstance(each, kind) for each, kind in zip(prepared, kinds, strict=True))
+    assert isinstance(prepared[3], DataLoaderStateMixin)
+    assert accelerator._schedulers == [prepared[2]]
+    assert accelerator.prepare(*prepared) == prepared
+
+
+def test_a_model_can_be_prepared_by_itself_also_for_evaluation_only():
+    accelerator = Accelerator()
+    model = accelerator.prepare_model(torch.nn.Linear(1, 1))
+    frozen = accelerator.prepare_model(torch.nn.Linear(1, 1), evaluation_mode=True)
+
+    assert accelerator.prepare_model(model) is model
+    assert isinstance(accelerator.unwrap_model(frozen), torch.nn.Linear)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+def test_an_optimizer_can_be_told_that_it_was_skipped():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, schedule = accelerator.prepare(
+        model, plain, torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    )
+    optimizer._is_overflow = True
+    schedule.step()
+    assert (optimizer.step_was_skipped, schedule.get_last_lr()) == (True, [1.0])
+    optimizer._is_overflow = False
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]
+
+
+def test_a_prepared_loader_says_where_it_is():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(list(range(10)), batch_size=4))
+    seen = [(loader.end_of_dataloader, accelerator.gradient_state.remainder) for _ in loader]
+
+    assert seen == [(False, 2), (False, 2), (True, 2)]
+    assert loader.iteration == 1
+    assert loader.gradient_state.active_dataloader is None
+
+
+def test_a_loader_that_one_process_reads_counts_as_dispatcher():
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(DataLoader(list(range(4))))
+
+    assert isinstance(loader, DataLoaderDispatcher)
+    assert not isinstance(loader, DataLoaderShard)
+
+
+def test_objects_that_cannot_be_saved_are_named_by_their_place():
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match="Item at index 0") as caught:
+        accelerator.register_for_checkpointing(torch.ones(1), torch.nn.Linear(1, 1))
+    assert "Item at index 1" not in str(caught.value)
