@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from accel_core import Accelerator, ConfigError, LocalSGD
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.checks import STRATEGIES
+from accel_fsdp.config import STRATEGIES
 from accel_fsdp.wrapping import groups
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
