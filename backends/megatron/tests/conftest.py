@@ -12,5 +12,6 @@ else:
     os.environ.setdefault(
         "ACCEL_TEST_PRELOAD",
         "megatron.core.distributed,megatron.core.optimizer,megatron.core.pipeline_parallel,"
-        "megatron.core.models.gpt,transformers.models.gpt2.modeling_gpt2,transformers.models.llama.modeling_llama",
+        "megatron.core.models.gpt,transformers.models.gpt2.modeling_gpt2,transformers.models.llama.modeling_llama,"
+        "transformers.models.bert.modeling_bert,megatron.core.models.bert.bert_model",
     )

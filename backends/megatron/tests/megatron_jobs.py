@@ -54,12 +54,35 @@ def llama(seed: int = 3, **settings: Any) -> nn.Module:
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "pad_token_id": 7,
     }
     config = LlamaConfig(**(shape | settings))
     return LlamaForCausalLM(config)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+def bert(seed: int = 3, **settings: Any) -> nn.Module:
+    with quiet():
+        from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    model = BertForMaskedLM(BertConfig(**(shape | settings)))
+    for each in model.parameters():
+        if each.ndim == 1:  # zeros and ones would hide a bias in the wrong place
+            each.data += 0.1 * torch.randn(each.shape)
+    return model
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert}
 
 
 def batches(count: int, rows: int = 8, seed: int = 5) -> list[dict[str, torch.Tensor]]:
@@ -76,8 +99,9 @@ def batches(count: int, rows: int = 8, seed: int = 5) -> list[dict[str, torch.Te
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     decays = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
+    # eps: gradients that are zero in exact arithmetic (of keys' biases) are none to be stepped by.
     return torch.optim.AdamW(
-        [{"params": decays}, {"params": others, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1
+        [{"params": decays}, {"params": others, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1, eps=1e-5
     )
 
 

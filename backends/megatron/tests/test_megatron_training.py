@@ -14,6 +14,8 @@ CASES = [
     ("gpt2", 1, {"num_micro_batches": 4}, True),
     ("llama", 2, {"tp_degree": 2}, False),
     ("gpt2", 2, {"pp_degree": 2}, False),
+    ("bert", 2, {"pp_degree": 2}, False),
+    ("bert", 2, {"tp_degree": 2, "num_micro_batches": 4}, True),
     ("llama", 2, {"tp_degree": 2, "sequence_parallelism": True, "num_micro_batches": 4}, True),
     ("gpt2", 2, {"use_distributed_optimizer": True, "recompute_activations": True}, False),
     (

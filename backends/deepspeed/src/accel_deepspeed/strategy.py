@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from attrs import evolve
 
-from accel_core import AccelError, ConfigError, MeshDim, hooks, implements, no_op
-from accel_deepspeed import completing, experts, gradients, settings, ulysses
+from accel_core import AccelError, ConfigError, hooks, implements, no_op
+from accel_deepspeed import completing, experts, gradients, settings
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.initializing import sharded_init
 from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core import Run, RunConfig, Unit, World
+    from accel_core import Run, RunConfig, Unit
     from accel_deepspeed.gradients import Gradients
 
 __all__ = ["DeepSpeed", "make", "select"]
@@ -30,6 +30,7 @@ __all__ = ["DeepSpeed", "make", "select"]
 
 _OFF: Final = (None, False, 0, 1)
 _NOT_SERVED: Final = {
+    "sequence_parallel_size": "ranks would have to read the same batches; leave it out",
     "tensor_parallel.autotp_size": "ranks would have to read the same batches; leave it out",
     "expert_parallel.enabled": "it replaces parameters under the optimizer; use deepspeed.moe.layer.MoE",
     "managed_gradient_accumulation": "micro-batches are counted by the run; leave it out",
@@ -69,7 +70,6 @@ class DeepSpeed(EngineState):
         self.run = run
         self.gradients: dict[Unit, Gradients] = {}
         self._units: set[Unit] = set()
-        self._sharing = int(config.deepspeed_config.get("sequence_parallel_size", 1))
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -82,18 +82,6 @@ class DeepSpeed(EngineState):
         if config.mixed_precision == "fp16" and self.config.stage == 0:
             reasons.append("in ZeRO stage 0 DeepSpeed does not scale fp16's loss; set zero_stage: 1, or bf16")
         return reasons
-
-    # -- who reads what ----------------------------------------------------------------------------
-
-    @implements(hooks.mesh_dims)
-    def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        return [MeshDim("cp", self._sharing)] if self._sharing > 1 else []
-
-    @implements(hooks.place_batch)
-    def place_batch(self, unit: Unit | None, batch: Any, device: torch.device) -> Any:
-        if self._sharing == 1 or self.run.mesh is None:
-            return batch
-        return ulysses.part(batch, self.run.mesh.index("cp"), self.run.mesh.size("cp"))
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -243,7 +231,7 @@ class DeepSpeed(EngineState):
         held = self.gradients[unit]
         held.reduce()
         if num_items is not None:
-            held.multiply(self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0))
+            held.multiply(self.run.topology.readers / torch.where(num_items > 0, num_items, 1.0))
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(

@@ -10,16 +10,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.exchange import export_checkpoint, import_checkpoint
     from accel_megatron.placeholders import MegatronLMDummyScheduler
     from accel_megatron.provided import build_model, transformer_config
 
-__all__ = ["MegatronLMDummyScheduler", "MegatronLMPlugin", "build_model", "transformer_config"]
+__all__ = [
+    "MegatronLMDummyScheduler",
+    "MegatronLMPlugin",
+    "build_model",
+    "export_checkpoint",
+    "import_checkpoint",
+    "transformer_config",
+]
 __version__ = "0.1.0"
 
 _HOMES: Final = {
     "MegatronLMDummyScheduler": "placeholders",
     "MegatronLMPlugin": "config",
     "build_model": "provided",
+    "export_checkpoint": "exchange",
+    "import_checkpoint": "exchange",
     "transformer_config": "provided",
 }
 

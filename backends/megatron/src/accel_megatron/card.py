@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from accel_core import Card
 
@@ -10,12 +11,10 @@ __all__ = ["MEGATRON"]
 
 
 def probe() -> str | None:
-    """Whether megatron-core is installed; it is not imported."""
-    try:
-        found = find_spec("megatron.core")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    """Whether megatron-core is installed; it is not imported, nor the package it is in."""
+    found = find_spec("megatron")
+    folders = () if found is None else found.submodule_search_locations or ()
+    if not any(Path(folder, "core", "__init__.py").is_file() for folder in folders):
         return "megatron-core is not installed: pip install accel-megatron[runtime]"
     return None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from accel_megatron.library import quiet
+from accel_megatron.library import part, quiet
 
-__all__ = ["Norm", "block_spec", "has_transformer_engine"]
+__all__ = ["Norm", "block_spec", "has_transformer_engine", "ignore_padding"]
 
 
 class Norm:
@@ -25,6 +25,21 @@ class Norm:
         for parameter in made.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return made
+
+
+def ignore_padding(embeddings: nn.Module, token: int | None) -> None:
+    """Give the row of the padding token no gradient, as torch's `padding_idx` does."""
+    if token is None:
+        return
+
+    def detach(module: Any, inputs: tuple[Tensor, ...], found: Tensor) -> Tensor:
+        padding = (inputs[0] == token).unsqueeze(-1)  # (batch, sequence, 1)
+        if found.shape[:2] != padding.shape[:2]:  # (part of the sequence, batch, hidden)
+            rank, ranks = part(module.tp_group)
+            padding = padding.transpose(0, 1).chunk(ranks)[rank]
+        return found.detach().where(padding, found)
+
+    embeddings.register_forward_hook(detach)
 
 
 def has_transformer_engine() -> bool:

@@ -42,6 +42,11 @@ def of_model(config: MegatronLMPlugin, twin: Twin) -> Iterator[str]:
                 f"megatron: the model has {count} {what}, which tp_degree {tp} does not divide\n"
                 f"choose a tp_degree that divides {count}"
             )
+    if config.sequence_parallelism and not twin.splits_sequences:
+        yield (
+            "megatron: sequence_parallelism: megatron-core's BERT head has a norm that cannot follow it\n"
+            "leave it out"
+        )
     if twin.layers % (pp * (each or 1)):
         virtual = f" × num_layers_per_virtual_pipeline_stage {each}" if each else ""
         yield (

@@ -105,6 +105,8 @@ class Stepper:
             overrides = {
                 ParamKey(predicate=ParamPredicate(f"group{number}", _of_group(groups, number))): {
                     _GROUP: number,
+                    "wd_mult": 0.0 if group["weight_decay"] == 0 else 1.0,
+                    "lr_mult": float(group["lr"]) / first["lr"] if first["lr"] else 1.0,
                     **_hyperparameters(group),
                 }
                 for number, group in enumerate(self.theirs.param_groups)
@@ -117,6 +119,12 @@ class Stepper:
         """Take over what the groups of the user's optimizer say now."""
         for group in self.inner.param_groups:
             group.update(_hyperparameters(self.theirs.param_groups[group[_GROUP]]))
+
+    def lead(self) -> None:
+        """Give the groups of the user's optimizer what those of megatron-core's say now."""
+        for group in self.inner.param_groups:
+            mine = self.theirs.param_groups[group[_GROUP]]
+            mine |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
 
     def prepare(self) -> bool:
         """Unscale gradients, once a window; whether they are finite. Collective."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["twin_of", "why_not"]
 
 _KNOWN: Final = {
+    "BertForMaskedLM": "bert:Bert",
     "GPT2LMHeadModel": "gpt2:Gpt2",
     "LlamaForCausalLM": "llama:Llama",
 }

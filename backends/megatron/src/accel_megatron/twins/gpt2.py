@@ -54,9 +54,9 @@ class Gpt2(Causal):
     def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
         module, _, kind = name.rpartition(".")
         if module == "output_layer":
-            return [self.word_embeddings("lm_head.weight", tensor, part)]
+            return [self.words("lm_head.weight", tensor, part)]
         if module == "embedding.word_embeddings":
-            return [self.word_embeddings("transformer.wte.weight", tensor, part)]
+            return [self.words("transformer.wte.weight", tensor, part)]
         if module == "embedding.position_embeddings":
             return [same("transformer.wpe.weight", tensor)]
         if module == "decoder.final_layernorm":

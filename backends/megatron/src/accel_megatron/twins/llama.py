@@ -20,6 +20,7 @@ class Llama(Causal):
     """LlamaForCausalLM."""
 
     rotary = True
+    ignores_padding = True
 
     @staticmethod
     def unlike(theirs: Any) -> str | None:
@@ -58,9 +59,9 @@ class Llama(Causal):
     def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
         module, _, kind = name.rpartition(".")
         if module == "output_layer":
-            return [self.word_embeddings("lm_head.weight", tensor, part)]
+            return [self.words("lm_head.weight", tensor, part)]
         if module == "embedding.word_embeddings":
-            return [self.word_embeddings("model.embed_tokens.weight", tensor, part)]
+            return [self.words("model.embed_tokens.weight", tensor, part)]
         if module == "decoder.final_layernorm":
             return [same(f"model.norm.{kind}", tensor)]
         number, _, inside = name.removeprefix("decoder.layers.").partition(".")

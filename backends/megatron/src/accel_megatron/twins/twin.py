@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from accel_core import AccelError
 from accel_megatron import losses
-from accel_megatron.layers import block_spec, has_transformer_engine
-from accel_megatron.pieces import Part, Piece, same, vocabulary
+from accel_megatron.layers import block_spec, has_transformer_engine, ignore_padding
+from accel_megatron.pieces import Part, Piece, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +22,9 @@ __all__ = ["Causal", "Twin"]
 
 class Twin(ABC):
     """`theirs`: the config of the model of transformers."""
+
+    splits_sequences = True
+    """Whether its norms know that a sequence may be split."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -66,6 +69,24 @@ class Twin(ABC):
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
         """The model's own output, where the chunk is the `last`; else what goes to the next."""
 
+    def words(self, name: str, tensor: Tensor, part: Part) -> Piece:
+        """The rows of the vocabulary."""
+        return vocabulary(name, tensor, part, self.theirs.vocab_size)
+
+    def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
+        """What transformers gives, from logits split along the vocabulary."""
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        split = losses.cover_padding(found, rank, self.theirs.vocab_size)
+        loss = None if labels is None else losses.mean_loss(split, self.targets(labels))
+        asked = logits or labels is None
+        return self.answer(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """The label that the logits of each token are for."""
+        return losses.next_tokens(labels)
+
     def judge(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """(loss, logits) of what the model gave for a micro-batch."""
         return output.loss, output.logits
@@ -91,12 +112,14 @@ class Causal(Twin):
 
     rotary = False
     """Whether positions are rotations, and not learned."""
+    ignores_padding = False
+    """Whether the padding token's embedding is not trained."""
 
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
         """A GPTModel."""
         from megatron.core.models.gpt import GPTModel
 
-        made: nn.Module = GPTModel(
+        made: Any = GPTModel(
             config,
             block_spec(config, vp_stage),
             vocab_size=self.padded(config.tensor_model_parallel_size),
@@ -109,7 +132,10 @@ class Causal(Twin):
             vp_stage=vp_stage,
             **self.rotation(),
         )
-        return made
+        if pre_process and self.ignores_padding:
+            ignore_padding(made.embedding.word_embeddings, self.theirs.pad_token_id)
+        model: nn.Module = made
+        return model
 
     def rotation(self) -> Mapping[str, Any]:
         """Arguments of GPTModel for rotary positions."""
@@ -123,25 +149,6 @@ class Causal(Twin):
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         found = chunk(ids, positions, _hidden(inputs.get("attention_mask")))
         return self.output(found, labels, logits=logits) if last else found
-
-    def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
-        """What transformers gives, from logits split along the vocabulary."""
-        from megatron.core import parallel_state
-
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        split = losses.cover_padding(found, rank, self.theirs.vocab_size)
-        loss = None if labels is None else losses.mean_loss(split, losses.next_tokens(labels))
-        asked = logits or labels is None
-        return self.answer(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
-
-    def word_embeddings(self, name: str, tensor: Tensor, part: Part) -> Piece:
-        """The rows of the vocabulary."""
-        return vocabulary(name, tensor, part, self.theirs.vocab_size)
-
-    @staticmethod
-    def norm(name: str, tensor: Tensor) -> list[Piece]:
-        """A norm's weight or bias, the same on all ranks."""
-        return [same(name, tensor)]
 
 
 def _hidden(mask: Tensor | None) -> Tensor | None:

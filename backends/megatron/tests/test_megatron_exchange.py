@@ -1,0 +1,83 @@
+"""megatron-core's own directories: what one layout exports another imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_jobs import MODELS, accelerator, batches, optimizer_of
+
+from accel_core import CheckpointError
+from accel_core.testing import run_processes
+
+
+def step(ours: Any, model: Any, optimizer: Any, number: int) -> float:
+    batch = {"input_ids": batches(4)[number]["input_ids"], "labels": batches(4)[number]["input_ids"]}
+    readers = ours.run.topology
+    mine = {name: each[readers.reader :: readers.readers] for name, each in batch.items()}
+    loss = model(**mine).loss
+    ours.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(ours.reduce(loss.detach(), reduction="mean"))
+
+
+def exported(options: dict[str, Any], folder: str) -> float:
+    from accel_megatron import export_checkpoint
+
+    ours = accelerator(**options)
+    model = MODELS["llama"]()
+    model, optimizer = ours.prepare(model, optimizer_of(model))
+    step(ours, model, optimizer, 0)
+    export_checkpoint(ours, model, folder)
+    found = step(ours, model, optimizer, 1)
+    ours.end_training()
+    return found
+
+
+def imported(options: dict[str, Any], folder: str) -> float:
+    from accel_megatron import import_checkpoint
+
+    ours = accelerator(**options)
+    model = MODELS["llama"](seed=9)
+    model, optimizer = ours.prepare(model, optimizer_of(model))
+    with pytest.raises(CheckpointError, match="no directory of megatron-core"):
+        import_checkpoint(ours, model, f"{folder}-not")
+    import_checkpoint(ours, model, folder)
+    return step(ours, model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        ({"tp_degree": 2}, {"pp_degree": 2}),
+        ({"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}, {"tp_degree": 2}),
+    ],
+)
+def test_another_layout_goes_on(tmp_path: Path, saver: dict[str, Any], loader: dict[str, Any]) -> None:
+    folder = str(tmp_path / "iter_0000001")
+    wanted = run_processes(exported, saver, folder)
+    found = run_processes(imported, loader, folder)
+    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), rtol=1e-5)
+
+
+def distributed(folder: str) -> float:
+    from accel_megatron import export_checkpoint, import_checkpoint
+
+    ours = accelerator(use_distributed_optimizer=True)
+    model = MODELS["gpt2"]()
+    model, optimizer = ours.prepare(model, optimizer_of(model))
+    with pytest.raises(CheckpointError, match="optimizer=False"):
+        export_checkpoint(ours, model, folder)
+    export_checkpoint(ours, model, folder, optimizer=False)
+    before = ours.get_state_dict(model)
+    step(ours, model, optimizer, 0)
+    import_checkpoint(ours, model, folder, optimizer=False)
+    after = ours.get_state_dict(model)
+    return max(float((after[name] - before[name]).abs().max()) for name in before)
+
+
+def test_without_its_own_steps_a_distributed_optimizer_is_left_out(tmp_path: Path) -> None:
+    assert run_processes(distributed, str(tmp_path / "weights")) == [0.0, 0.0]

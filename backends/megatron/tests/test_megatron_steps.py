@@ -1,0 +1,202 @@
+"""What else a step is: other precisions, groups, schedules, evaluation, and losses that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron_jobs import MODELS, VOCABULARY, accelerator, batches, quiet
+
+from accel_core import AccelError
+from accel_core.testing import run_processes
+
+
+def odd_vocabulary() -> tuple[float, float, torch.Size, float]:
+    with quiet():
+        from transformers import GPT2Config, GPT2LMHeadModel
+    ours = accelerator(tp_degree=2)
+    torch.manual_seed(2)
+    settings = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY - 1, **settings)).eval()
+    batch = {name: each % (VOCABULARY - 1) for name, each in batches(1)[0].items()}
+    with torch.no_grad():
+        wanted = model(**batch)
+    model = ours.prepare(model)
+    with torch.no_grad():
+        found = model(**batch)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    rows = batch["attention_mask"].bool()
+    far = float((logits - wanted.logits)[rows].abs().max())
+    return float(found.loss), float(wanted.loss), logits.shape, far
+
+
+def test_padding_of_an_odd_vocabulary_is_in_no_loss_and_no_logits() -> None:
+    for found, wanted, shape, far in run_processes(odd_vocabulary):
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert shape == (8, 12, VOCABULARY - 1)
+        assert far < 1e-4
+
+
+def evaluated(options: dict[str, Any]) -> tuple[Any, ...]:
+    ours = accelerator(**options)
+    model = MODELS["llama"]().eval()
+    batch = batches(1)[0]
+    with torch.no_grad():
+        wanted = model(input_ids=batch["input_ids"]).logits
+    model = ours.prepare(model)
+    with torch.no_grad():
+        mine = model(input_ids=batch["input_ids"]).logits
+        gathered = ours.gather_for_metrics(mine)
+    output = ours.forward_backward(
+        model,
+        [batch, batch],
+        lambda m, b: ((o := m(**b)).loss, o.loss.detach()),
+        microbatches=2,
+        forward_only=True,
+    )
+    return float((mine - wanted).abs().max()), tuple(gathered.shape), float(output.loss), len(output.outputs)
+
+
+def test_evaluation_gives_logits_on_all_stages() -> None:
+    found = run_processes(evaluated, {"pp_degree": 2})
+    assert all(far < 1e-5 and shape == (8, 12, VOCABULARY) for far, shape, _, _ in found)
+    assert found[0][2] == found[1][2]
+    assert [outputs for *_, outputs in found] == [0, 2]
+
+
+def in_16_bits(name: str, options: dict[str, Any]) -> tuple[list[float], str, str]:
+    ours = accelerator(mixed_precision=name, **options)
+    model = MODELS["llama"]()
+    first = model.lm_head.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = ours.prepare(model, optimizer)
+    whole = next(
+        w for n, w in ours.run.hooks.iter_weights(ours.run.units[0], torch.float32, None) if "lm_head" in n
+    )
+    assert torch.equal(whole, first), "masters keep all digits of the user's weights"
+    losses = []
+    for _ in range(6):
+        loss = model(**batches(1)[0]).loss
+        ours.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    state = ours.get_state_dict(model)
+    return losses, str(next(iter(state.values())).dtype), str(loss.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("bf16", {"tp_degree": 2, "gradient_clipping": 1.0}),
+        ("bf16", {"use_distributed_optimizer": True}),
+        ("fp16", {"pp_degree": 2, "other_megatron_args": {"initial_loss_scale": 256.0}}),
+    ],
+)
+def test_weights_in_16_bits_train(name: str, options: dict[str, Any]) -> None:
+    for losses, stored, computed in run_processes(in_16_bits, name, options):
+        assert losses[-1] < losses[0] - 0.3
+        assert (stored, computed) == (
+            {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[name],
+            "torch.float32",
+        )
+
+
+def refused() -> None:
+    ours = accelerator(num_micro_batches=2)
+    model = MODELS["gpt2"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = ours.prepare(model, optimizer)
+    batch = batches(1)[0]
+    loss = model(**batch).loss
+    with pytest.raises(AccelError, match="this is another"):
+        ours.backward(loss * 2)
+    optimizer.zero_grad()
+    with pytest.raises(AccelError, match="has no labels"):
+        model(input_ids=batch["input_ids"])
+    with pytest.raises(AccelError, match="not 'token_type_ids'"):
+        model(**batch, token_type_ids=batch["input_ids"])
+    with pytest.raises(AccelError, match="by name"):
+        model(batch["input_ids"])
+    with pytest.raises(AccelError, match="of one size"):
+        model(**{name: each[:3] for name, each in batch.items()})
+    with pytest.raises(AccelError, match="whole weights"), ours.full_parameters(model):
+        pass
+    with pytest.raises(AccelError, match="no twin"):
+        ours.prepare(torch.nn.Linear(2, 2))
+    other, llama = MODELS["gpt2"](), MODELS["llama"]()
+    names = dict(llama.named_parameters())
+    some = {name: each for name, each in names.items() if "q_proj" in name}
+    rest = [each for name, each in names.items() if name not in some]
+    with pytest.raises(AccelError, match="none of AdamW, Adam, SGD"):
+        ours.prepare(other, torch.optim.Adagrad(other.parameters()))
+    with pytest.raises(AccelError, match="one tensor in megatron-core"):
+        ours.prepare(llama, torch.optim.AdamW([{"params": list(some.values())}, {"params": rest}]))
+
+
+def test_what_would_go_wrong_unseen_is_refused() -> None:
+    run_processes(refused, world=1)
+
+
+def accumulated() -> float:
+    """The same tokens in one window of two calls, and in one call: the weights that come of it, apart."""
+    found = []
+    for calls in (1, 2):
+        ours = accelerator(num_micro_batches=2)
+        ours.run.accumulation_steps = calls
+        model = MODELS["gpt2"]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = ours.prepare(model, optimizer)
+        batch = {"input_ids": batches(1)[0]["input_ids"], "labels": batches(1)[0]["input_ids"]}
+        rows = 8 // calls
+        for at in range(calls):
+            with ours.accumulate(model):
+                ours.backward(model(**{name: each[at * rows :][:rows] for name, each in batch.items()}).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(ours.get_state_dict(model))
+        ours.end_training()
+    return max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
+
+
+def test_calls_accumulate_in_a_window() -> None:
+    (far,) = run_processes(accumulated, world=1)
+    assert far < 1e-6
+
+
+def scheduled() -> tuple[list[list[float]], list[list[float]]]:
+    from accel_megatron import MegatronLMDummyScheduler
+
+    ours = accelerator(
+        lr_decay_iters=10,
+        lr_warmup_iters=2,
+        lr_decay_style="cosine",
+        min_lr=0.001,
+        weight_decay_incr_style="linear",
+        start_weight_decay=0.0,
+        end_weight_decay=0.1,
+        no_wd_decay_cond=lambda name, parameter: parameter.ndim == 1,
+        scale_lr_cond=lambda name, parameter: "wte" in name,
+        lr_mult=0.5,
+    )
+    model = MODELS["gpt2"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = ours.prepare(model, optimizer, MegatronLMDummyScheduler(optimizer))
+    rates, decays = [], []
+    for _ in range(3):
+        ours.backward(model(**batches(1)[0]).loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        decays.append([group["weight_decay"] for group in optimizer.param_groups])
+    return rates, decays
+
+
+def test_megatrons_schedule_sets_rates_and_decays_by_group() -> None:
+    ((rates, decays),) = run_processes(scheduled, world=1)
+    assert rates[0] == pytest.approx([0.025, 0.05, 0.05])
+    assert rates[1] == pytest.approx([0.05, 0.1, 0.1])
+    assert rates[2][1] < 0.1
+    assert decays[1] == pytest.approx([0.02, 0.02, 0.0])
