@@ -179,3 +179,36 @@ def test_a_node_that_is_stopped_ends_the_other_whatever_restarts_are_left(nodes,
     assert ended[1 - stopped][0] == 1
     assert "another node failed: it was stopped by signal 15" in ended[1 - stopped][2]
     assert "restart" not in ended[0][2] + ended[1][2]
+
+
+LOSES_A_NODE = """
+import os, signal, socket, time
+import torch
+import torch.distributed as dist
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+probe.connect(("10.77.0.10", 1))
+dist.init_process_group("gloo")
+if probe.getsockname()[0] == "{}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(2)
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(1000):
+    dist.all_reduce(torch.ones(10))
+"""
+
+
+@pytest.mark.slow
+def test_a_node_goes_on_without_another(nodes, tmp_path):
+    flags = ("-n", "1", "--min-nodes", "1", "--max-restarts", "2")
+    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(ADDRESSES[1]), *flags)
+
+    assert (first[0], second[0]) == (0, -signal.SIGKILL), first[2]
+
+
+@pytest.mark.slow
+def test_no_node_goes_on_without_the_one_that_served_the_meeting(nodes, tmp_path):
+    flags = ("-n", "1", "--min-nodes", "1", "--max-restarts", "2")
+    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(ADDRESSES[0]), *flags)
+
+    assert (first[0], second[0]) == (-signal.SIGKILL, 1), second[2]
+    assert "node 1 of 2 could not meet the others at 10.77.0.9:29511" in second[2]
