@@ -88,7 +88,7 @@ def test_a_model_is_sharded_while_it_is_built_and_only_there() -> None:
         assert not outside
 
 
-def transformers_from_pretrained(folder: str) -> tuple[int, list[bool], list[float], list[float]]:
+def transformers_from_pretrained(folder: str) -> tuple[int, list[bool], list[float], list[float], bool]:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -116,22 +116,83 @@ def transformers_from_pretrained(folder: str) -> tuple[int, list[bool], list[flo
             each.zero_grad()
         losses.append(loss.item())
         expected.append(plain_loss.item())
+    with ours.full_parameters(model):
+        said = ours.unwrap_model(model).generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    whole = plain.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0)
     ours.end_training()
-    return held, known, losses, expected
+    return held, known, losses, expected, torch.equal(said, whole)
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao, which transformers imports, warns of its own binaries
-def test_transformers_shards_what_it_loads_inside_the_context_only(tmp_path: Path) -> None:
+def test_transformers_shards_what_it_loads_inside_the_context_only_trains_and_generates(
+    tmp_path: Path,
+) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
     config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for held, known, losses, expected in run_processes(
+    for held, known, losses, expected, same in run_processes(
         transformers_from_pretrained, str(tmp_path), timeout=200
     ):
         assert held == 0
         assert known == [True, False]
         assert losses == pytest.approx(expected, rel=1e-6)
+        assert same, "what it generates with its parameters whole"
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def batch_sizes() -> list[int]:
+    """What DeepSpeed is told, of loaders of 4 and of 8: by the option unset, and set to False."""
+    found = []
+    for plugin in (DeepSpeedPlugin(), DeepSpeedPlugin(is_train_batch_min=False)):
+        ours, model = accelerator(plugin), network()
+        ours.prepare(model, sgd(model.parameters()), DataLoader(data(), 4), DataLoader(data(), 8))
+        found.append(ours.run.units[0].config.deepspeed_config["train_micro_batch_size_per_gpu"])
+        ours.end_training()
+    return found
+
+
+def test_of_several_loaders_the_smallest_tells_the_batch_size_or_the_largest() -> None:
+    assert run_processes(batch_sizes, world=1) == [[4, 8]]
+
+
+def fetched_together() -> tuple[list[bool], str]:
+    from deepspeed.utils import z3_leaf_module
+
+    plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Sequential, LayerNorm")
+    ours, model = accelerator(plugin), nn.Sequential(network(1), nn.Linear(3, 3))
+    ours.prepare(model, sgd(model.parameters()))
+    found = [z3_leaf_module(each) for each in (model[0], model[0][1], model[1])]
+    other = nn.Linear(2, 2)
+    try:
+        ours.prepare(other, sgd(other.parameters()))
+    except AccelError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_layers_named_as_experts_are_fetched_whole_and_unknown_names_are_refused() -> None:
+    ((leaves, said),) = run_processes(fetched_together, world=1)
+    assert leaves == [True, True, False]
+    assert "transformer_moe_cls_names: the Linear has no Sequential, LayerNorm" in said
+
+
+def saved_by_deepspeed(folder: str) -> bool:
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_save_16bit_model=True)
+    ours, model = accelerator(plugin, mixed_precision="bf16"), network()
+    engine: Any = ours.prepare(model, sgd(model.parameters()))[0]
+    engine.save_16bit_model(folder, "model.bin")
+    ours.wait_for_everyone()
+    saved, live = torch.load(f"{folder}/model.bin"), dict(ours.iter_weights(engine))
+    same = saved.keys() == live.keys() and all(torch.equal(saved[name], live[name]) for name in live)
+    ours.end_training()
+    return same and {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+def test_deepspeeds_own_save_of_16_bits_gathers_where_it_is_asked_to(tmp_path: Path) -> None:
+    assert run_processes(saved_by_deepspeed, str(tmp_path)) == [True, True]
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -165,8 +226,8 @@ def unknown_width() -> None:
     ours.prepare(model, sgd(model.parameters()))
 
 
-def sequence_parallel() -> None:
-    accelerator(DeepSpeedPlugin(hf_ds_config={"sequence_parallel_size": 2}))
+def tensor_parallel() -> None:
+    accelerator(DeepSpeedPlugin(hf_ds_config={"tensor_parallel": {"autotp_size": 2}}))
 
 
 def _clipped(max_norm: float, norm_type: float, some: bool) -> None:
@@ -194,7 +255,7 @@ REFUSED: dict[Callable[[], None], str] = {
     mismatches: "train_micro_batch_size_per_gpu is 7 in the DeepSpeed config, but 4 by the prepared loaders'",
     no_json_optimizer: "a DummyOptim stands for the JSON's optimizer, but there is none",
     unknown_width: "nothing says what to fill in for zero_optimization.reduce_bucket_size",
-    sequence_parallel: "ranks would have to read the same batches",
+    tensor_parallel: "ranks would have to read the same batches",
     another_norm: "clip_grad_norm_ asks for 0.5, and gradient_clipping of the DeepSpeed config for 1.0",
     another_norm_type: "not by norm_type=1",
     some_parameters: "has more than were given",

@@ -160,10 +160,11 @@ def engine_settings(made: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
 
     What the engine is told is so: windows of one, no clipping, a step wherever `step` is called.
     """
-    told = dict(made)
+    # To the engine a part of a sequence is as good as a batch.
+    told = {key: made[key] for key in made if key not in ("sequence_parallel_size", "data_parallel_size")}
     told |= {
         "gradient_accumulation_steps": 1,
-        "train_batch_size": made["train_micro_batch_size_per_gpu"] * unit.run.topology.readers,
+        "train_batch_size": made["train_micro_batch_size_per_gpu"] * unit.run.world.size,
         "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0,
     }

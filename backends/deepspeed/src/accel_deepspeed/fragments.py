@@ -15,6 +15,8 @@ from accel_core import CheckpointError, Leaf, flat_range, leaf_of, whole
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from accel_core import Unit
+
 __all__ = ["Fragment", "fragments", "live_part", "nowhere", "shape_of", "unstepped"]
 
 
@@ -68,13 +70,15 @@ def live_part(fragment: Fragment) -> Tensor:
     return parameter.detach().view(-1)[fragment.start : fragment.start + fragment.numel]
 
 
-def fragments(optimizer: Any, names: Mapping[nn.Parameter, str]) -> Iterator[Fragment]:
+def fragments(unit: Unit) -> Iterator[Fragment]:
     """What this rank steps of each parameter, possibly nothing of it; in the order of the optimizer's groups.
 
     Raises:
         CheckpointError: state is where it cannot be read, or laid out in a way not known here.
     """
-    for group, flat, partitions, parts in _layout(optimizer):
+    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    (engine,) = unit.wrapped
+    for group, flat, partitions, parts in _layout(engine.optimizer):
         copies = partitions < dist.get_world_size()
         for parameter, at, start, numel in parts:
             place = (start, flat, at, numel) if numel > 0 else (0, flat, 0, 0)

@@ -92,7 +92,7 @@ def dismantle(engine: Any) -> None:
     offload = getattr(optimizer, "parameter_offload", None)
     for holder in (engine, optimizer, offload, *engine.module.parameters()):
         for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
-            if _is_group(value):
+            if _is_group(value) or (value is optimizer and holder is not engine):
                 setattr(holder, name, None)
 
 

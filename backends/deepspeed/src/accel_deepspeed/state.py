@@ -57,7 +57,7 @@ class EngineState:
         """Of a stepped parameter the master, in as many boxes as its range on this rank needs."""
         leaves: dict[str, Leaf] = dict(self.below.model_state(unit))
         leaves |= {name: unstepped(parameter) for name, parameter in unit.named_parameters().items()}
-        leaves |= {each.name: each.of(each.flat) for each in _fragments(unit)}
+        leaves |= {each.name: each.of(each.flat) for each in fragments(unit)}
         others = {name: nowhere(parameter) for name, parameter in elsewhere(unit).items()}
         return dict(sorted({**leaves, **others}.items())) if others else leaves
 
@@ -67,7 +67,7 @@ class EngineState:
         base, scalars = _base(unit), self._loading.get(unit, {})
         names: list[list[str]] = [[] for _ in base.param_groups]
         leaves: dict[str, Leaf] = {}
-        for each in _fragments(unit):
+        for each in fragments(unit):
             names[each.group].append(each.name)
             for key, value in base.state.get(each.flat, {}).items():
                 path = f"{each.name}/{key}"
@@ -152,15 +152,8 @@ def _base(unit: Unit) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _fragments(unit: Unit) -> Iterator[Fragment]:
-    (engine,) = unit.wrapped
-    return fragments(
-        engine.optimizer, {parameter: name for name, parameter in unit.named_parameters().items()}
-    )
-
-
 def _by_flat(unit: Unit) -> Iterator[tuple[Tensor, list[Fragment]]]:
-    for _, parts in groupby(_fragments(unit), key=lambda each: id(each.flat)):
+    for _, parts in groupby(fragments(unit), key=lambda each: id(each.flat)):
         listed = list(parts)
         yield listed[0].flat, listed
 
@@ -257,7 +250,7 @@ def _refresh(unit: Unit) -> None:
         optimizer.partition_all_parameters()
         keep_available(optimizer)
     else:
-        for each in _fragments(unit):
+        for each in fragments(unit):
             live_part(each).copy_(each.cut(each.flat))
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()

@@ -17,6 +17,7 @@ from accel_deepspeed.initializing import sharded_init
 from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
+from accel_deepspeed.ulysses import SharedSequences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepSpeed", "make", "select"]
 
+Kind = Literal["model", "optimizer", "scheduler", "dataloader"]
 
 _OFF: Final = (None, False, 0, 1)
 _NOT_SERVED: Final = {
-    "sequence_parallel_size": "ranks would have to read the same batches; leave it out",
     "tensor_parallel.autotp_size": "ranks would have to read the same batches; leave it out",
     "expert_parallel.enabled": "it replaces parameters under the optimizer; use deepspeed.moe.layer.MoE",
     "managed_gradient_accumulation": "micro-batches are counted by the run; leave it out",
@@ -59,7 +60,7 @@ def select(run: Run, name: str) -> None:
     run.stack = evolve(run.stack, default=name)
 
 
-class DeepSpeed(EngineState):
+class DeepSpeed(SharedSequences, EngineState):
     """All stages, without a loss scale."""
 
     below: Any
@@ -70,6 +71,7 @@ class DeepSpeed(EngineState):
         self.run = run
         self.gradients: dict[Unit, Gradients] = {}
         self._units: set[Unit] = set()
+        self.sharing = int(config.deepspeed_config.get("sequence_parallel_size", 1))
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -86,12 +88,10 @@ class DeepSpeed(EngineState):
     # -- prepare ---------------------------------------------------------------------------------
 
     @implements(hooks.kind_of)
-    def kind_of(self, object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
-        if isinstance(object, DummyOptim):
-            return "optimizer"
-        if isinstance(object, DummyScheduler):
-            return "scheduler"
-        kind: Literal["model", "optimizer", "scheduler", "dataloader"] | None = self.below.kind_of(object)
+    def kind_of(self, object: object) -> Kind | None:
+        if isinstance(object, (DummyOptim, DummyScheduler)):
+            return "optimizer" if isinstance(object, DummyOptim) else "scheduler"
+        kind: Kind | None = self.below.kind_of(object)
         return kind
 
     @implements(hooks.refuse_unit)
@@ -231,7 +231,7 @@ class DeepSpeed(EngineState):
         held = self.gradients[unit]
         held.reduce()
         if num_items is not None:
-            held.multiply(self.run.topology.readers / torch.where(num_items > 0, num_items, 1.0))
+            held.multiply(self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0))
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(

@@ -37,7 +37,7 @@ def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
             for parameter in partitioned:
                 parameter.ds_active_sub_modules.discard(_USER)
     if writeback:
-        _keep_written(unit, engine.optimizer, names)
+        _keep_written(unit, names)
     if partitioned:
         keep_available(engine.optimizer)
 
@@ -49,11 +49,9 @@ def keep_available(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def _keep_written(unit: Unit, optimizer: Any, names: set[str]) -> None:
+def _keep_written(unit: Unit, names: set[str]) -> None:
     """Masters take over what was written; the rest keeps the digits that forward's copy has no place for."""
-    for each in fragments(
-        optimizer, {parameter: name for name, parameter in unit.named_parameters().items()}
-    ):
+    for each in fragments(unit):
         if each.name in names:
             master = each.cut(each.flat)
             written = live_part(each).to(master.device)
