@@ -246,8 +246,15 @@ class Restoration:
 
     def _random(self) -> None:
         streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")
-        if self._same_world and streams.keys() == self.run.hooks.rng_state().keys():
-            self._actions.append(partial(self.run.hooks.set_rng_state, streams))
+        here = self.run.hooks.rng_state().keys()
+        # "kind:index" is a device that the process sees beside the run's own.
+        beside = sorted(name for name in streams.keys() ^ here if ":" in name)
+        if self._same_world and streams.keys() ^ here == {*beside}:
+            if beside:
+                seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
+                self._problems.warn(f"{seen}; the random streams of all others go on")
+            known = {name: state for name, state in streams.items() if name in here}
+            self._actions.append(partial(self.run.hooks.set_rng_state, known))
             return
         first = self.checkpoint.decode(self.checkpoint.own(0)["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)

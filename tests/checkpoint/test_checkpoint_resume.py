@@ -20,6 +20,7 @@ from accel_core.checkpoint.commit import new_save_id, partial_folder
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
 from accel_core.errors import CheckpointError
+from accel_core.native import state
 
 
 class Prepared:
@@ -264,6 +265,26 @@ def test_state_of_a_plugin_that_is_not_in_this_stack_is_left_out_and_said(prepar
     with caplog.at_level(logging.WARNING):
         prepared(network).accelerator.load_state(tmp_path / "here")
     assert "state of plugin fp16, which is not in this stack, is left out" in caplog.text
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["fewer", "more"])
+def test_other_devices_beside_the_runs_own_are_said_once_and_the_rest_goes_on(
+    prepared, tmp_path, monkeypatch, caplog, saved
+):
+    many = {f"chip:{index}": torch.zeros(1, dtype=torch.uint8) for index in range(1, 8)}
+    one = state.rng_state
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "rng_state", lambda run: one(run) | (many if saved else {}))
+        first = prepared(network, steps=1)
+        first.accelerator.save_state(tmp_path / "state")
+        expected = torch.rand(3)
+    monkeypatch.setattr(state, "rng_state", lambda run: one(run) | ({} if saved else many))
+    second = prepared(network)
+    second.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(torch.rand(3), expected)
+    said = [record.message for record in caplog.records if "visible" in record.message]
+    assert len(said) == 1
+    assert "chip:1, chip:2" in said[0]
 
 
 def test_every_random_stream_goes_on(prepared, tmp_path):

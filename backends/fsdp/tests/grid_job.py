@@ -179,6 +179,23 @@ def built_on_meta(name):
     return found
 
 
+def overflowed(name):
+    """Whether each of two optimizers skips its step when one rank's part of a split layer overflows."""
+    accelerator = Accelerator(cpu=True)
+    model, data = model_and_data(name)
+    optimizers = [torch.optim.SGD(block.parameters(), lr=0.1) for block in model.blocks]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    words, following = next(iter(DataLoader(data, BATCH)))
+    accelerator.backward(loss_of(model, words, following))
+    if accelerator.process_index == accelerator.num_processes - 1:
+        model.blocks[1].up.weight.grad.to_local().fill_(float("inf"))
+    for optimizer in optimizers:
+        optimizer.step()
+    found = [optimizer.step_was_skipped for optimizer in optimizers]
+    accelerator.end_training()
+    return found
+
+
 def saved(name, folder, steps):
     """Train some steps, save, and give what the rest of the training gives."""
     return _continued(name, folder, steps, load=False)

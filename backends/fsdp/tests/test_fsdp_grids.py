@@ -86,6 +86,11 @@ def test_a_loss_scale_is_taken_off_on_every_mesh():
         assert mine[0] == pytest.approx(losses, rel=2e-2)
 
 
+def test_an_overflow_in_one_ranks_part_of_a_layer_skips_the_step_on_all():
+    variables = grid_job.environment({"tp": 2}, PLAN, **HALF)
+    assert run_processes(grid_job.overflowed, "gpt", world=4, environment=variables) == [[False, True]] * 4
+
+
 @pytest.mark.parametrize("kernels", ["foreach", "fused"])
 def test_optimizers_that_step_all_parameters_at_once(kernels):
     assert_as_plain(train("gpt", {"tp": 2}, PLAN, **{kernels: True}), "gpt")

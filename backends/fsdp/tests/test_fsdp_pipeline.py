@@ -157,12 +157,3 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
 def test_version_1_has_no_stages():
     with pytest.raises(ValueError, match="pp_size is for fsdp_version 2"):
         FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)
-
-
-def half():
-    return problem.complaint(problem.accelerator_of, pp_size=2, mixed_precision="fp16")
-
-
-def test_loss_scales_are_refused():
-    for said in run_processes(half, world=2):
-        assert "bf16" in said.splitlines()[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_core import Accelerator, World
+from accel_core import Accelerator, ConfigError, World
 from accel_core.testing import run_processes
 from accel_core.testing.simulated.pretence import pretend
 from accel_hpu import HpuConfig, device, machine
@@ -187,6 +189,65 @@ def test_lazy_mode_cannot_compile(
     assert made.refuse(compiling("no")) == []
 
 
+# -- buckets -------------------------------------------------------------------------------------
+
+BUCKETS = HpuConfig(buckets=(4, 8))
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, batch: Any, config: HpuConfig = BUCKETS) -> Any:
+    return plugin(monkeypatch, Gaudi(), config).place_batch(None, batch, DEVICE)
+
+
+@pytest.mark.parametrize(("length", "becomes"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_sequences_are_padded_to_the_next_bucket(
+    here: Path, monkeypatch: pytest.MonkeyPatch, length: int, becomes: int
+) -> None:
+    batch = {name: torch.ones(2, length, dtype=torch.long) for name in ("input_ids", "labels", "weights")}
+
+    found = placed(monkeypatch, batch)
+
+    assert found["input_ids"].tolist() == [[1] * length + [0] * (becomes - length)] * 2
+    assert found["labels"].tolist() == [[1] * length + [-100] * (becomes - length)] * 2
+    assert found["weights"].shape == (2, length)  # nobody said with what
+
+
+def test_features_of_each_position_are_padded_along_the_sequence(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = HpuConfig(buckets=(4,), padding={"0": 7.0})
+
+    inputs, targets = placed(monkeypatch, (torch.zeros(2, 3, 5), torch.zeros(2)), config)
+
+    assert inputs.shape == (2, 4, 5)
+    assert inputs[:, 3].unique().tolist() == [7.0]
+    assert targets.shape == (2,)
+
+
+def test_a_sequence_longer_than_every_bucket_is_an_error_not_cut(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="input_ids of this batch has length 9, the longest bucket is 8"):
+        placed(monkeypatch, {"input_ids": torch.zeros(1, 9)})
+
+
+def test_unless_asked_batches_stay_as_they_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": torch.zeros(1, 9)}
+
+    assert placed(monkeypatch, batch, HpuConfig()) is batch
+    assert batch["input_ids"].shape == (1, 9)
+
+
+def test_padding_is_a_graph_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gaudi = Gaudi()
+    plugin(monkeypatch, gaudi, BUCKETS).mark_step("batch")
+
+    assert gaudi.cuts == 1
+
+
+def test_the_order_of_buckets_does_not_matter() -> None:
+    assert HpuConfig(buckets=[8, 4, 8]).buckets == (4, 8)
+
+
 @pytest.mark.parametrize(("chip", "able"), [("GAUDI", {"bf16"}), ("GAUDI3", {"bf16", "fp16"})])
 def test_fp16_depends_on_the_chip(
     here: Path, monkeypatch: pytest.MonkeyPatch, chip: str, able: set[str]
@@ -199,3 +260,37 @@ def test_hccl_is_registered_before_it_is_named(here: Path, monkeypatch: pytest.M
 
     assert plugin(monkeypatch, gaudi).communication_backend(DEVICE) == {"cpu": "hccl"}
     assert gaudi.imported[-1] == "distributed.hccl"
+
+
+# -- against the vendor's own use of its software -------------------------------------------------
+
+source = pytest.mark.skipif(
+    "ACCEL_TEST_VENDOR" not in os.environ, reason="optimum-habana is not at hand (ACCEL_TEST_VENDOR)"
+)
+
+
+def handed(name: str) -> list[set[str | None]]:
+    """Keywords of each call in optimum-habana of a `name`, or of what `name()` gave."""
+    files = (Path(os.environ["ACCEL_TEST_VENDOR"]) / "optimum" / "habana").rglob("*.py")
+    trees = (ast.parse(text) for file in files if name in (text := file.read_text()))
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    ends = [(call, ast.unparse(call.func).removesuffix("()").rpartition(".")[2]) for call in calls]
+    return [{keyword.arg for keyword in call.keywords} for call, end in ends if end == name]
+
+
+@source
+def test_gaudis_own_trainer_records_models_as_we_do() -> None:
+    assert {"model", "allow_unused_input", "inplace"} in handed("ModuleCacher")
+
+
+@source
+def test_gaudis_own_trainer_cuts_graphs_as_we_do() -> None:
+    assert set() in handed("mark_step")
+
+
+@source
+@pytest.mark.parametrize("word", ["'hccl'", "'hpu_backend'", "'PT_HPU_LAZY_MODE', '1'"])
+def test_gaudis_own_trainer_has_our_words(word: str) -> None:
+    folder = Path(os.environ["ACCEL_TEST_VENDOR"]) / "optimum" / "habana"
+
+    assert any(word in file.read_text().replace('"', "'") for file in folder.rglob("*.py"))

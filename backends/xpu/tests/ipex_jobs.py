@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -74,7 +73,6 @@ def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, inputs: 
 
 def ours(name: str, config: IpexConfig | None = None, **arguments: Any) -> tuple[list[float], bool, str]:
     """Losses, whether the step is fused, and the class that the LSTM has become."""
-    warnings.filterwarnings("ignore", "torch_ipex::ipex_lstm")
     accelerator = Accelerator(device="cpu", plugins=[config or IpexConfig()], **arguments)
     model, optimizer, _ = parts = made(name)
     losses = steps(accelerator, *accelerator.prepare(*parts), batches())
@@ -84,6 +82,20 @@ def ours(name: str, config: IpexConfig | None = None, **arguments: Any) -> tuple
 
 def bf16(name: str) -> tuple[list[float], bool, str]:
     return ours(name, mixed_precision="bf16")
+
+
+def several() -> tuple[list[bool], list[bool]]:
+    """Of two optimizers of one model: whether each is fused, and holds the model's parameters of now."""
+    accelerator = Accelerator(device="cpu", plugins=[IpexConfig(optimize_lstm=True)])
+    torch.manual_seed(0)
+    model = Net()
+    head = torch.optim.SGD([*model.lstm.parameters(), *model.head.parameters()], 0.1)
+    optimizers = [torch.optim.SGD(model.conv.parameters(), 0.1), head]
+    prepared, *_ = accelerator.prepare(model, *optimizers)
+    now = {id(parameter) for parameter in prepared.parameters()}
+    held = [all(id(p) in now for group in each.param_groups for p in group["params"]) for each in optimizers]
+    accelerator.end_training()
+    return [bool(getattr(each, "fused", False)) for each in optimizers], held
 
 
 def hooked() -> int:
@@ -100,7 +112,6 @@ def hooked() -> int:
 def saved(folder: str) -> list[float]:
     """Losses after a save by a run with ipex."""
     accelerator = Accelerator(device="cpu", plugins=[IpexConfig(optimize_lstm=True)])
-    warnings.filterwarnings("ignore", "torch_ipex::ipex_lstm")
     prepared = accelerator.prepare(*made("Adam"))
     steps(accelerator, *prepared, batches()[:2])
     accelerator.save_state(folder)

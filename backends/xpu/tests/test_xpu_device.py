@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import ConfigError
+from accel_core import ConfigError, World
 from accel_core.testing import Recorder
 from accel_xpu import XpuConfig, machine
 from accel_xpu.device import XpuDevice, verify
@@ -128,6 +128,49 @@ def test_tf32_is_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch
     plugin(XpuConfig(tf32=asked)).select_device(None)  # type: ignore[arg-type]
 
     assert made == [asked]
+
+
+UUID = bytes([0x86, 0x80, 0xD5, 0x0B, 0x2F, 0, 0, 0, 0x9A, 0, 0, 0, 0, 0, 0, 0])
+
+
+@pytest.fixture
+def near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xpu: Recorder) -> list[set[int]]:
+    """GPU 0 is near CPUs 2, 3 and 8, of which this process may use 0 to 5. What it is pinned to."""
+    cpus = tmp_path / "sys/bus/pci/devices/0000:9a:00.0/local_cpulist"
+    cpus.parent.mkdir(parents=True)
+    cpus.write_text("2-3,8\n")
+    pinned: list[set[int]] = []
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: pinned.append(cpus), raising=False)
+    xpu.answers("get_device_properties", SimpleNamespace(uuid=UUID))
+    return pinned
+
+
+def test_a_process_is_pinned_to_the_cpus_nearest_its_gpu_that_it_may_use(near: list[set[int]]) -> None:
+    plugin(XpuConfig(numa_affinity=True)).set_affinity(World())
+
+    assert near == [{2, 3}]
+
+
+def test_unless_asked_nothing_is_pinned(near: list[set[int]]) -> None:
+    plugin().set_affinity(World())
+
+    assert near == []
+
+
+@pytest.mark.parametrize(
+    "uuid", [UUID[:8] + bytes(8), bytes(16), b""], ids=["elsewhere", "not Intel's", "none"]
+)
+def test_where_the_place_is_unknown_nothing_is_pinned_and_that_is_said(
+    near: list[set[int]], xpu: Recorder, caplog: pytest.LogCaptureFixture, uuid: bytes
+) -> None:
+    xpu.answers("get_device_properties", SimpleNamespace(uuid=uuid))
+
+    plugin(XpuConfig(numa_affinity=True)).set_affinity(World())
+
+    assert near == []
+    assert "no usable CPU is known to be near" in caplog.text
 
 
 def test_a_report_for_maintainers_lists_the_gpus(xpu: Recorder) -> None:

@@ -112,7 +112,7 @@ def ours(causal=True, batch_size=4, epochs=7, form="accumulate", accelerator=Non
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    weight = accelerator.unwrap_model(model).head.weight.detach().clone()
+    weight = accelerator.get_state_dict(model)["head.weight"].detach().clone()
     shape = tuple(batch["input_ids"].shape)
     accelerator.end_training()
     return losses, weight, shape

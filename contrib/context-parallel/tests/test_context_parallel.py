@@ -65,6 +65,18 @@ def test_pairs_of_ranks_share_sequences_and_read_apart_from_other_pairs():
         assert found[2] == (2, LENGTH // 2)
 
 
+def under_fsdp(batch_size):
+    return cp_problem.ours(batch_size=batch_size, size=2, strategy="fsdp")
+
+
+@pytest.mark.together
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shards):
+    environment = {"ACCEL__FSDP__DP_SHARD_SIZE": str(shards)}
+    for found in run_processes(under_fsdp, 4 // shards, world=world, environment=environment):
+        assert_same(found, cp_problem.plain())
+
+
 def alone():
     return cp_problem.ours(strategy="single")
 

@@ -47,12 +47,6 @@ class Pipelined(Sharded):
     def owns(self, config: RunConfig) -> Sequence[str]:
         return ["schedule"]
 
-    @implements(hooks.refuse)
-    def refuse(self, config: RunConfig) -> Sequence[str]:
-        if config.mixed_precision != "fp16":
-            return []
-        return ["fp16: each stage of a pipeline would skip steps of its own\nchoose mixed_precision: bf16"]
-
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "parallelize":
@@ -87,7 +81,15 @@ class Pipelined(Sharded):
         if steps.step_context is not None:
             around = steps.step_context(unit, taken[0])
         with around:
-            return self._pipes[unit.models[0]].run(taken, forward_loss, forward_only=forward_only)
+            scale = None if forward_only else self._scale(unit)
+            return self._pipes[unit.models[0]].run(taken, forward_loss, scale)
+
+    def _scale(self, unit: Unit) -> Tensor:
+        """What the layers below multiply losses by, before they begin a window's backward."""
+        one = torch.ones((), device=self.run.device, requires_grad=True)
+        self.below.backward(unit, one, True, {})
+        assert one.grad is not None
+        return one.grad
 
     # -- state: every name on every rank, tensors where they are -----------------------------------
 
@@ -142,6 +144,7 @@ class _Window:
 
     batches: Sequence[Any]
     forward_loss: ForwardLoss
+    scale: Tensor | float
     outputs: dict[int, Any]
 
 
@@ -189,9 +192,10 @@ class Pipe:
         running, pieces = cut(model, points, range(rank, stages, ranks))
         return cls(model, kind, running, pieces, group, device)
 
-    def run(self, batches: Sequence[Any], forward_loss: ForwardLoss, *, forward_only: bool) -> StepOutput:
-        """Forward and backward of all micro-batches. Collective."""
-        self.window = window = _Window(batches, forward_loss, {})
+    def run(self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None) -> StepOutput:
+        """Forward and backward of all micro-batches, losses times `scale`; None: no backward. Collective."""
+        forward_only = scale is None
+        self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, {})
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches, forward_only)
         last = (self.stages - 1) % self.group.size() == self.rank
@@ -299,7 +303,7 @@ class _Stage(nn.Module):
         if isinstance(loss, DTensor):  # of logits that are left split
             loss = loss.full_tensor()
         window.outputs[at] = (loss.detach(), output)
-        return (loss / len(window.batches)).view(1)  # schedules concatenate what the last stage gives
+        return (loss * window.scale / len(window.batches)).view(1)  # schedules concatenate them
 
 
 @contextmanager

@@ -6,17 +6,38 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from accel_fsdp.config import DTYPES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
     from accel_core import Run
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["mixed_precision"]
+__all__ = ["SharedScaler", "mixed_precision"]
 
 POLICIES: Final[Mapping[int, type]] = {1: MixedPrecision, 2: MixedPrecisionPolicy}
+
+
+class SharedScaler(GradScaler):
+    """A loss scaler whose overflows are those of all ranks, whatever they hold of the model.
+
+    torch's own asks the mesh and placement of an optimizer's first gradient only, and nobody of other stages.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = found or {found_inf.device: found_inf}  # a rank may have none of the optimizer's parameters
+        anywhere = torch.stack([each.to(found_inf.device) for each in found.values()]).amax()
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        return {device: anywhere.to(device) for device in found}
 
 
 def mixed_precision(config: FullyShardedDataParallelPlugin, run: Run) -> Any:

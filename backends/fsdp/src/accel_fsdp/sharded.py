@@ -17,13 +17,14 @@ from accel_core import hooks, implements
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
-from accel_fsdp.precision import mixed_precision
+from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -74,6 +75,12 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return _quiet([module for model in models for module in _sharded(model)])
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> GradScaler | None:
+        if self.below.grad_scaler(unit) is None:
+            return None
+        return SharedScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(

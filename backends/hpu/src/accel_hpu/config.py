@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from attrs import frozen
 
 from accel_core import option
 
 __all__ = ["HpuConfig"]
+
+
+def _lengths(value: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({int(length) for length in value}))
+
+
+def _usual() -> dict[str, float]:
+    return {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100}
 
 
 @frozen(kw_only=True)
@@ -18,4 +28,13 @@ class HpuConfig:
     )
     graphs: bool = option(
         False, help="Replay a model's recorded forward and backward; wants lazy mode and few batch shapes."
+    )
+    buckets: Sequence[int] = option(
+        factory=tuple,
+        converter=_lengths,
+        help="Lengths to which batches are padded: each length is compiled once, others never.",
+    )
+    padding: Mapping[str, float] = option(
+        factory=_usual,
+        help="Entry of a batch that is padded, in dimension 1 -> with what; of tuples: 0, 1, ...",
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_core import hooks, implements
 from accel_hpu import machine
+from accel_hpu.buckets import padded
 from accel_hpu.config import HpuConfig
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["HpuDevice", "vendor", "verify"]
 
 FIRST_GENERATION: Final = "GAUDI"
+_CUTS: Final = ("backward", "step")
 
 
 def vendor(module: str) -> Any:
@@ -76,10 +78,15 @@ class HpuDevice:
             self._hpu.ModuleCacher()(model=model, allow_unused_input=True, inplace=True)
         return model
 
+    @implements(hooks.place_batch)
+    def place_batch(self, unit: Unit | None, batch: Any, device: torch.device) -> Any:
+        return padded(batch, self.config.buckets, self.config.padding) if self.config.buckets else batch
+
     @implements(hooks.mark_step)
     def mark_step(self, point: str) -> None:
-        # A value that the host reads ends a graph by itself; so does a copy of state.
-        if self._cut is not None and point in ("backward", "step"):
+        # A value that the host reads ends a graph by itself; so does a copy of state. Padding has a graph
+        # of its own: in the model's, there would be one for each length again.
+        if self._cut is not None and (point in _CUTS or (point == "batch" and self.config.buckets)):
             self._cut()
 
     @implements(hooks.memory_stats)

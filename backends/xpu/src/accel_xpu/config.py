@@ -14,6 +14,7 @@ class XpuConfig:
     """Switches of this process's Intel GPU libraries. Section `xpu`."""
 
     tf32: bool | None = option(None, help="Let float32 matrix products use TF32: faster, fewer bits.")
+    numa_affinity: bool = option(False, help="Pin each process to the CPUs nearest its GPU.")
 
 
 @frozen(kw_only=True)
@@ -23,9 +24,7 @@ class IpexConfig:
     fuse_update_step: bool | None = option(
         None, help="One kernel for the optimizer's step; true: an error where ipex has none for it."
     )
-    optimize_lstm: bool = option(
-        False, help="Replace LSTMs by ipex's own, on CPUs; torch warns of their backward."
-    )
+    optimize_lstm: bool = option(False, help="Replace LSTMs by ipex's own, on CPUs.")
     auto_kernel_selection: bool = option(
         False, help="Choose kernels by shape, for more speed and more memory, on CPUs."
     )

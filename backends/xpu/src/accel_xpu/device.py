@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from accel_core import Run, World
 
 __all__ = ["XpuDevice", "verify"]
+
+logger = logging.getLogger(__name__)
 
 
 def verify() -> str | None:
@@ -62,6 +65,21 @@ class XpuDevice:
                 "install a torch that has it (2.8 and later), or train in one process: accel launch -n 1"
             )
         return {device.type: "xccl"}
+
+    @implements(hooks.set_affinity)
+    def set_affinity(self, world: World) -> None:
+        if not self.config.numa_affinity:
+            return
+        if not hasattr(os, "sched_setaffinity"):
+            logger.warning("CPU affinity is left as it is: this operating system has none")
+            return
+        uuid = torch.xpu.get_device_properties(world.local_rank).uuid
+        # CPUs that the process may not use already (taskset, a container's limit) stay out.
+        near = machine.cpus_near(bytes(getattr(uuid, "bytes", uuid))) & os.sched_getaffinity(0)
+        if not near:
+            logger.warning("CPU affinity is left as it is: no usable CPU is known to be near this GPU")
+            return
+        os.sched_setaffinity(0, near)
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import asdict
 from torch.optim import Optimizer
@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["Ipex"]
 
 
+_UNUSUAL: Final = r"(aten::layer_norm|torch_ipex::\w+): an autograd kernel was not registered"
+
+
 class Ipex:
     """Extension `ipex`. Models without an optimizer stay as they are."""
 
     def __init__(self, config: IpexConfig | None, run: Run) -> None:
         self.config = config or IpexConfig()
         self.run = run
+        # It gives its operators, and one of torch's, a backward of which torch warns when it runs.
+        warnings.filterwarnings("ignore", _UNUSUAL, UserWarning)
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -46,34 +51,31 @@ class Ipex:
             reasons.append("ipex has optimize_lstm and auto_kernel_selection for CPUs only; leave them unset")
         if optimizers and not models:
             reasons.append("ipex optimizes a model and its optimizer together; prepare them in one call")
-        if any(len(_optimizers_of(model, optimizers)) > 1 for model in models):
-            reasons.append("ipex takes one optimizer a model; give it one with groups, or leave ipex out")
         return reasons
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-        mine = _optimizers_of(model, unit.optimizers)
-        if phase == "convert" and mine:
-            model = self._optimized(model, *mine)
+        if phase == "convert":
+            for number, optimizer in enumerate(_optimizers_of(model, unit.optimizers)):
+                model = self._optimized(model, optimizer, again=number > 0)
         return model
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:
         return {"intel-extension-for-pytorch": metadata.version("intel-extension-for-pytorch")}
 
-    def _optimized(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    def _optimized(self, model: nn.Module, optimizer: Optimizer, again: bool) -> nn.Module:
         if self.run.device.type == "xpu":  # it optimizes for where the parameters are
             model = model.to(self.run.device)
         training, step = model.training, optimizer.step
         model.training = True  # its word for "has an optimizer", asked of the outermost module alone
-        with warnings.catch_warnings():  # of its own deprecated functions
-            warnings.simplefilter("ignore", FutureWarning)
+        options = {"inplace": True, "weights_prepack": False, **asdict(self.config)}
+        options["optimize_lstm"] = self.config.optimize_lstm and not again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of its own deprecated functions
             import intel_extension_for_pytorch as ipex
 
-            options = asdict(self.config)
-            model, same = ipex.optimize(
-                model, optimizer=optimizer, inplace=True, weights_prepack=False, **options
-            )
+            model, same = ipex.optimize(model, optimizer=optimizer, **options)
         model.training = training
         assert same is optimizer
         if getattr(optimizer, "fused", False):

@@ -8,7 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
+__all__ = ["cpus_near", "gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
 
 VISIBLE = "ZE_AFFINITY_MASK"
 INTEL = "0x8086"
@@ -66,6 +66,22 @@ def gpus() -> list[Path]:
         for name, vendor in vendors.items()
         if vendor.exists() and vendor.read_text().strip() == INTEL
     ]
+
+
+def cpus_near(uuid: bytes) -> set[int]:
+    """The CPUs nearest the GPU with this UUID; empty where that is unknown.
+
+    Level Zero's UUID, little-endian: vendor, device, revision, PCI domain (2 bytes each), bus, device,
+    function (1 each), padding, sub-device (intel/compute-runtime, generateUuidFromPciBusInfo).
+    """
+    if len(uuid) != 16 or int.from_bytes(uuid[:2], "little") != int(INTEL, 16):
+        return set()
+    domain, (bus, device, function) = int.from_bytes(uuid[6:8], "little"), uuid[8:11]
+    address = f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
+    file = ROOT / "sys/bus/pci/devices" / address / "local_cpulist"
+    parts = file.read_text().strip().split(",") if file.exists() else []
+    ends = [part.partition("-") for part in parts if part]
+    return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _version(distribution: str) -> str | None:
