@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accel_fsdp.checks import STRATEGIES
 from fsdp_problem import GPT, accelerator, net, plugin
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,11 +22,11 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, ConfigError, LocalSGD
+from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.config import STRATEGIES
 from accel_fsdp.wrapping import groups
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -244,6 +245,33 @@ def test_what_needs_whole_weights_on_a_rank_is_refused_and_does_not_hang(version
     for local, uneven in run_processes(apart_and_uneven, version):
         assert "is sharded" in local
         assert "cannot train on ranks that run out of batches apart" in uneven
+
+
+def left_over(version: int, trains: bool) -> tuple[int, str]:
+    run = accelerator(plugin("mlp", version), DataLoaderConfiguration(even_batches=False))
+    data = DataLoader(TensorDataset(torch.randn(5, 6)), 1)
+    model = net("mlp")
+    model, _, data = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    seen, said = 0, "nothing"
+    try:
+        for (x,) in data:
+            with torch.set_grad_enabled(trains):
+                loss = model(x).sum()
+            if trains:
+                run.backward(loss)
+            seen += 1
+    except AccelError as error:
+        said = str(error)
+    run.end_training()
+    return seen, said
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(version: int, trains: bool) -> None:
+    (first, said), other = run_processes(left_over, version, trains)
+    assert (first, other) == (2, (2, "nothing"))
+    assert "not all of 2 readers have this batch" in said
 
 
 def test_the_options_of_the_readme_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
