@@ -82,7 +82,7 @@ class Run:
         self.homes = Homes()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
-        self.refuse: Callable[[Unit], None] | None = None
+        self.refuse: Callable[[Unit, bool], None] | None = None
         """While a batch is held that not every reader has: raises where a unit would wait for the others."""
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []

@@ -129,7 +129,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     units = trained if unit is None else (unit,)
     if run.refuse is not None:
         for each in units:
-            run.refuse(each)
+            run.refuse(each, True)
     doing = units[0] if len(units) == 1 else _one_of(run, units)
     if doing is not None and accumulation is not None and (window := doing.window).size != 1:
         loss = loss / window.size if window.items is None else loss

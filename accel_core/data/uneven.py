@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ def refusing(run: Run, loader: PreparedLoader) -> Iterator[None]:
     """While this rank holds such a batch, what would wait for the others raises."""
     with ExitStack() as stack:
         if run.world.size > 1:
-            outer, run.refuse = run.refuse, lambda unit: _training(run, loader, unit, "backward")
+            outer, run.refuse = run.refuse, partial(_step, run, loader)
             stack.callback(setattr, run, "refuse", outer)
             for unit in run.units:
                 before = _forward(run, loader, unit)
@@ -44,6 +45,13 @@ def _forward(run: Run, loader: PreparedLoader, unit: Unit) -> Callable[[nn.Modul
             _training(run, loader, unit, "forward")
 
     return before  # a closure: copies of the model share it, where they could not copy the run
+
+
+def _step(run: Run, loader: PreparedLoader, unit: Unit, trains: bool) -> None:
+    if trains:
+        _training(run, loader, unit, "backward")
+    elif unit.gathers:
+        _refuse(run, loader, unit, "forward")
 
 
 def _training(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:

@@ -167,8 +167,8 @@ class Training:
         unit.window.items = None
         size = unit.window.size
         self.run.window = unit.window
-        if self.run.refuse is not None and not forward_only:
-            self.run.refuse(unit)
+        if self.run.refuse is not None:
+            self.run.refuse(unit, not forward_only)
         try:
             output: StepOutput = unit.steps.forward_backward(
                 unit, iter(batches), forward_loss, microbatches or size, forward_only

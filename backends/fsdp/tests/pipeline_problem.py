@@ -176,6 +176,19 @@ def tied():
     return Gpt(tied=True)
 
 
+def built_on_meta(options):
+    """Losses, how much this rank holds, and whole weights that began without storage."""
+    accelerator = accelerator_of(**options)
+    with accelerator.model_init_context():
+        model = Gpt()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    losses, _ = train(accelerator, model, optimizer, range(2))
+    held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+    weights = {name: tensor.clone() for name, tensor in accelerator.iter_weights(model)}
+    accelerator.end_training()
+    return losses, held, weights
+
+
 def normed(options):
     """Buffers and the next random number after two steps of a model that norms batches and drops units."""
     accelerator = accelerator_of(**options)

@@ -24,9 +24,18 @@ ALL = "0,1,2,3,4"
         (SPLIT[0], (SPLIT[1], "tensor_parallel.tp_size=2"), "3,4", "4"),
         ("fsdp", ("fsdp.pp_size=-1", "fsdp.pp_schedule=1F1B"), ALL, "1,2"),
         ("fsdp", ("fsdp.pp_size=-1", "fsdp.pp_schedule=Interleaved1F1B"), ALL, "1,2"),
+        ("fsdp", ("fsdp.pp_size=2",), "3,4", "4"),
         pytest.param("fsdp+cp", ("fsdp.dp_shard_size=1",), ALL, "1,2", marks=pytest.mark.together),
     ],
-    ids=["replicas", "layers", "layers x shards", "stages", "interleaved stages", "sequences"],
+    ids=[
+        "replicas",
+        "layers",
+        "layers x shards",
+        "stages",
+        "interleaved stages",
+        "stages x shards",
+        "sequences",
+    ],
 )
 def test_it_conforms_on_a_mesh(
     tmp_path: Path, stack: str, settings: tuple[str, ...], levels: str, worlds: str

@@ -67,6 +67,16 @@ def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule):
     assert found[0]["held"] + found[2]["held"] == WHOLE  # of DTensors the whole is counted
 
 
+def test_a_model_may_be_built_on_the_meta_device():
+    (losses, one, weights), (others, other, same) = run_processes(problem.built_on_meta, PIPE, world=2)
+    assert losses == others
+    assert losses[1] < losses[0]
+    assert one + other == WHOLE
+    for name, weight in weights.items():
+        assert torch.equal(weight, same[name])
+        assert weight.isfinite().all(), name
+
+
 def test_the_first_step_draws_and_counts_no_more_than_others():
     ((counts, _),) = run_processes(problem.normed, {}, world=1)
     for mine, (first, second) in run_processes(problem.normed, {"pp_size": 2}, world=2):
