@@ -139,17 +139,19 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
     run_processes(refused, world=1)
 
 
-def accumulated() -> float:
+def accumulated(overlap: bool) -> float:
     """The same tokens in one window of two calls, and in one call: the weights that come of it, apart."""
     found = []
     for calls in (1, 2):
-        ours = accelerator(num_micro_batches=2)
+        ours = accelerator(num_micro_batches=2, other_megatron_args={"overlap_grad_reduce": overlap})
         ours.run.accumulation_steps = calls
         model = MODELS["gpt2"]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model, optimizer = ours.prepare(model, optimizer)
         batch = {"input_ids": batches(1)[0]["input_ids"], "labels": batches(1)[0]["input_ids"]}
-        rows = 8 // calls
+        topology = ours.run.topology
+        batch = {name: each[topology.reader :: topology.readers] for name, each in batch.items()}
+        rows = 8 // calls // topology.readers
         for at in range(calls):
             with ours.accumulate(model):
                 ours.backward(model(**{name: each[at * rows :][:rows] for name, each in batch.items()}).loss)
@@ -160,9 +162,24 @@ def accumulated() -> float:
     return max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
 
 
-def test_calls_accumulate_in_a_window() -> None:
-    (far,) = run_processes(accumulated, world=1)
-    assert far < 1e-6
+@pytest.mark.parametrize("overlap", [False, True])
+def test_calls_accumulate_in_a_window(overlap: bool) -> None:
+    assert all(far < 1e-6 for far in run_processes(accumulated, overlap))
+
+
+def read() -> list[list[float]]:
+    """Ranks of one model draw other random numbers while they read."""
+    ours = accelerator(tp_degree=2)
+    torch.manual_seed(ours.process_index)
+    data = [torch.rand(2) for _ in range(4)]
+    loader = ours.prepare(torch.utils.data.DataLoader(data, batch_size=2))
+    return [batch.flatten().tolist() for batch in loader]
+
+
+def test_ranks_of_one_model_train_on_what_the_first_has_read() -> None:
+    one, other = run_processes(read)
+    assert one == other
+    assert len(one) == 2
 
 
 def scheduled() -> tuple[list[list[float]], list[list[float]]]:

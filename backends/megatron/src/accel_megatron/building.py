@@ -138,6 +138,14 @@ def wrap(chunks: Chunks, plugin: MegatronLMPlugin) -> None:
             DistributedDataParallel(config, data_parallel, each, disable_bucketing=number > 0)
             for number, each in enumerate(inner)
         ]
+    if data_parallel.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([each.no_sync for each in chunks.run])
+        if len(chunks.run) > 1:
+            config.grad_sync_func = [each.start_grad_sync for each in chunks.run]
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
 
 
 def shards_of(piece: Piece, parameter: nn.Parameter, elements: Tensor, begin: int) -> Sequence[Any]:

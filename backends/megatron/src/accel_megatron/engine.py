@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,7 +181,7 @@ class Engine(nn.Module):
         sequence, size = _shape(batches, stages)
         chunks = self.chunks.run
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), self._silence():
             found = get_forward_backward_func()(
                 forward_step_func=self._step(forward_loss, scale),
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -197,6 +198,23 @@ class Engine(nn.Module):
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(loss, source, group=parallel_state.get_pipeline_model_parallel_group())
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
+
+    @contextmanager
+    def _silence(self) -> Iterator[None]:
+        """Inside a window gradients are not reduced while backward runs."""
+        config = self.chunks.config
+        noisy = config.no_sync_func
+        if noisy is None or self.unit is None or self.unit.window.boundary:
+            yield
+            return
+        config.no_sync_func = None
+        try:
+            with ExitStack() as stack:
+                for chunk in self.chunks.run:
+                    stack.enter_context(chunk.no_sync())
+                yield
+        finally:
+            config.no_sync_func = noisy
 
     def _step(self, forward_loss: ForwardLoss, scale: float) -> Callable[[Iterator[Any], Any], Any]:
         def step(batches: Iterator[Any], chunk: Any) -> Any:

@@ -95,8 +95,10 @@ def _initialize(run: Run, layout: Layout) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp if layout.ep == 1 else 1,
     )
-    # Streams for what is split, and for what is the same on ranks of a layer; from the user's own seed.
-    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+    # Streams for what is split, and for what is the same on ranks of a layer: these draw the same dropout,
+    # so the seed is rank 0's, though nobody may have set one.
+    seed = run.collectives("control").broadcast_object(torch.initial_seed() % 2**31)
+    model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def leave(user: object) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
 from accel_megatron import building, library, settings, stepping, twins
@@ -149,6 +150,17 @@ class Megatron(MegatronState):
             library.leave(self)
 
     # -- each step -------------------------------------------------------------------------------
+
+    @implements(hooks.place_batch)
+    def place_batch(self, unit: Unit | None, batch: Any, device: torch.device) -> Any:
+        """Of ranks that share a model all train on what the first of them has read. Collective."""
+        sharing = [
+            name for name in ("pp", "tp") if self.run.mesh is not None and self.run.mesh.size(name) > 1
+        ]
+        if not sharing:
+            return batch
+        group = self.run.collectives("+".join(sharing))
+        return tree_map_only(torch.Tensor, lambda each: group.broadcast(each.contiguous()), batch)
 
     @implements(hooks.forward_backward)
     def forward_backward(
