@@ -113,6 +113,10 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
         "wall_clock_breakdown": False,
     },
     "zero++": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "overlap_comm": True}},
+    "autocast": {
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "zero_optimization": {"stage": 2},
+    },
 }
 
 
@@ -149,6 +153,18 @@ def trains(given: Any) -> list[float]:
 def test_documented_settings_train(name: str) -> None:
     for losses in run_processes(trains, DOCUMENTED[name], world=1, timeout=400):
         assert sum(losses[-6:]) < sum(losses[:6]) or "optimizer" in DOCUMENTED[name]
+
+
+def test_a_second_share_within_a_node_changes_no_number() -> None:
+    """ZeRO++'s hpZ: backward gathers from the node's own ranks, here from both."""
+    plain = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+    expected, found = (
+        run_processes(trains, {"zero_optimization": zero}, timeout=200)
+        for zero in (plain, {**plain, "zero_hpz_partition_size": 2})
+    )
+
+    assert found == expected
 
 
 def test_they_are_read_from_a_file_with_comments(tmp_path: Path) -> None:

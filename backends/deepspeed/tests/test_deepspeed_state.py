@@ -27,6 +27,13 @@ JSON: dict[str, Any] = {
     "zero3-small": {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20}
     },
+    "zero3-nodes": {
+        "zero_optimization": {
+            "stage": 3,
+            "zero_hpz_partition_size": 2,
+            "stage3_param_persistence_threshold": 0,
+        }
+    },
     "zero3-offload": {
         "zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}
     },

@@ -28,10 +28,6 @@ def of(engine: Any, max_norm: float) -> Gradients:
     return kind(engine, max_norm)
 
 
-def _nothing() -> None:
-    return None
-
-
 def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
     """A backward is one, however many of the engine's outputs it begins at; with all frozen it is none.
 
@@ -130,7 +126,7 @@ class WholeWeights(Gradients):
         if self.engine.zero_optimization_stage() == 1:
             return super()._take_over()
         finalize = self.optimizer.finalize_gradient_accumulation_boundary
-        self.optimizer.finalize_gradient_accumulation_boundary = _nothing
+        self.optimizer.finalize_gradient_accumulation_boundary = lambda: None
         return finalize
 
     def tensors(self) -> list[Tensor]:
@@ -154,13 +150,8 @@ class WholeWeights(Gradients):
             held.update(dict.fromkeys(held))
 
 
-class Sharded(Gradients):
+class Sharded(WholeWeights):
     """Stage 3: this rank's share of each parameter."""
-
-    def _take_over(self) -> Any:
-        finalize = self.optimizer.finalize_gradient_accumulation_boundary
-        self.optimizer.finalize_gradient_accumulation_boundary = _nothing
-        return finalize
 
     def tensors(self) -> list[Tensor]:
         if self.optimizer.offload_optimizer:
@@ -172,8 +163,6 @@ class Sharded(Gradients):
 
         norm: Tensor = combine_grad_norm_groups(self.optimizer._get_norm_groups()) / self.scale
         return norm
-
-    clip = WholeWeights.clip
 
     def drop(self) -> None:
         self.optimizer.zero_grad()

@@ -41,7 +41,7 @@ def deepspeed_for(run: Run, user: object) -> Any:
     renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning)
     # A faster all_reduce for inference on CPUs, which training never calls: 20 s of a C++ compiler.
-    backend.build_shm_op = _no_op
+    backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
     found = deepspeed.get_accelerator()._name
     if found != kind:
@@ -58,10 +58,6 @@ def deepspeed_for(run: Run, user: object) -> Any:
         _alone.append(True)
     _users.add(id(user))
     return deepspeed
-
-
-def _no_op() -> None:
-    return None
 
 
 @contextmanager

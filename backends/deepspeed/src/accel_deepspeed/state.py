@@ -241,6 +241,9 @@ def _refresh(unit: Unit) -> None:
     (engine,) = unit.wrapped
     optimizer: Any = engine.optimizer
     name = type(optimizer).__name__
+    for parameter in unit.named_parameters().values():  # a node has copies, of what is frozen for good
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
     if name == "DeepSpeedZeroOptimizer_Stage3":
         optimizer.checkpoint_event_prologue()
         for number in range(len(optimizer.fp16_groups)):
