@@ -235,10 +235,11 @@ class Accelerator(Preparing):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
         """Gradients of the loss, divided by gradient_accumulation_steps, outside `accumulate` too."""
-        if "learning_rate" in kwargs:
-            self.lomo_backward(loss, kwargs["learning_rate"])
         run = self.run
-        kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
+        if kwargs:
+            if "learning_rate" in kwargs:
+                self.lomo_backward(loss, kwargs["learning_rate"])
+            kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
         if run.accumulation is None and run.accumulation_steps > 1:
             loss = loss / run.accumulation_steps
         super().backward(loss, **kwargs)

@@ -26,6 +26,10 @@ class AcceleratedOptimizer(PreparedOptimizer):
     scaler: Any
     device_placement: bool
 
+    def __new__(cls, *_: Any, **__: Any) -> AcceleratedOptimizer:  # noqa: PYI034  it is of a subclass
+        """What a program makes has no unit; a run's own are made without this."""
+        return super().__new__(_ByHand)
+
     def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
         # Not PreparedOptimizer.__init__: there is no unit (yet).
         self.__dict__.update(optimizer=optimizer, unit=None, applied=True)
@@ -44,25 +48,6 @@ class AcceleratedOptimizer(PreparedOptimizer):
     def _is_overflow(self, value: bool) -> None:
         self.applied = not value
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients, where a window ends."""
-        if self.unit is not None:
-            super().step(closure)
-        elif self.gradient_state.sync_gradients and self.scaler is None:
-            self.optimizer.step(closure)
-        elif self.gradient_state.sync_gradients:
-            before = self.scaler.get_scale()
-            self.scaler.step(self.optimizer, closure)
-            self.scaler.update()
-            self.applied = self.scaler.get_scale() >= before  # it shrinks where gradients overflowed
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, unless a window still has to apply them."""
-        if self.unit is not None:
-            super().zero_grad(set_to_none is not False)
-        elif self.gradient_state.sync_gradients:
-            self.optimizer.zero_grad(set_to_none is not False)
-
     def train(self) -> None:
         """Hand it on to optimizers that have modes."""
         if callable(getattr(self.optimizer, "train", None)):
@@ -72,6 +57,27 @@ class AcceleratedOptimizer(PreparedOptimizer):
         """Hand it on to optimizers that have modes."""
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
+
+
+class _ByHand(AcceleratedOptimizer):
+    """One without a unit; it becomes the other when its model is prepared."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients, where a window ends."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if self.scaler is None:
+            self.optimizer.step(closure)
+            return
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        self.applied = self.scaler.get_scale() >= before  # it shrinks where gradients overflowed
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless a window still has to apply them."""
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none is not False)
 
 
 def move_to_device(state: Any, device: Any) -> Any:

@@ -1,0 +1,129 @@
+"""Several DeepSpeed plugins, and the meshes that a ParallelismConfig describes, in two and four processes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from peers import said
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+needs = {
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("accel_fsdp", "deepspeed", "transformers")
+}
+
+LLAMA = """
+import json, torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import LlamaConfig, LlamaForCausalLM
+
+mesh = ParallelismConfig(**SIZES)
+sharded = mesh.dp_shard_enabled or mesh.cp_enabled
+fsdp = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+accelerator = Accelerator(cpu=True, parallelism_config=mesh, fsdp_plugin=fsdp)
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(ids, batch_size=8 // mesh.data_parallel_size)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+losses = []
+for _ in range(2):
+    for batch in loader:
+        labels = batch.roll(-1, 1)  # ranks that share a sequence have equally many tokens
+        places = torch.arange(16)[None].expand(batch.shape).contiguous()
+        buffers = [batch, labels, places]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+            loss = model(input_ids=batch, position_ids=places, shift_labels=labels, labels=labels).loss
+            accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()[None]).mean().item())
+if accelerator.is_main_process:
+    dims = accelerator.torch_device_mesh
+    print(json.dumps([losses, accelerator.distributed_type.value, dims and list(dims.mesh_dim_names)]))
+"""
+
+
+def llama(processes: int, **sizes: int) -> list:
+    return said(LLAMA.replace("SIZES", repr(sizes)), ours=True, processes=processes)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return llama(1)[0]
+
+
+@needs["accel_fsdp"]
+@needs["transformers"]
+@pytest.mark.parametrize(
+    ("processes", "sizes", "kind"),
+    [
+        (2, {"dp_replicate_size": 2}, "MULTI_CPU"),
+        (2, {"dp_shard_size": 2}, "FSDP"),
+        (2, {"tp_size": 2}, "FSDP"),
+        (4, {"dp_shard_size": 2, "tp_size": 2}, "FSDP"),
+        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, "FSDP"),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_with_the_losses_of_one_process(
+    tmp_path: Path, monkeypatch, alone, processes, sizes, kind
+):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    losses, found, dims = llama(processes, **sizes)
+
+    assert found == kind
+    assert losses == pytest.approx(alone, rel=1e-4)
+    assert {name.removesuffix("_size") for name in sizes} <= set(dims or ["dp_replicate"])
+
+
+TWO = """
+import json, torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState
+
+def plugin(stage):
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    config |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+plugins = {"student": plugin(2), "teacher": plugin(3)}
+accelerator = Accelerator(deepspeed_plugin=plugins, cpu=True)
+state = AcceleratorState()
+assert state.deepspeed_plugin is accelerator.deepspeed_plugin is plugins["student"]
+torch.manual_seed(0)
+models, optimizers = [], []
+for name in plugins:
+    state.select_deepspeed_plugin(name)
+    assert accelerator.deepspeed_plugin is plugins[name]
+    made = torch.nn.Linear(4, 2)
+    made, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    models.append(made)
+    optimizers.append(optimizer)
+losses = []
+for _ in range(3):
+    for model, optimizer in zip(models, optimizers):
+        loss = model(torch.ones(2, 4)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+if accelerator.is_main_process:
+    print(json.dumps([[model.zero_optimization_stage() for model in models], losses[:2], losses[-2:]]))
+"""
+
+
+@needs["deepspeed"]
+def test_two_models_train_each_by_the_deepspeed_plugin_that_was_selected(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    stages, first, last = said(TWO, ours=True, processes=2)
+
+    assert stages == [2, 3]
+    assert all(end < start for start, end in zip(first, last, strict=True))
