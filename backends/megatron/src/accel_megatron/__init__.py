@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.datasets import indexed_datasets
     from accel_megatron.exchange import export_checkpoint, import_checkpoint
     from accel_megatron.placeholders import MegatronLMDummyScheduler
     from accel_megatron.provided import build_model, transformer_config
@@ -20,6 +21,7 @@ __all__ = [
     "build_model",
     "export_checkpoint",
     "import_checkpoint",
+    "indexed_datasets",
     "transformer_config",
 ]
 __version__ = "0.1.0"
@@ -30,6 +32,7 @@ _HOMES: Final = {
     "build_model": "provided",
     "export_checkpoint": "exchange",
     "import_checkpoint": "exchange",
+    "indexed_datasets": "datasets",
     "transformer_config": "provided",
 }
 

@@ -21,7 +21,7 @@ _GONE: Final[Mapping[str, str]] = {
     "decoder_seq_length": "megatron-core has no encoder-decoder model any more; leave it out",
     "seq_length": "a batch's own shape is the sequence length; leave it out",
     "consumed_samples": "the position in the data is saved and restored by save_state; leave it out",
-    "megatron_dataset_flag": "give a DataLoader over megatron.core.datasets to prepare; leave it out",
+    "megatron_dataset_flag": "prepare DataLoaders over accel_megatron.indexed_datasets(...); leave it out",
     "custom_megatron_datasets_provider_function": "call it yourself, and prepare DataLoaders over what it"
     " returns; leave it out",
     "eval_iters": "the loop is yours, and so is how long it evaluates; leave it out",

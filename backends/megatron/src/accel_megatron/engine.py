@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, StepOutput
 from accel_megatron.library import quiet
+from accel_megatron.twins.twin import LABELS
 
 if TYPE_CHECKING:
     from accel_core import Unit
@@ -112,9 +113,8 @@ class Engine(nn.Module):
         batches = _cut(inputs, count, exact=training)
         assert self.unit is not None
         run, window = self.unit.run, self.unit.window
-        judges = (
-            "labels" in inputs or self.plugin.custom_loss_function or self.plugin.custom_get_batch_function
-        )
+        own = self.plugin.custom_loss_function or self.plugin.custom_get_batch_function
+        judges = own or any(name in inputs for name in LABELS)
         if training and not judges:
             raise AccelError(
                 "megatron: in training the model computes its loss itself, and the batch has no labels\n"

@@ -115,9 +115,6 @@ class Bert(Twin):
         found = chunk(ids, mask, torch.zeros_like(ids) if kinds is None else kinds)
         return self.output(found[0], labels, logits=logits) if last else found
 
-    def targets(self, labels: Tensor) -> Tensor:
-        return labels
-
     def answer(self, loss: Tensor | None, logits: Tensor | None) -> Any:
         from transformers.modeling_outputs import MaskedLMOutput
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,11 @@ from accel_megatron.pieces import Part, Piece, vocabulary
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Causal", "Twin"]
+__all__ = ["LABELS", "Causal", "Twin"]
+
+
+LABELS: Final = ("labels", "shift_labels")
+"""Inputs that a loss is computed from; the second ones are of the tokens that follow already."""
 
 
 class Twin(ABC):
@@ -79,13 +83,9 @@ class Twin(ABC):
 
         rank = parallel_state.get_tensor_model_parallel_rank()
         split = losses.cover_padding(found, rank, self.theirs.vocab_size)
-        loss = None if labels is None else losses.mean_loss(split, self.targets(labels))
+        loss = None if labels is None else losses.mean_loss(split, labels)
         asked = logits or labels is None
         return self.answer(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
-
-    def targets(self, labels: Tensor) -> Tensor:
-        """The label that the logits of each token are for."""
-        return losses.next_tokens(labels)
 
     def judge(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """(loss, logits) of what the model gave for a micro-batch."""
@@ -137,13 +137,19 @@ class Causal(Twin):
         model: nn.Module = made
         return model
 
+    def targets(self, labels: Tensor) -> Tensor:
+        """The label that the logits of each token are for."""
+        return losses.next_tokens(labels)
+
     def rotation(self) -> Mapping[str, Any]:
         """Arguments of GPTModel for rotary positions."""
         return {}
 
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
-        self.cover(inputs, ("input_ids", "attention_mask", "position_ids", "labels"))
-        ids, labels = inputs["input_ids"], inputs.get("labels")
+        self.cover(inputs, ("input_ids", "attention_mask", "position_ids", *LABELS))
+        ids, labels = inputs["input_ids"], inputs.get("shift_labels")
+        if labels is None and inputs.get("labels") is not None:
+            labels = self.targets(inputs["labels"])
         positions = inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)

@@ -1,0 +1,102 @@
+"""megatron-core's indexed datasets (.bin and .idx files), as samples that a prepared model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+from torch.utils.data import Dataset
+
+from accel_megatron.library import quiet
+from accel_megatron.losses import IGNORED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["indexed_datasets"]
+
+
+class Samples(Dataset[dict[str, "Tensor"]]):
+    """Of a GPTDataset: `input_ids`, and in `shift_labels` the token that follows each."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = self.inner[int(index)]
+        labels: Tensor = found["labels"]
+        return {
+            "input_ids": found["tokens"],
+            "shift_labels": labels.masked_fill(found["loss_mask"] == 0, IGNORED),
+        }
+
+
+@frozen
+class _Tokens:
+    """What megatron-core asks of a tokenizer here."""
+
+    eod: int
+    vocab_size: int
+
+    @property
+    def pad(self) -> int:
+        return -1
+
+    @property
+    def unique_identifiers(self) -> dict[str, int]:
+        return {"eod": self.eod, "vocab_size": self.vocab_size}
+
+
+def indexed_datasets(
+    data_path: str | Sequence[str],
+    *,
+    samples: tuple[int, int, int],
+    seq_length: int,
+    vocab_size: int,
+    eod: int,
+    split: str = "969,30,1",
+    weights: Sequence[float] | None = None,
+    seed: int = 1234,
+    path_to_cache: str | None = None,
+    eod_mask_loss: bool = False,
+) -> tuple[Samples | None, Samples | None, Samples | None]:
+    """Datasets to train, validate and test on, to make DataLoaders of; None for a share of nothing.
+
+    Collective: rank 0 builds the index of each, the others read it from the cache.
+
+    Args:
+        data_path: of a pair of files, without their endings, or of several.
+        samples: how many are drawn for each of the three.
+        seq_length: tokens of a sample.
+        vocab_size: of the tokenizer.
+        eod: the token that ends a document.
+        split: shares of the documents.
+        weights: of several paths.
+        seed: of the order.
+        path_to_cache: where indexes are kept; unset: beside the files.
+        eod_mask_loss: ends of documents do not count in the loss.
+    """
+    paths = [data_path] if isinstance(data_path, str) else list(data_path)
+    with quiet():
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+        config = GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=seq_length,
+            blend=(paths, None if weights is None else list(weights)),
+            split=split,
+            path_to_cache=path_to_cache,
+            tokenizer=_Tokens(eod, vocab_size),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=eod_mask_loss,
+            create_attention_mask=False,
+        )
+        made = BlendedMegatronDatasetBuilder(GPTDataset, list(samples), lambda: True, config).build()
+    train, valid, test = (None if each is None else Samples(each) for each in made)
+    return train, valid, test
