@@ -217,3 +217,26 @@ def test_megatrons_schedule_sets_rates_and_decays_by_group() -> None:
     assert rates[1] == pytest.approx([0.05, 0.1, 0.1])
     assert rates[2][1] < 0.1
     assert decays[1] == pytest.approx([0.02, 0.02, 0.0])
+
+
+def late(together: bool) -> list[float]:
+    ours = accelerator(pp_degree=2, use_distributed_optimizer=True)
+    model = MODELS["llama"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if together:
+        model, optimizer = ours.prepare(model, optimizer)
+    else:
+        model = ours.prepare(model)
+        optimizer = ours.prepare(optimizer)
+    losses = []
+    for batch in batches(3):
+        loss = model(**batch).loss
+        ours.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_an_optimizer_may_come_late() -> None:
+    assert run_processes(late, False) == run_processes(late, True)

@@ -81,22 +81,28 @@ def indexed_datasets(
         eod_mask_loss: ends of documents do not count in the loss.
     """
     paths = [data_path] if isinstance(data_path, str) else list(data_path)
+    made = _build(
+        list(samples),
+        random_seed=seed,
+        sequence_length=seq_length,
+        blend=(paths, None if weights is None else list(weights)),
+        split=split,
+        path_to_cache=path_to_cache,
+        tokenizer=_Tokens(eod, vocab_size),
+        eod_mask_loss=eod_mask_loss,
+    )
+    train, valid, test = (None if each is None else Samples(each) for each in made)
+    return train, valid, test
+
+
+def _build(samples: list[int], **options: Any) -> Sequence[Any]:
     with quiet():
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-        config = GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=seq_length,
-            blend=(paths, None if weights is None else list(weights)),
-            split=split,
-            path_to_cache=path_to_cache,
-            tokenizer=_Tokens(eod, vocab_size),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=eod_mask_loss,
-            create_attention_mask=False,
-        )
-        made = BlendedMegatronDatasetBuilder(GPTDataset, list(samples), lambda: True, config).build()
-    train, valid, test = (None if each is None else Samples(each) for each in made)
-    return train, valid, test
+        plain = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "create_attention_mask"), False)
+        config = GPTDatasetConfig(**plain, **options)
+        found: Sequence[Any] = BlendedMegatronDatasetBuilder(
+            GPTDataset, samples, lambda: True, config
+        ).build()
+    return found
