@@ -22,12 +22,6 @@ def test_it_conforms_on_xlas_cpu_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: str, options: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    known = tmp_path / "known"
-    known.write_text("".join(f"{check}  # {why}\n" for check, why in KNOWN.get(stack, {}).items()))
-    options += ("--accel-world", "1", "--accel-level", "0,1,2,4", "--accel-xfails", str(known))
+    options += ("--accel-world", "1", "--accel-level", "0,1,2,4")
 
-    assert "0 failed" in conform(tmp_path, stack, *options)
-
-
-KNOWN: dict[str, dict[str, str]] = {}
-"""Stack -> checks that cannot pass -> why."""
+    assert "0 failed, 0 xfailed" in conform(tmp_path, stack, *options)

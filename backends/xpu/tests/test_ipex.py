@@ -132,7 +132,7 @@ def test_a_run_without_it_goes_on_with_what_it_saved(tmp_path: Path) -> None:
 
 
 @real
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
     [("native+ipex", (1,)), pytest.param("ddp+ipex", (1, 2), marks=pytest.mark.together)],
