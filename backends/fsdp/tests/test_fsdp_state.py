@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,42 @@ def test_adapters_train_beside_frozen_weights(version: int) -> None:
     for gap, trains in run_processes(adapters, version):
         assert gap < 1e-5
         assert {*trains} == {True, False}
+
+
+def frozen_within(version: int, frozen: str) -> float:
+    run = accelerator(plugin("mlp", version), gradient_accumulation_steps=2)
+    model, alone = net("mlp"), net("mlp")
+    stepper = optimizer_of(alone)
+    model, optimizer = run.prepare(model, optimizer_of(model))
+    share = slice(4 * run.process_index, 4 * run.process_index + 4)
+    for step in range(4):
+        x, y = batch("mlp", step, run.num_processes)
+        with run.accumulate(model):
+            run.backward(loss_of(model, x[share], y[share]))
+            optimizer.step()
+            optimizer.zero_grad()
+        (loss_of(alone, x, y) / 2).backward()
+        if step % 2 == 0:
+            for each in (run.unwrap_model(model), alone):
+                each.get_submodule(frozen).requires_grad_(False)
+            with run.no_sync(model) if frozen else nullcontext():  # nothing to reduce where all is frozen
+                loss_of(model, x[share].clone().requires_grad_(), y[share]).backward()
+            loss_of(alone, x.clone().requires_grad_(), y).backward()
+            for each in (run.unwrap_model(model), alone):
+                each.requires_grad_(True)
+        else:
+            stepper.step()
+            stepper.zero_grad()
+    gap = distance(dict(run.get_state_dict(model)), alone.state_dict())
+    run.end_training()
+    return gap
+
+
+@pytest.mark.parametrize("frozen", ["", "1"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_frozen_for_a_pass_within_a_window_keeps_its_gradients(version: int, frozen: str) -> None:
+    for world in (1, 2):
+        assert max(run_processes(frozen_within, version, frozen, world=world)) < 1e-5
 
 
 def distilled(version: int, strategy: str) -> tuple[float, bool]:

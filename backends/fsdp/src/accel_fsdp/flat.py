@@ -69,7 +69,10 @@ class Flat(FullyShardedDataParallel):
                 replace(model, group.module, wrapped)
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
-        wrapped.register_forward_pre_hook(partial(_refuse_frozen, unit), prepend=True)
+        kept: dict[FSDP, Tensor] = {}
+        wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
+        for module in FSDP.fsdp_modules(wrapped):
+            module.module.register_forward_pre_hook(partial(_give_back, module, kept))
         return wrapped
 
     def _set_state_dict_type(self, model: nn.Module) -> None:
@@ -220,13 +223,25 @@ def _strategy(name: str, *, replicates: bool) -> ShardingStrategy:
     return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
 
 
-def _refuse_frozen(unit: Unit, model: nn.Module, inputs: Any) -> None:
-    # torch drops the unreduced gradients of a window when all of the model is found frozen.
-    if unit.pending and torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters()):
+def _keep(unit: Unit, kept: dict[FSDP, Tensor], model: nn.Module, inputs: Any) -> None:
+    # torch drops the unreduced gradients of a window where it finds all weights of a vector frozen.
+    if kept and not unit.pending:
         raise AccelError(
-            f"unit {unit.name!r} was frozen in the middle of an accumulation window, where fsdp_version 1"
-            " would lose the gradients it has so far\nset fsdp.fsdp_version: 2, or finish the window first"
+            f"unit {unit.name!r}: a window has ended without modules that were frozen within it, and their"
+            " gradients with it\nlet its last micro-batch go through all of the model, or set"
+            " fsdp.fsdp_version: 2"
         )
+    for module in FSDP.fsdp_modules(model) if unit.pending else ():
+        if module._handle is not None and not any(p.requires_grad for p in _parameters(module)):
+            gradient = module._handle.flat_param.grad
+            if gradient is not None:
+                kept[module] = gradient
+
+
+def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, inputs: Any) -> None:
+    # Its weights are gathered here, as the gradient is.
+    if wrapper in kept and wrapper._handle is not None and wrapper._handle.flat_param.requires_grad:
+        wrapper._handle.flat_param.grad = kept.pop(wrapper)
 
 
 def _is_gathered(module: FSDP) -> bool:
