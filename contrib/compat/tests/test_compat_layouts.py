@@ -11,7 +11,7 @@ from peers import said
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 needs = {
     name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
-    for name in ("accel_fsdp", "deepspeed", "transformers")
+    for name in ("accel_fsdp", "accel_context_parallel", "deepspeed", "transformers")
 }
 
 LLAMA = """
@@ -43,7 +43,10 @@ for _ in range(2):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(accelerator.gather(loss.detach()[None]).mean().item())
+        mean = loss.detach() / accelerator.num_processes
+        if accelerator.use_distributed:
+            torch.distributed.all_reduce(mean)
+        losses.append(mean.item())
 if accelerator.is_main_process:
     dims = accelerator.torch_device_mesh
     print(json.dumps([losses, accelerator.distributed_type.value, dims and list(dims.mesh_dim_names)]))
@@ -69,6 +72,7 @@ def alone(tmp_path_factory):
         (2, {"tp_size": 2}, "FSDP"),
         (4, {"dp_shard_size": 2, "tp_size": 2}, "FSDP"),
         (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, "FSDP"),
+        pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, "FSDP", marks=needs["accel_context_parallel"]),
     ],
     ids=str,
 )
