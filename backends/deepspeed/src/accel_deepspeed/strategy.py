@@ -76,14 +76,11 @@ class DeepSpeed(SharedSequences, EngineState):
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
         made = self.config.deepspeed_config
-        reasons = [
+        return [
             f"{path} is {found}: {reason}"
             for path, reason in _NOT_SERVED.items()
             if (found := settings.get(made, path)) not in _OFF
         ]
-        if config.mixed_precision == "fp16" and self.config.stage == 0:
-            reasons.append("in ZeRO stage 0 DeepSpeed does not scale fp16's loss; set zero_stage: 1, or bf16")
-        return reasons
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -146,6 +143,11 @@ class DeepSpeed(SharedSequences, EngineState):
         deepspeed = deepspeed_for(self.run, self)
         self._units.add(unit)
         told = completing.engine_settings(unit.config.deepspeed_config, unit)
+        if told["fp16"]["enabled"] and unit.optimizers and self.config.stage == 0:
+            raise ConfigError(
+                "in ZeRO stage 0 DeepSpeed does not scale fp16's loss, and divides gradients by the scale\n"
+                "set zero_stage to 1, 2 or 3, or mixed_precision: bf16"
+            )
         if told["fp16"]["enabled"] and not deepspeed.get_accelerator().is_fp16_supported():
             raise ConfigError(
                 f"DeepSpeed trains in float16 (mixed_precision fp16), which {self.run.device} cannot do\n"
