@@ -2,7 +2,8 @@
 
 `python zero.py [--peers PYTHON] [--rounds N] [--stage STAGE]` prints a table, contenders taking turns: two
 gloo ranks with a small model in float32. All environments need deepspeed, whose parts are compiled at the
-first start (minutes). `python zero.py NAME:STAGE` is one rank of a contender.
+first start (minutes). Without a GPU, Accelerate 1.15 trains by DDP when it is asked for DeepSpeed, and says
+nothing: its row then tells what DDP takes. `python zero.py NAME:STAGE` is one rank of a contender.
 """
 
 from __future__ import annotations
