@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accel_fsdp.checks import STRATEGIES
 from fsdp_problem import GPT, accelerator, net, plugin
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp.checks import STRATEGIES
 from accel_fsdp.wrapping import groups
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -76,6 +76,14 @@ def test_any_norm_is_that_of_the_whole_model(norm_type):
     assert_as_plain(train("gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+def test_so_it_is_of_flat_weights(norm_type):
+    flat = {"ACCEL__FSDP__FSDP_VERSION": "1"}
+    assert_as_plain(
+        train("gpt", {}, norm_type=norm_type, world=2, environment=flat), "gpt", norm_type=norm_type
+    )
+
+
 def test_sums_are_divided_by_the_words_of_all_readers():
     assert_as_plain(train("gpt", {"tp": 2}, PLAN, sums=True), "gpt")
 

@@ -1,36 +1,21 @@
-"""The options of section `fsdp`, under the names they have everywhere, and which of them go together."""
+"""The options of section `fsdp`, under the names they have everywhere."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from attrs import fields, frozen
+from attrs import frozen
 
 from accel_core import KwargsHandler, option
+from accel_fsdp.checks import STRATEGIES, WRAPS, first_problem
 
 __all__ = ["FullyShardedDataParallelPlugin"]
 
-STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 SCHEDULES: Final = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
-WRAPS: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATE_DICTS: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-POLICY_KEYS: Final[Mapping[int, tuple[str, ...]]] = {
-    1: (
-        "param_dtype",
-        "reduce_dtype",
-        "buffer_dtype",
-        "keep_low_precision_grads",
-        "cast_forward_inputs",
-        "cast_root_forward_inputs",
-        "_module_classes_to_ignore",
-    ),
-    2: ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
-}
 
 
 def _word(words: Sequence[str], value: Any) -> Any:
@@ -171,8 +156,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
     def __attrs_post_init__(self) -> None:
         """Refuse what cannot be, or what one version of FSDP would ignore without a word."""
-        problem = next(filter(None, (check(self) for check in _CHECKS)), None)
-        if problem:
+        if problem := first_problem(self):
             raise ValueError(problem)
 
     @property
@@ -196,128 +180,3 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     def syncs(self) -> bool:
         """Whether all ranks start with rank 0's weights."""
         return self.sync_module_states is not False
-
-
-Config = FullyShardedDataParallelPlugin
-
-
-def _kinds(config: Config) -> str | None:
-    # The word "False" would be true.
-    for field in fields(Config):
-        value, kinds = getattr(config, field.name), set(str(field.type).split(" | "))
-        if kinds <= {"bool", "int", "str", "None"} and type(value).__name__.removesuffix("Type") not in kinds:
-            return f"{field.name}: expected {field.type}, got {value!r}"
-    return None
-
-
-def _one_strategy(config: Config) -> str | None:
-    again, named = config.reshard_after_forward, config.sharding_strategy
-    if isinstance(again, int) and not isinstance(again, bool) and again < 1:
-        return f"reshard_after_forward: expected true, false, a strategy, or a number of ranks, got {again}"
-    for key, word in (("sharding_strategy", named), ("reshard_after_forward", again)):
-        if isinstance(word, str) and word not in STRATEGIES:
-            near = difflib.get_close_matches(word, STRATEGIES, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            return f"{key}: expected one of {', '.join(STRATEGIES)}, got {word!r}{hint}"
-    if named is None or again is None or again == named:
-        return None
-    keeps = named in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD")
-    if isinstance(again, str) or bool(again) is keeps:
-        return f"sharding_strategy {named} and reshard_after_forward {again!r} say different things; set one"
-    return None
-
-
-def _not_in_1(config: Config) -> str | None:
-    if config.fsdp_version != 1:
-        return None
-    again = config.reshard_after_forward
-    if isinstance(again, int) and not isinstance(again, bool):
-        return (
-            f"reshard_after_forward: {again} is for fsdp_version 2; version 1 takes true, false, a strategy"
-        )
-    if config.activation_checkpointing_offload:
-        return "activation_checkpointing_offload is for fsdp_version 2"
-    if config.pp_size != 1:
-        return "pp_size is for fsdp_version 2"
-    if config.ep_size != 1:
-        return "ep_size is for fsdp_version 2"
-    if config.use_orig_params is False:
-        return (
-            "use_orig_params: false would give optimizers flat parameters without names, which have no"
-            " groups and cannot be saved by name; leave it out, weights are stored flat all the same"
-        )
-    return None
-
-
-def _not_in_2(config: Config) -> str | None:
-    if config.fsdp_version != 2:
-        return None
-    wrong = {
-        "sharding_strategy: NO_SHARD": config.strategy == "NO_SHARD",
-        f"backward_prefetch: {config.backward_prefetch}": config.backward_prefetch
-        not in (None, "BACKWARD_PRE"),
-        "limit_all_gathers: false": not config.limit_all_gathers,
-        "use_orig_params: false": config.use_orig_params is False,
-        "state_dict_config": config.state_dict_config is not None,
-        "optim_state_dict_config": config.optim_state_dict_config is not None,
-    }
-    named = next((name for name, given in wrong.items() if given), None)
-    return None if named is None else f"{named} is for fsdp_version 1; leave it out, or set fsdp_version: 1"
-
-
-def _wrapping(config: Config) -> str | None:
-    policy = config.auto_wrap_policy
-    takes_modules = callable(policy) or hasattr(policy, "_run_policy")
-    if policy is not None and policy not in WRAPS and not takes_modules:
-        near = difflib.get_close_matches(str(policy), WRAPS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"auto_wrap_policy: expected one of {', '.join(WRAPS)}, or a callable, got {policy!r}{hint}"
-    if config.transformer_cls_names_to_wrap and policy not in (None, "TRANSFORMER_BASED_WRAP"):
-        return (
-            f"transformer_cls_names_to_wrap goes with TRANSFORMER_BASED_WRAP, not auto_wrap_policy {policy}"
-        )
-    if config.min_num_params is not None and policy not in (None, "SIZE_BASED_WRAP"):
-        return f"min_num_params goes with SIZE_BASED_WRAP, not auto_wrap_policy {policy}"
-    if config.min_num_params is not None and config.transformer_cls_names_to_wrap:
-        return "min_num_params and transformer_cls_names_to_wrap are two ways to wrap; set one"
-    if policy == "SIZE_BASED_WRAP" and config.min_num_params is None:
-        return "auto_wrap_policy SIZE_BASED_WRAP needs min_num_params"
-    return None
-
-
-def _policy(config: Config) -> str | None:
-    policy: Any = config.mixed_precision_policy
-    if isinstance(policy, str) and policy not in DTYPES:
-        return f"mixed_precision_policy: expected one of {', '.join(DTYPES)}, got {policy!r}"
-    if policy is not None and not isinstance(policy, (str, Mapping)):
-        kinds = f"{', '.join(DTYPES)}, a mapping, or torch's policy"
-        return f"mixed_precision_policy: expected one of {kinds}, got {policy!r}"
-    if not isinstance(policy, Mapping):
-        return None
-    keys = POLICY_KEYS[config.fsdp_version]
-    odd = next((key for key in policy if key not in keys), None)
-    if odd is not None:
-        return (
-            f"mixed_precision_policy of fsdp_version {config.fsdp_version} has {', '.join(keys)}, not {odd}"
-        )
-    known = {*DTYPES, *DTYPES.values()}
-    for key, value in policy.items():
-        name = str(value).removeprefix("torch.")
-        if key.endswith("_dtype") and value is not None and name not in known:
-            return f"mixed_precision_policy: {key} is one of {', '.join(sorted(known))}, not {value!r}"
-        if key.startswith(("cast", "keep")) and not isinstance(value, bool):
-            return f"mixed_precision_policy: {key} is true or false, not {value!r}"
-    return None
-
-
-def _going_together(config: Config) -> str | None:
-    if config.state_dict_type == "LOCAL_STATE_DICT":
-        return "state_dict_type: LOCAL_STATE_DICT is not given over a device mesh; take SHARDED_STATE_DICT"
-    if config.activation_checkpointing_offload and not config.activation_checkpointing:
-        return "activation_checkpointing_offload needs activation_checkpointing"
-    if config.cpu_ram_efficient_loading and not config.syncs:
-        return "cpu_ram_efficient_loading needs sync_module_states: other ranks get their weights from rank 0"
-    return None
-
-
-_CHECKS: Final = (_kinds, _one_strategy, _not_in_1, _not_in_2, _wrapping, _policy, _going_together)

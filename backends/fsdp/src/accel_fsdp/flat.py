@@ -8,21 +8,20 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from attrs import evolve
-from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accel_core import AccelError, flat_range, hooks, implements
+from accel_fsdp.norms import Layout, clip_norm
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
@@ -83,28 +82,22 @@ class Flat(FullyShardedDataParallel):
             FSDP.set_state_dict_type(model, StateDictType[self.config.state_dict_type or ""], *configs)
 
     def _arguments(self, model: nn.Module) -> dict[str, Any]:
-        config, strategy = self.config, self.config.strategy
-        optional = {
-            "backward_prefetch": config.backward_prefetch
-            and (
-                None
-                if config.backward_prefetch == "NO_PREFETCH"
-                else BackwardPrefetch[config.backward_prefetch]
-            ),
-            "forward_prefetch": config.forward_prefetch,
-        }
-        given = {key for key in optional if getattr(config, key) is not None}
-        return {
+        config, prefetch = self.config, self.config.backward_prefetch
+        arguments: dict[str, Any] = {
             "device_mesh": self.mesh,
-            "sharding_strategy": _strategy(strategy, replicates=self.mesh.ndim > 1),
+            "sharding_strategy": _strategy(config.strategy, replicates=self.mesh.ndim > 1),
             "cpu_offload": CPUOffload(offload_params=config.cpu_offload),
             "mixed_precision": mixed_precision(config, self.run),
             "ignored_modules": ignored(model, config),
             "device_id": self.run.device,
             "limit_all_gathers": config.limit_all_gathers,
             "use_orig_params": True,
-            **{key: optional[key] for key in given},
         }
+        if prefetch is not None:
+            arguments["backward_prefetch"] = BackwardPrefetch.__members__.get(prefetch)
+        if config.forward_prefetch is not None:
+            arguments["forward_prefetch"] = config.forward_prefetch
+        return arguments
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
@@ -130,21 +123,10 @@ class Flat(FullyShardedDataParallel):
     def clip_grad_norm(
         self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
     ) -> Tensor:
-        parts = _parts(unit)
-        gradients = [p.grad for p in parameters if p.grad is not None and p in parts]
-        total = nn.utils.get_total_norm(gradients, norm_type).to(self.run.device)
-        finite = norm_type != float("inf")
-        total = total**norm_type if finite else total
-        dist.all_reduce(
-            total,
-            dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX,
-            group=self.mesh.get_group(self.mesh.ndim - 1),
-        )
-        others = [p.grad for p in parameters if p.grad is not None and p not in parts]
-        rest = nn.utils.get_total_norm(others, norm_type).to(self.run.device)
-        total = (total + rest**norm_type) ** (1 / norm_type) if finite else torch.maximum(total, rest)
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-        return total
+        parts, group = _parts(unit), self.mesh.get_group(self.mesh.ndim - 1)
+        kinds = tuple(int(parameter not in parts) for parameter in parameters)
+        layout = Layout(tuple(parameters), kinds, splits=((group,), ()))
+        return clip_norm(layout, max_norm, norm_type, self.run.device)
 
     # -- state ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from accel_fsdp.config import DTYPES
+from accel_fsdp.checks import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
