@@ -29,6 +29,23 @@ def test_megatron_is_told_what_was_given_only():
     assert plugin.translation() == {"tp_degree": 2, "context_parallel_size": 2, "lr_decay_style": "cosine"}
 
 
+def test_what_only_megatron_core_knows_is_handed_on_to_it():
+    plugin = MegatronLMPlugin(recompute_granularity="selective", other_megatron_args={"rotary_base": 5})
+
+    assert plugin.translation() == {
+        "other_megatron_args": {"recompute_granularity": "selective", "rotary_base": 5}
+    }
+
+
+@pytest.mark.skipif(find_spec("accel_megatron") is None, reason="accel-megatron is not installed")
+def test_accel_megatron_takes_the_plugin():
+    ours = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4, lr_decay_style="cosine").to_ours()
+
+    assert (ours.tp_degree, ours.pp_degree, ours.micro_batches) == (2, 2, 4)
+    with pytest.raises(ValueError, match="seq_length: a batch's own shape"):
+        MegatronLMPlugin(seq_length=128).to_ours()
+
+
 @pytest.mark.skipif(find_spec("accel_megatron") is not None, reason="accel-megatron is installed")
 def test_without_its_package_megatron_is_refused_with_the_command_that_installs_it():
     with pytest.raises(PluginError, match="pip install accel-megatron"):

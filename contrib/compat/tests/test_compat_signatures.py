@@ -89,6 +89,7 @@ NAMES = {
 MORE = {
     "accelerate.Accelerator": "fp16, which the oldest releases had",
     "accelerate.Accelerator.accumulate": "items of accel-core",
+    "accelerate.Accelerator.prepare": "strategy and name of accel-core",
     "accelerate.Accelerator.explain": "accel-core's own",
 }
 """What has more arguments here than there."""

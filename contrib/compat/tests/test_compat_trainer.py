@@ -114,25 +114,32 @@ def test_a_run_goes_on_where_its_checkpoint_was_written(theirs, tmp_path, proces
     assert_equal(run("gpt2", tmp_path, processes, "--resume", ours=True), theirs("gpt2", processes), start=4)
 
 
+EACH = pytest.mark.parametrize(
+    ("model", "processes"), [("gpt2", 1), ("gpt2", 2), ("bert", 2), ("llama", 2)], ids=str
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "bert", "llama"])
-def test_sharded_by_fsdp_the_losses_are_those_of_ddp(theirs, tmp_path, model):
+@EACH
+def test_sharded_by_fsdp_the_losses_are_those_of_ddp(theirs, tmp_path, model, processes):
     arguments = {**FSDP, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [BLOCK[model]]}}
-    found = run(model, tmp_path, 2, ours=True, **arguments)
-    again = run(model, tmp_path, 2, "--resume", ours=True, **arguments)
+    found = run(model, tmp_path, processes, ours=True, **arguments)
+    again = run(model, tmp_path, processes, "--resume", ours=True, **arguments)
 
     assert found["kind"] == "FSDP"
-    assert_equal(found, theirs(model, 2), tolerance=1e-5)
-    assert_equal(again, theirs(model, 2), start=4, tolerance=1e-5)
+    assert_equal(found, theirs(model, processes), tolerance=1e-5)
+    assert_equal(again, theirs(model, processes), start=4, tolerance=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("model", ["gpt2", "bert", "llama"])
-def test_sharded_by_deepspeed_the_losses_are_those_of_ddp(theirs, tmp_path, model, stage):
+@EACH
+def test_sharded_by_deepspeed_the_losses_are_those_of_ddp(theirs, tmp_path, model, processes, stage):
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
     config |= dict.fromkeys(AUTO, "auto")
-    found = run(model, tmp_path, 2, ours=True, deepspeed=config)
+    found = run(model, tmp_path, processes, ours=True, deepspeed=config)
+    again = run(model, tmp_path, processes, "--resume", ours=True, deepspeed=config)
 
     assert found["kind"] == "DEEPSPEED"
-    assert_equal(found, theirs(model, 2), tolerance=1e-5)
+    assert_equal(found, theirs(model, processes), tolerance=1e-5)
+    assert_equal(again, theirs(model, processes), start=4, tolerance=1e-5)

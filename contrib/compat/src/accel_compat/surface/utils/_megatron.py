@@ -41,6 +41,29 @@ _FILLED: Final[Mapping[str, Any]] = {
 }
 """Field that a MEGATRON_LM_ variable fills -> what it says where neither is given."""
 
+_BESIDES: Final = (
+    "use_custom_fsdp",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "no_load_optim",
+    "eod_mask_loss",
+    "no_save_optim",
+    "optimizer_cpu_offload",
+    "use_precision_aware_optimizer",
+    "decoder_last_pipeline_num_layers",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "attention_backend",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_softmax_in_fp32",
+    "expert_tensor_parallel_size",
+    "calculate_per_token_loss",
+    "use_rotary_position_embeddings",
+)
+"""Fields that are megatron-core's own: handed on by their names there, which says what it no longer has."""
+_MEGATRONS: Final = {"decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage"}
+
 
 @dataclass
 class MegatronLMPlugin(Translated):
@@ -125,7 +148,11 @@ class MegatronLMPlugin(Translated):
 
     def translation(self) -> dict[str, Any]:
         """What was given, a value that is the default's too: ours are not all the same."""
-        return {**super().translation(), **{name: getattr(self, name) for name in self._given}}
+        given = {**super().translation(), **{name: getattr(self, name) for name in self._given}}
+        more = {_MEGATRONS.get(name, name): given.pop(name) for name in list(given) if name in _BESIDES}
+        if more:
+            given["other_megatron_args"] = {**more, **given.get("other_megatron_args", {})}
+        return given
 
 
 def _named(name: str) -> str | None:
