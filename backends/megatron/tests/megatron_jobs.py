@@ -136,8 +136,15 @@ def accelerator(**options: Any) -> Any:
     from accel_megatron import MegatronLMPlugin
 
     precision, strategy = options.pop("mixed_precision", "no"), options.pop("strategy", "megatron")
+    handlers = options.pop("kwargs_handlers", [])
     plugins = [MegatronLMPlugin(**options)] if strategy == "megatron" else []
-    return Accelerator(device="cpu", strategy=strategy, mixed_precision=precision, plugins=plugins)
+    return Accelerator(
+        device="cpu",
+        strategy=strategy,
+        mixed_precision=precision,
+        plugins=plugins,
+        kwargs_handlers=handlers,
+    )
 
 
 def train(kind: str, steps: int, options: dict[str, Any], micro: int = 4, by_model: bool = False) -> Any:

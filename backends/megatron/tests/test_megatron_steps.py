@@ -123,8 +123,6 @@ def refused() -> None:
         model(**{name: each[:3] for name, each in batch.items()})
     with pytest.raises(AccelError, match="whole weights"), ours.full_parameters(model):
         pass
-    with pytest.raises(AccelError, match="no twin"):
-        ours.prepare(torch.nn.Linear(2, 2))
     other, llama = MODELS["gpt2"](), MODELS["llama"]()
     names = dict(llama.named_parameters())
     some = {name: each for name, each in names.items() if "q_proj" in name}
@@ -137,6 +135,75 @@ def refused() -> None:
 
 def test_what_would_go_wrong_unseen_is_refused() -> None:
     run_processes(refused, world=1)
+
+
+def refused_in_parts() -> None:
+    with pytest.raises(AccelError, match="leave tp_degree and pp_degree at 1"):
+        accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2))
+
+
+def test_a_model_without_a_twin_is_split_over_no_ranks() -> None:
+    run_processes(refused_in_parts)
+
+
+def scaled_otherwise() -> None:
+    from accel_core import GradScalerKwargs
+
+    with pytest.raises(AccelError, match=r"growth_factor is 3\.0"):
+        accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_factor=3.0)])
+
+
+def test_a_loss_scale_that_megatron_core_has_not_is_refused() -> None:
+    run_processes(scaled_otherwise, world=1)
+
+
+def by_hand(options: dict[str, Any], precision: str) -> float:
+    """A loop with a loss of its own, around a model without a twin; how far from plain PyTorch it ends."""
+    torch.manual_seed(3)
+    made = [
+        torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)) for _ in range(2)
+    ]
+    made[1].load_state_dict(made[0].state_dict())
+    reference = made[1]
+    ours = accelerator(mixed_precision=precision, **options)
+    ours.run.accumulation_steps = 2
+    model, optimizer = ours.prepare(made[0], torch.optim.AdamW(made[0].parameters(), lr=1e-2, eps=1e-5))
+    reference.load_state_dict(ours.get_state_dict(model))  # rank 0's
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-5)
+    torch.manual_seed(4)
+    for data in torch.rand(6, 8, 6):
+        mine = data[ours.run.topology.reader :: ours.run.topology.readers]
+        with ours.accumulate(model):
+            ours.backward(model(mine).square().mean())
+            ours.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        (reference(data).square().mean() / 2).backward()
+        if ours.sync_gradients:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            plain.step()
+            plain.zero_grad()
+    found = ours.get_state_dict(model)
+    assert found.keys() == reference.state_dict().keys()
+    return max(
+        float((found[name].float() - each).abs().max()) for name, each in reference.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "far"),
+    [
+        ({}, "no", 1e-6),
+        ({"other_megatron_args": {"overlap_grad_reduce": True}}, "no", 1e-6),
+        ({"use_distributed_optimizer": True}, "bf16", 2e-2),
+        ({}, "fp16", 5e-3),
+    ],
+)
+def test_any_model_trains_where_each_rank_has_all_of_it(
+    options: dict[str, Any], precision: str, far: float
+) -> None:
+    for found in run_processes(by_hand, options, precision):
+        assert found < far
 
 
 def accumulated(overlap: bool) -> float:

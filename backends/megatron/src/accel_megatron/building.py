@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_megatron.config import MegatronLMPlugin
     from accel_megatron.twins.twin import Twin
 
-__all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "wrap"]
+__all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "share_buffers", "wrap"]
 
 Make = Callable[..., nn.Module]
 
@@ -99,16 +99,15 @@ def global_names(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 @torch.no_grad()
-def fill(shards: Mapping[str, Any], source: nn.Module, run: Run) -> None:
+def fill(shards: Mapping[str, Any], named: Mapping[str, Tensor], run: Run) -> None:
     """Copy rank 0's weights into the leaves; a whole weight at a time. Collective.
 
     A model without weights (of the meta device) leaves those that megatron-core has made.
     """
     control = run.collectives("control")
-    named = dict(source.named_parameters())
     held = control.broadcast_object([name for name, each in named.items() if not each.is_meta])
     for name in held:
-        mine = named[name].detach()
+        mine = named[name]
         tensor = (
             torch.empty_like(mine, device=run.device) if mine.is_meta else mine.to(run.device)
         ).contiguous()
@@ -116,6 +115,13 @@ def fill(shards: Mapping[str, Any], source: nn.Module, run: Run) -> None:
             dist.broadcast(tensor, 0)
         for offset, view in shards[name].shards:
             view.copy_(tensor[tuple(slice(a, a + n) for a, n in zip(offset, view.shape, strict=True))])
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module, run: Run) -> None:
+    """Rank 0's, on each rank. Collective."""
+    for each in model.buffers() if run.world.size > 1 else ():
+        dist.broadcast(each, 0)
 
 
 def empty(model: nn.Module) -> None:

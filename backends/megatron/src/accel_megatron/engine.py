@@ -181,7 +181,7 @@ class Engine(nn.Module):
         sequence, size = _shape(batches, stages)
         chunks = self.chunks.run
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
-        with torch.set_grad_enabled(not forward_only), self._silence():
+        with torch.set_grad_enabled(not forward_only), self.silence():
             found = get_forward_backward_func()(
                 forward_step_func=self._step(forward_loss, scale),
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -200,7 +200,7 @@ class Engine(nn.Module):
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
 
     @contextmanager
-    def _silence(self) -> Iterator[None]:
+    def silence(self) -> Iterator[None]:
         """Inside a window gradients are not reduced while backward runs."""
         config = self.chunks.config
         noisy = config.no_sync_func

@@ -44,7 +44,7 @@ class Piece:
 def same(name: str, tensor: Tensor) -> Piece:
     """All of a weight, on each rank."""
     shape = tuple(tensor.shape)
-    return Piece(name=name, shape=shape, offset=(0,) * len(shape), rows=shape[0])
+    return Piece(name=name, shape=shape, offset=(0,) * len(shape), rows=shape[0] if shape else 1)
 
 
 def column(name: str, tensor: Tensor, part: Part) -> Piece:
@@ -111,6 +111,9 @@ def boxes(piece: Piece, elements: Tensor, begin: int, shape: Sequence[int]) -> I
 
     `elements` are those from number `begin` on of a flattened tensor of `shape`.
     """
+    if not shape:
+        yield from [((), elements.view(()))] if elements.numel() else ()
+        return
     rest = tuple(shape[1:])
     width = math.prod(rest)
     top = piece.first * width

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from accel_core import Run
     from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["data_parallel_settings", "optimizer_settings", "refuse_unknown", "transformer_settings"]
+__all__ = [
+    "data_parallel_settings",
+    "optimizer_settings",
+    "refuse_scaler",
+    "refuse_unknown",
+    "transformer_settings",
+]
 
 _FUSED: Final = (
     "bias_activation_fusion",
@@ -126,8 +132,29 @@ def optimizer_settings(run: Run, config: MegatronLMPlugin) -> dict[str, Any]:
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "clip_grad": 0.0,
         **precision(run),
+        **_loss_scale(run),
         **_chosen(config, 2),
     }
+
+
+def _loss_scale(run: Run) -> dict[str, Any]:
+    """Section grad_scaler in megatron-core's words; as torch does, it falls at the first overflow."""
+    if run.config.mixed_precision != "fp16":
+        return {}
+    scaler = run.config.grad_scaler
+    return {
+        "initial_loss_scale": scaler.init_scale,
+        "loss_scale_window": scaler.growth_interval,
+        "hysteresis": 1,
+    }
+
+
+def refuse_scaler(run: Run) -> Iterable[str]:
+    """What of section grad_scaler megatron-core's loss scale has no place for."""
+    fixed = {"growth_factor": 2.0, "backoff_factor": 0.5, "enabled": True}
+    for name, value in fixed.items() if run.config.mixed_precision == "fp16" else ():
+        if (asked := getattr(run.config.grad_scaler, name)) != value:
+            yield f"grad_scaler.{name} is {asked}, and megatron-core's is always {value}\nleave it out"
 
 
 def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) -> Any:

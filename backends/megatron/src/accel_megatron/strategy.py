@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
-from accel_megatron import building, library, settings, stepping, twins
+from accel_megatron import building, library, plain, settings, stepping, twins
 from accel_megatron.config import MegatronLMPlugin
 from accel_megatron.engine import Engine, ForwardLoss
 from accel_megatron.groups import by_conditions
@@ -47,7 +47,11 @@ class Megatron(MegatronState):
     def refuse(self, config: RunConfig) -> Sequence[str]:
         if reason := library.unusable():
             return [reason]
-        reasons = [*of_world(self.config, self.run.world), *settings.refuse_unknown(self.config)]
+        reasons = [
+            *of_world(self.config, self.run.world),
+            *settings.refuse_unknown(self.config),
+            *settings.refuse_scaler(self.run),
+        ]
         if self.config.context_parallel_size > 1 and not has_transformer_engine():
             reasons.append(
                 "megatron.context_parallel_size: megatron-core splits sequences only with"
@@ -92,6 +96,8 @@ class Megatron(MegatronState):
             if hasattr(model, "chunks"):  # made by build_model
                 continue
             reason = twins.why_not(model)
+            if reason and plain.serves(self.config):
+                continue
             reasons += [reason] if reason else of_model(self.config, twins.twin_of(model))
         return reasons
 
@@ -99,6 +105,9 @@ class Megatron(MegatronState):
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Collective: weights become rank 0's. A late optimizer is made for the chunks that are there."""
         new = unit not in self.engines
+        weights = {
+            name: each.detach() for name, each in unit.models[0].named_parameters()
+        }  # before they are cast
         if new:
             self._build(unit)
         engine = self.engines[unit]
@@ -107,8 +116,11 @@ class Megatron(MegatronState):
             stepper = Stepper(self.run, unit, self.config, engine.chunks)
             self.steppers[unit] = stepper
         if new:
-            building.fill(self.model_state(unit), unit.models[0], self.run)
-            building.empty(unit.models[0])
+            building.fill(self.model_state(unit), weights, self.run)
+            if isinstance(engine, plain.PlainEngine):
+                building.share_buffers(unit.models[0], self.run)
+            else:
+                building.empty(unit.models[0])
             self.state_loaded(unit)
         engine.train(unit.models[0].training)
 
@@ -116,6 +128,9 @@ class Megatron(MegatronState):
         model: Any = unit.models[0]
         if hasattr(model, "chunks"):  # made by build_model
             engine = Engine(model, model.chunks, model.twin, self.config)
+        elif twins.why_not(model):
+            library.enter(self.run, self, library.Layout.of(self.config, None))
+            engine = plain.PlainEngine.of(self.run, self.config, model)
         else:
             twin = twins.twin_of(model)
             virtual = building.chunk_numbers(self.config, twin.layers)
@@ -181,15 +196,19 @@ class Megatron(MegatronState):
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
-        """Gradients exist already, of the loss that the model gave: any other is refused."""
+        """Of a twin's loss gradients exist already, and any other is refused; a plain model's are made."""
         engine, window = self.engines[unit], unit.window
+        scale = 1.0 / window.size if self.run.accumulation is not None else 1.0
+        if isinstance(engine, plain.PlainEngine):
+            with engine.silence():
+                self.steppers[unit].inner.scale_loss(loss * scale).backward(**options)
+            return
         engine.scaled = None
         if options:
             raise AccelError(
                 f"backward({', '.join(options)}=...): megatron-core's schedule takes none\nleave it out"
             )
         loss.backward()
-        scale = 1.0 / window.size if self.run.accumulation is not None else 1.0
         if engine.scaled is None or abs(float(engine.scaled) - scale) > 1e-6:
             raise AccelError(
                 "backward: megatron-core has done backward with the model's forward, of the model's own loss,"

@@ -28,14 +28,16 @@ def why_not(model: nn.Module) -> str | None:
     if name not in _KNOWN or not type(model).__module__.startswith("transformers."):
         return (
             f"{name} has no twin in megatron-core here; known of transformers: {', '.join(_KNOWN)}\n"
-            "give one of those, or build megatron-core's model yourself: accel_megatron.build_model"
+            "give one of those, build megatron-core's model yourself (accel_megatron.build_model), or leave"
+            " tp_degree and pp_degree at 1"
         )
     found = _kind(model).unlike(model.config)
     if found is None:
         return None
     return (
         f"{name} with {found} has no equal in megatron-core\n"
-        "leave that at its default, or build megatron-core's model yourself: accel_megatron.build_model"
+        "leave that at its default, build megatron-core's model yourself (accel_megatron.build_model), or"
+        " leave tp_degree and pp_degree at 1"
     )
 
 

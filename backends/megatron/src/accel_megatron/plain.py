@@ -1,0 +1,79 @@
+"""Any model, where each rank has all of it: its own forward, megatron-core's gradients and step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from accel_megatron import building, settings
+from accel_megatron.engine import Engine
+from accel_megatron.library import quiet
+from accel_megatron.pieces import same
+from accel_megatron.provided import Provided
+
+if TYPE_CHECKING:
+    from accel_core import Run
+    from accel_megatron.config import MegatronLMPlugin
+
+__all__ = ["PlainEngine", "build", "serves"]
+
+
+def serves(plugin: MegatronLMPlugin) -> bool:
+    """Whether each rank has all of a model."""
+    return plugin.tp_degree == plugin.pp_degree == plugin.context_parallel_size == 1
+
+
+class Whole(nn.Module):
+    """What megatron-core's schedule and wrappers ask of a chunk, around the user's own module."""
+
+    pre_process = post_process = True
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, config: Any, inner: nn.Module) -> None:
+        super().__init__()
+        with quiet():
+            from megatron.core.enums import ModelType
+        self.config, self.inner = config, inner
+        self.model_type = ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, tensor: object) -> None:
+        """There is no stage before."""
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """The user's own."""
+        return self.inner(*args, **inputs)
+
+
+def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chunks:
+    """The model as the one chunk of this rank, on the device; its parameters stay the user's."""
+    if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
+        model.to_empty(device=run.device)
+    config = settings.build(run, plugin, None, num_layers=1, hidden_size=1, num_attention_heads=1)
+    chunks = building.made(run, plugin, None, lambda **_: Whole(config, model))
+    return building.Chunks(
+        config, chunks, {each: [same(name, each)] for name, each in model.named_parameters()}
+    )
+
+
+class PlainEngine(Engine):
+    """A model that is called as ever: outside of the schedule forward is forward, and backward backward."""
+
+    @classmethod
+    def of(cls, run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> PlainEngine:
+        """An engine around the model."""
+        return cls(model, build(run, plugin, model), Provided(), plugin)
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """The user's own, with inputs in the dtype of the weights."""
+        chunk = self._chunk or self.chunks.run[0]
+        dtype = self.chunks.config.params_dtype
+        if dtype is not torch.float32:
+            args, inputs = tree_map_only(Tensor, lambda each: _cast(each, dtype), (args, inputs))
+        return chunk(*args, **inputs)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
