@@ -1,156 +1,111 @@
-"""The examples of Accelerate's documentation run as they are written there."""
+"""The examples of Accelerate's documentation run as they are written there, or say what to write instead."""
 
 from __future__ import annotations
 
 import os
-import textwrap
+import subprocess
+import sys
+from importlib.util import find_spec
 
+import accelerate
 import pytest
+import torch
+from documented import MISNAMED, NEED_A_PACKAGE, REFUSED, RUN
+from peers import OURS
 
-from accel_compat.refusing import NotServedError
+from accel_core import PluginError
 
-EXAMPLES = {
-    "autocast": """
-        from accelerate import Accelerator
-        from accelerate.utils import AutocastKwargs
+PAGES = {"kwargs": 6, "utilities": 10, "profiling": 1, "configuration": 5, "accelerator": 1}
+"""Page -> how many examples it has."""
 
-        kwargs = AutocastKwargs(cache_enabled=True)
-        accelerator = Accelerator(kwargs_handlers=[kwargs])
-    """,
-    "ddp": """
-        from accelerate import Accelerator
-        from accelerate.utils import DistributedDataParallelKwargs
 
-        kwargs = DistributedDataParallelKwargs(find_unused_parameters=True)
-        accelerator = Accelerator(kwargs_handlers=[kwargs])
-    """,
-    "grad scaler": """
-        from accelerate import Accelerator
-        from accelerate.utils import GradScalerKwargs
-
-        kwargs = GradScalerKwargs(backoff_factor=0.25)
-        accelerator = Accelerator(kwargs_handlers=[kwargs])
-    """,
-    "process group": """
-        from datetime import timedelta
-        from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
-
-        kwargs = InitProcessGroupKwargs(timeout=timedelta(seconds=800))
-        accelerator = Accelerator(kwargs_handlers=[kwargs])
-    """,
-    "profile": """
-        from accelerate import Accelerator
-        from accelerate.utils import ProfileKwargs
-
-        kwargs = ProfileKwargs(activities=["cpu", "cuda"])
-        accelerator = Accelerator(kwargs_handlers=[kwargs])
-    """,
-    "accumulation": """
-        from accelerate import Accelerator
-        from accelerate.utils import GradientAccumulationPlugin
-
-        gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=2)
-        accelerator = Accelerator(gradient_accumulation_plugin=gradient_accumulation_plugin)
-    """,
-    "batch size": """
-        from accelerate.utils import find_executable_batch_size
-
-        @find_executable_batch_size(starting_batch_size=128)
-        def train(batch_size, model, optimizer):
-            ...
-
-        train("model", "optimizer")
-    """,
-}
-REFUSED = {
-    "fp8 by Transformer Engine": (
-        """
-        from accelerate import Accelerator
-        from accelerate.utils import FP8RecipeKwargs
-
-        kwargs = FP8RecipeKwargs(backend="te", fp8_format="HYBRID")
-        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[kwargs])
-        """,
-        NotServedError,
-        "fp8 comes in a later package",
-    ),
-    "fp8 by MS-AMP, misspelled": (
-        """
-        from accelerate.utils import FP8RecipeKwargs
-
-        kwargs = FP8RecipeKwargs(backend="msamp", optimization_level="02")
-        """,
-        TypeError,
-        "did you mean 'opt_level'",
-    ),
-    "grad scaler, misspelled": (
-        """
-        from accelerate.utils import GradScalerKwargs
-
-        kwargs = GradScalerKwargs(backoff_filter=0.25)
-        """,
-        TypeError,
-        "did you mean 'backoff_factor'",
-    ),
-    "installing torch_xla": (
-        """
-        from accelerate.utils import install_xla
-
-        install_xla(upgrade=True)
-        """,
-        NotServedError,
-        "pip install 'accel-xla",
-    ),
-}
-"""What 1.15 refuses too, or what comes in a later package: the code, the error, what it says."""
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """What an example writes into its folder or its environment stays with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOO", "")
+    monkeypatch.delenv("FOO")
 
 
 def run(code: str) -> None:
-    exec(textwrap.dedent(code), {})
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(code, {"Accelerator": accelerate.Accelerator, "model": model, "optimizer": optimizer})
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs(name):
-    run(EXAMPLES[name])
+def test_each_example_is_here_once():
+    numbers = [f"{page} {number + 1}" for page, last in PAGES.items() for number in range(last)]
+    assert sorted([*RUN, *NEED_A_PACKAGE, *REFUSED]) == sorted(numbers)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_says_what_to_write_instead(name):
-    code, error, text = REFUSED[name]
-    with pytest.raises(error, match=text):
+@pytest.mark.parametrize("number", RUN)
+def test_an_example_runs(number):
+    run(RUN[number])
+
+
+@pytest.mark.parametrize("number", REFUSED)
+def test_what_cannot_run_says_what_to_write_instead(number):
+    _, code, wanted = REFUSED[number]
+    kind, _, text = wanted.partition(": ")
+    with pytest.raises(Exception, match=text) as caught:
+        run(code)
+    assert caught.type.__name__ == kind
+
+
+@pytest.mark.parametrize("number", NEED_A_PACKAGE)
+def test_an_example_names_the_package_it_needs(number, monkeypatch):
+    package, code = NEED_A_PACKAGE[number]
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(PluginError, match=f"pip install {package.replace('_', '-')}"):
         run(code)
 
 
-def test_variables_are_patched_inside_only(capsys):
-    run(
-        """
-        import os
-        from accelerate.utils import patch_environment
-
-        with patch_environment(FOO="bar"):
-            print(os.environ["FOO"])
-        """
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NEED_A_PACKAGE)
+def test_an_example_runs_with_its_package(number):
+    package, code = NEED_A_PACKAGE[number]
+    pytest.importorskip(package)
+    done = subprocess.run(
+        [sys.executable, "-c", OURS + code], capture_output=True, text=True, timeout=110, check=False
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", MISNAMED)
+def test_an_argument_that_there_is_not_is_answered_with_those_there_are(name):
+    for argument, text in MISNAMED[name].items():
+        with pytest.raises(TypeError, match=text):
+            getattr(accelerate.utils, name)(**{argument: None})
+
+
+def test_variables_are_patched_inside_only(capsys):
+    with pytest.raises(KeyError):
+        run(REFUSED["utilities 6"][1])
     assert capsys.readouterr().out == "bar\n"
     assert "FOO" not in os.environ
 
 
-def test_the_environment_is_cleared_inside_only(capsys, monkeypatch):
-    monkeypatch.setenv("FOO", "bar")
-    run(
-        """
-        import os
-        from accelerate.utils import clear_environment
+def test_the_environment_is_cleared_inside_only(capsys):
+    run(RUN["utilities 7"])
+    assert capsys.readouterr().out == "environ({})\nnew_bar\nbar\n"
 
-        with clear_environment():
-            print(dict(os.environ))
-            os.environ["FOO"] = "new_bar"
-            print(os.environ["FOO"])
-        print(os.environ["FOO"])
-        """
-    )
-    assert capsys.readouterr().out == "{}\nnew_bar\nbar\n"
+
+def test_variables_that_a_function_leaves_behind_are_purged():
+    @accelerate.utils.purge_accelerate_environment
+    def arguments_of_a_trainer() -> None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+
+    arguments_of_a_trainer()
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_fp16_of_the_first_versions_is_the_mixed_precision_of_today():
+    assert accelerate.Accelerator(cpu=True, fp16=True).mixed_precision == "fp16"
+
+
+def test_what_the_pages_import_is_where_they_import_it_from():
+    assert accelerate.utils.is_ipex_available() is (find_spec("intel_extension_for_pytorch") is not None)
+    assert accelerate.ProjectConfiguration is accelerate.utils.ProjectConfiguration
 
 
 def test_a_basic_config_is_written_once(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from accel_compat import commands, settings
 from accel_compat.commands import compat
 from accel_compat.refusing import NotServedError, inventory
 
@@ -76,6 +77,40 @@ def test_the_shims_script_launches(tmp_path: Path):
     ended = subprocess.run(program, capture_output=True, text=True, check=True)
 
     assert {"rank 0", "rank 1"} <= {line.strip()[-6:] for line in ended.stdout.splitlines()}
+
+
+def scripted(monkeypatch, *words: str) -> object:
+    """What the `accelerate` script ends with: a code, or what it says."""
+    monkeypatch.setattr(sys, "argv", ["accelerate", *words])
+    with pytest.raises(SystemExit) as ended:
+        commands.accelerate()
+    return ended.value.code
+
+
+def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    assert scripted(monkeypatch, "config", "default", "--mixed_precision", "bf16") == 0
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    assert settings.parse(["script.py"], commands._default()).file == str(file)
+    assert settings.read_file(str(file))["mixed_precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    {
+        "test": "accel plugins check",
+        "merge-weights": "accel checkpoint export",
+        "estimate-memory": "come in a later package",
+        "config": "accelerate config default",
+        "tpu-config": "accel launch --nodes",
+        "to-fsdp2": "accel compat import",
+    }.items(),
+)
+def test_the_shims_script_says_what_stands_for_the_other_commands(monkeypatch, name, advice):
+    said = scripted(monkeypatch, name)
+    assert f"accelerate {name} is not served" in said
+    assert advice in said
 
 
 def test_importing_the_package_imports_no_torch():

@@ -202,20 +202,30 @@ def test_a_program_runs(tmp_path: Path, name, processes):
     launched([accel, *words])
 
 
-def test_functions_are_launched_for_debugging(tmp_path: Path):
-    code = """
+LAUNCHERS = {
+    "debug": "debug_launcher(work, args=(sys.argv[1],), num_processes=2)",
+    "notebook": "notebook_launcher(work, args=(sys.argv[1],), num_processes=2)",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_functions_are_launched(tmp_path: Path, name):
+    code = f"""
+import sys
+from pathlib import Path
 import accel_compat; accel_compat.install()
+import torch
 from accelerate import debug_launcher, notebook_launcher
 
 def work(folder):
     from accelerate import Accelerator
-    accelerator = Accelerator()
-    assert accelerator.num_processes == 2
-    open(f"{folder}/{accelerator.process_index}", "w").close()
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))
+    assert (accelerator.num_processes, total.item()) == (2, 3)
+    (Path(folder) / str(accelerator.process_index)).touch()
 
 if __name__ == "__main__":
-    import sys
-    debug_launcher(work, args=(sys.argv[1],), num_processes=2)
+    {LAUNCHERS[name]}
 """
     script = tmp_path / "script.py"
     script.write_text(code)

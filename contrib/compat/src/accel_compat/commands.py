@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -12,7 +16,16 @@ from accel_core import AccelError
 
 __all__ = ["accelerate", "compat"]
 
-_DEFAULT = Path("~/.cache/huggingface/accelerate/default_config.yaml")
+_INSTEAD = {
+    "--help": "launch, env and config default work here; `accel --help` lists accel's own commands",
+    "config": "write a config by `accelerate config default`, or accel's own by `accel config init`",
+    "estimate-memory": "models larger than one device come in a later package",
+    "merge-weights": "write the weights of a checkpoint by `accel checkpoint export`",
+    "test": "check a strategy or a device by `accel plugins check NAME`",
+    "to-fsdp2": "turn the file into accel's by `accel compat import FILE`",
+    "tpu-config": "start the workers on each host by `accel launch --nodes`",
+}
+"""Command of Accelerate that is not served -> what to do."""
 _EXTRA = {"ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -28,10 +41,17 @@ def launch(words: tuple[str, ...]) -> None:
     sys.exit(_launch(words))
 
 
+def _default() -> Path:
+    """Where Accelerate keeps its config file."""
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    folder = Path(os.environ.get("HF_HOME", f"{caches}/huggingface"))
+    return folder.expanduser() / "accelerate" / "default_config.yaml"
+
+
 def _launch(words: tuple[str, ...]) -> int:
     from accel_compat import launching, settings
 
-    asked = settings.parse(words, _DEFAULT.expanduser())
+    asked = settings.parse(words, _default())
     if asked.file is not None:
         click.echo(f"accel-compat: reads {asked.file}", err=True)
     return launching.launch(asked)
@@ -70,7 +90,7 @@ def import_(file: str, output: Path | None) -> None:
 
 
 def accelerate() -> None:
-    """The `accelerate` script: launch is served, env shows accel's; the rest says what to call instead."""
+    """The `accelerate` script: launch, env and config default; the others say what to call instead."""
     name, *words = sys.argv[1:] or ["--help"]
     try:
         if name == "launch":
@@ -79,9 +99,24 @@ def accelerate() -> None:
             from accel_compat.launching import accel
 
             sys.exit(subprocess.run([accel(), "env", *words], check=False).returncode)  # noqa: S603  ours
+        if (name, *words[:1]) == ("config", "default"):
+            sys.exit(_basic_config(words[1:]))
     except AccelError as error:
         sys.exit(f"accelerate: {error}")
-    sys.exit(
-        f"accelerate {name} is not served by accel-compat: `accel config`, `accel checkpoint` and"
-        " `accel plugins` stand for it\n`accel --help` lists them; accelerate launch works here"
+    sys.exit(f"accelerate {name} is not served by accel-compat\n{_INSTEAD.get(name, _INSTEAD['--help'])}")
+
+
+def _basic_config(words: Sequence[str]) -> int:
+    from accel_compat import install
+
+    install()
+    parser = argparse.ArgumentParser(prog="accelerate config default", allow_abbrev=False)
+    parser.add_argument("--config_file", "--config-file", default=str(_default()))
+    parser.add_argument(
+        "--mixed_precision", "--mixed-precision", default="no", choices=("no", "fp16", "bf16", "fp8")
     )
+    asked = parser.parse_args(words)
+    path = import_module("accelerate.utils").write_basic_config(asked.mixed_precision, asked.config_file)
+    if path:
+        click.echo(f"accelerate configuration saved at {path}")
+    return 0

@@ -11,16 +11,11 @@ from typing import Any, ClassVar
 
 from accel_core import PluginError
 
-__all__ = ["Translated", "load"]
+__all__ = ["Spelled", "Translated", "load"]
 
 
-class Translated:
-    """Base of dataclasses that say which class of ours they stand for, as `module:class`.
-
-    An argument that such a class does not have is answered with the name that was meant.
-    """
-
-    ours: ClassVar[str]
+class Spelled:
+    """Base of dataclasses that answer an argument they do not have with the name that was meant."""
 
     def __new__(cls, *_: Any, **kwargs: Any) -> Any:
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -30,6 +25,12 @@ class Translated:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
                 raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}{hint}")
         return super().__new__(cls)
+
+
+class Translated(Spelled):
+    """Base of dataclasses that say which class of ours they stand for, as `module:class`."""
+
+    ours: ClassVar[str]
 
     def translation(self) -> dict[str, Any]:
         """What it was given, by the names of ours: the fields that differ from a default object's."""

@@ -22,15 +22,21 @@ from .parallelism_config import ParallelismConfig
 from .state import PartialState
 from .utils.dataclasses import (
     AutocastKwargs,
+    BnbQuantizationConfig,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
+    FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
 )
 from .utils.imports import is_rich_available
 from .utils.memory import find_executable_batch_size

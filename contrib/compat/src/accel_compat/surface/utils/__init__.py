@@ -9,6 +9,7 @@ from accel_compat.refusing import inventory
 
 _ALONE = {
     "ParallelismConfig": "accelerate.parallelism_config",
+    "is_ipex_available": "accelerate.utils.imports",  # of versions before 1.15
     "write_basic_config": "accelerate.commands.config.default",
 }
 
@@ -21,7 +22,7 @@ def _home(name: str) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    home = _home(name) if name in inventory()["accelerate.utils"] else None
+    home = _home(name) if name in _ALONE or name in inventory()["accelerate.utils"] else None
     if home is None:
         raise AttributeError(f"module 'accelerate.utils' has no attribute {name!r}", name=name)
     found = globals()[name] = getattr(import_module(home), name)

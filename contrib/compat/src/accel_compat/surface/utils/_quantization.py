@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from accel_compat.translating import Spelled
+
 from ._enums import CustomDtype
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -30,7 +32,7 @@ def _dtype(value: Any, name: str) -> torch.dtype:
 
 
 @dataclass
-class BnbQuantizationConfig:
+class BnbQuantizationConfig(Spelled):
     """How bitsandbytes would store a model's weights."""
 
     load_in_8bit: bool = False

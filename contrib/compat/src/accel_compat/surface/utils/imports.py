@@ -291,6 +291,10 @@ def is_habana_gaudi1() -> bool:
     return bool(htexp._get_device_type() == htexp.synDeviceType.synDeviceGaudi)
 
 
+def is_ipex_available() -> bool:
+    return _is_package_available("intel_extension_for_pytorch")
+
+
 def is_xpu_available(check_device: bool = False) -> bool:
     return _device("xpu")
 
