@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -236,3 +241,23 @@ def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):
 
     assert "save_state: weights are always written by safetensors" in said
     assert "load_state: arguments for torch.load mean nothing here" in said
+
+
+def test_a_pickled_accelerator_is_itself_in_its_process_and_an_error_where_it_is_not():
+    accelerator = Accelerator()
+    kept = pickle.dumps(accelerator)
+    assert pickle.loads(kept) is accelerator
+
+    program = f"import pickle; pickle.loads({kept!r})"
+    read = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "it lives in one process" in read.stderr
+
+
+def test_an_accelerator_works_after_its_states_were_reset():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    assert (accelerator.num_processes, accelerator.is_main_process) == (1, True)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert accelerator.gather(torch.ones(2)).tolist() == [1, 1]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from accel_core import AccelError, InitProcessGroupKwargs, Run
 
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["adopt", "current", "host", "newest"]
+__all__ = ["adopt", "current", "host", "newest", "reduced"]
 
 _runs: list[Run] = []
 _hosts: list[Run] = []
 """The run that states have before there is an Accelerator. It keeps the process group alive."""
+_pickled: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def adopt(run: Run) -> None:
@@ -61,3 +64,19 @@ def host(cpu: bool, **group: Any) -> Run:
 def kind_of(asked: str | device) -> str:
     """A device without its number: which one is each rank's is for the run to say."""
     return str(asked).partition(":")[0]
+
+
+def reduced(thing: object) -> tuple[Any, ...]:
+    """What pickle keeps of a thing that lives in one process: in that process it comes back as itself."""
+    name = next((known for known, each in _pickled.items() if each is thing), uuid4().hex)
+    _pickled[name] = thing
+    return _itself, (name,)
+
+
+def _itself(name: str) -> Any:
+    if name not in _pickled:
+        raise AccelError(
+            "an Accelerator that was pickled is read where it is not: it lives in one process\n"
+            "make an Accelerator there, or send accelerator.process_index instead"
+        )
+    return _pickled[name]

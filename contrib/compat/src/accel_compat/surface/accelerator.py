@@ -269,6 +269,9 @@ class Accelerator(Preparing):
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
+    def __reduce__(self) -> Any:
+        return runs.reduced(self)
+
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """The run's autocast, or with other settings."""
         return super().autocast(_ours(autocast_handler or self.autocast_handler))
