@@ -149,7 +149,12 @@ def train(batch_size):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
     model, optimizer, loader, schedule = accelerator.prepare(*parts())
     return batch_size
-assert train() == 16 and tried == [64, 32, 16]
+assert train() == 15 and tried[:4] == [64, 57, 51, 45]
+halves = iter((32, 16))
+@find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: next(halves))
+def halved(batch_size):
+    return train.__wrapped__(batch_size)
+assert halved() == 16
 """,
     "profiler": """
 from accelerate.utils import ProfileKwargs
