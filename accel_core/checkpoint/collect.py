@@ -153,12 +153,17 @@ def modules_with_extra_state(unit: Unit) -> dict[str, nn.Module]:
 
 
 def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
-    path, parameters = f"units.{unit.name}", unit.named_parameters()
+    path = f"units.{unit.name}"
+    buffers = {
+        unit.qualify(number, name)
+        for number, model in enumerate(unit.models)
+        for name, _ in model.named_buffers(remove_duplicate=False)
+    }
     if unit.pending or not unit.window.boundary:
         raise _unapplied(unit)
     for name, leaf in unit.hooks.model_state(unit).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
-        found.add((unit.name, f"model/{name}"), leaf, spread=name in parameters or not leaf.shards)
+        found.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
     return {
         "strategy": unit.strategy,
         "models": len(unit.models),
