@@ -17,11 +17,10 @@ _GONE: Final[Mapping[str, str]] = {
     "set_all_logging_options": "megatron-core writes no logs; use log_with and accelerator.log",
     "custom_train_step_class": "give the step to accelerator.forward_backward(model, batches, forward_loss)",
     "custom_train_step_kwargs": "give the step to accelerator.forward_backward(model, batches, forward_loss)",
-    "encoder_seq_length": "a batch's own shape is the sequence length; leave it out",
+    "encoder_seq_length": "megatron-core has no encoder-decoder model any more; set seq_length",
     "decoder_seq_length": "megatron-core has no encoder-decoder model any more; leave it out",
-    "seq_length": "a batch's own shape is the sequence length; leave it out",
-    "consumed_samples": "the position in the data is saved and restored by save_state; leave it out",
-    "megatron_dataset_flag": "prepare DataLoaders over accel_megatron.indexed_datasets(...); leave it out",
+    "consumed_samples": "save_state and load_state keep the position in the data; from elsewhere say it by"
+    " accelerator.skip_first_batches(loader, batches)",
     "custom_megatron_datasets_provider_function": "call it yourself, and prepare DataLoaders over what it"
     " returns; leave it out",
     "eval_iters": "the loop is yours, and so is how long it evaluates; leave it out",
@@ -103,12 +102,16 @@ class MegatronLMPlugin(KwargsHandler):
         {}, help="Fields of megatron-core's transformer, optimizer and data-parallel configs, by name."
     )
     pipeline_model_parallel_split_rank: Any = option(None, help="Gone: an error that says what to do.")
-    megatron_dataset_flag: Any = option(None, help="Gone: an error that says what to do.")
+    megatron_dataset_flag: bool = option(
+        False, help="Batches are of megatron-core's datasets: tokens, labels and loss_mask; or text."
+    )
     custom_megatron_datasets_provider_function: Any = option(
         None, python_only=True, help="Gone: an error that says what to do."
     )
     consumed_samples: Any = option(None, help="Gone: an error that says what to do.")
-    seq_length: Any = option(None, help="Gone: an error that says what to do.")
+    seq_length: int | None = option(
+        None, minimum=1, help="No sequence may be longer; unset: as the model has it."
+    )
     encoder_seq_length: Any = option(None, help="Gone: an error that says what to do.")
     decoder_seq_length: Any = option(None, help="Gone: an error that says what to do.")
     tensorboard_dir: Any = option(None, help="Gone: an error that says what to do.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -14,7 +14,7 @@ from accel_megatron.losses import IGNORED
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["indexed_datasets"]
+__all__ = ["indexed_datasets", "inputs_of"]
 
 
 class Samples(Dataset[dict[str, "Tensor"]]):
@@ -28,11 +28,26 @@ class Samples(Dataset[dict[str, "Tensor"]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         found = self.inner[int(index)]
-        labels: Tensor = found["labels"]
-        return {
-            "input_ids": found["tokens"],
-            "shift_labels": labels.masked_fill(found["loss_mask"] == 0, IGNORED),
-        }
+        return inputs_of({name: found[name] for name in ("tokens", "labels", "loss_mask")})
+
+
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is given of a batch, or a sample, of megatron-core's datasets; of others what they are.
+
+    Such have `tokens`, and the `labels` that follow, counted as `loss_mask` says; of old `text`, which is
+    both, a token longer.
+    """
+    inputs = dict(batch)
+    if "text" in inputs:
+        text = inputs.pop("text")
+        inputs |= {"tokens": text[..., :-1], "labels": text[..., 1:]}
+    if "tokens" not in inputs:
+        return inputs
+    inputs["input_ids"] = inputs.pop("tokens")
+    labels, counts = inputs.pop("labels", None), inputs.pop("loss_mask", None)
+    if labels is not None:
+        inputs["shift_labels"] = labels if counts is None else labels.masked_fill(counts == 0, IGNORED)
+    return inputs
 
 
 @frozen

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, StepOutput
+from accel_megatron.datasets import inputs_of
 from accel_megatron.library import quiet
 from accel_megatron.twins.twin import LABELS
 
@@ -95,6 +96,8 @@ class Engine(nn.Module):
                 "megatron: the model takes its inputs by name, so that stages know what is what\n"
                 "call model(**batch), or model(input_ids=...)"
             )
+        if self.plugin.megatron_dataset_flag:
+            inputs = inputs_of(inputs)
         if self._chunk is not None:
             return self._of_chunk(inputs)
         return self._of_batch(inputs)
@@ -123,7 +126,9 @@ class Engine(nn.Module):
         scale = 1.0 / window.size if run.accumulation is not None else 1.0
         found = self.run(batches, self._judged, forward_only=not training, scale=scale)
         given = self._everywhere(found)
-        logits = None if given[0] is None else torch.cat([each for each in given if each is not None])
+        logits = (
+            None if given[0] is None else torch.cat([each for each in given if each is not None]).detach()
+        )
         loss = found.loss if judges else None
         if training:
             anchor = torch.empty((), device=found.loss.device, requires_grad=True)
@@ -179,6 +184,7 @@ class Engine(nn.Module):
                 f"give at least pp_degree micro-batches: num_micro_batches, or microbatches={stages}"
             )
         sequence, size = _shape(batches, stages)
+        self._check_length(sequence)
         chunks = self.chunks.run
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
         with torch.set_grad_enabled(not forward_only), self.silence():
@@ -198,6 +204,14 @@ class Engine(nn.Module):
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(loss, source, group=parallel_state.get_pipeline_model_parallel_group())
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
+
+    def _check_length(self, sequence: int) -> None:
+        longest = self.plugin.seq_length
+        if longest is not None and sequence > longest:
+            raise AccelError(
+                f"megatron: a sequence of {sequence} tokens, and seq_length is {longest}\n"
+                "cut sequences to that (truncation=True, max_length=...), or raise it"
+            )
 
     @contextmanager
     def silence(self) -> Iterator[None]:
