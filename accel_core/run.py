@@ -227,6 +227,7 @@ class Run:
 
     def forget_groups(self) -> None:
         """Drop what holds the process group."""
+        self.saver = None
         self._dims.clear()
         self._meshes.clear()
 

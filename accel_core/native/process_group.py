@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from accel_core.errors import CollectiveError, LaunchError
+from accel_core.native.threads import let_threads_finish
 from accel_core.world import DOING
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def destroy() -> None:
     """Undo `create`. A control group still referenced at exit would abort the process now and then."""
     _control.clear()
     dist.destroy_process_group()
+    let_threads_finish()
 
 
 class TorchCollectives:

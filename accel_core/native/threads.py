@@ -1,0 +1,39 @@
+"""Waiting for threads of torch's that nothing can be asked about."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+__all__ = ["let_threads_finish"]
+
+PATIENCE_SECONDS: Final = 0.1
+
+
+def let_threads_finish() -> None:
+    """Give this process's other threads the interpreter until none of them wants to run, or for a moment.
+
+    A thread of a process group drops the tensors of a collective after it told who waits for it, and needs
+    the interpreter's lock for that. One that comes to it while the interpreter ends aborts the process.
+    """
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
+        time.sleep(0.002)  # without the lock
+        if sys.platform == "linux" and not any(map(_wants_to_run, _others())):
+            return
+
+
+def _others() -> list[Path]:
+    own = str(threading.get_native_id())
+    return [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+
+
+def _wants_to_run(task: Path) -> bool:
+    try:
+        state = task.joinpath("stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
+    except OSError:  # it has ended
+        return False
+    return state == "R"
