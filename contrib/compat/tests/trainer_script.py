@@ -120,6 +120,6 @@ if trainer.is_world_process_zero():
     kind = str(trainer.accelerator.distributed_type.value)
     shown = {"logged": logged, "predicted": predicted.metrics["test_loss"], "kind": kind}
     sys.stdout.write("\n" + json.dumps(shown) + "\n")
-if not asked.ours:  # Accelerate leaves its process group alone, which aborts a process at its end now and then
+if not asked.ours:  # Accelerate leaves its process group alone, and now and then a process aborts for it
     sys.stdout.flush()
     os._exit(0)
