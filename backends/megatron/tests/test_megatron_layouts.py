@@ -53,7 +53,7 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
         ({"other_megatron_args": {"hidden_droput": 0.0}}, {}, "did you mean hidden_dropout"),
         ({"other_megatron_args": {"lr": 0.0}}, {}, "the prepared optimizer"),
         (
-            {},
+            {"tp_degree": 2},
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type 'linear'",
         ),
