@@ -57,6 +57,11 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type 'linear'",
         ),
+        (
+            {"recompute_activations": True, "seq_length": 8},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "megatron.recompute_activations, megatron.seq_length: LlamaForCausalLM runs its own forward",
+        ),
     ],
 )
 def test_it_is_refused(options: dict[str, Any], settings: dict[str, Any], says: str) -> None:

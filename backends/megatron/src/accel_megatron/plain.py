@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,33 @@ if TYPE_CHECKING:
     from accel_core import Run
     from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["PlainEngine", "build", "serves"]
+__all__ = ["PlainEngine", "build", "serves", "unserved"]
+
+_OF_TWINS: Final = (
+    "recompute_activations",
+    "custom_get_batch_function",
+    "custom_loss_function",
+    "return_logits",
+    "seq_length",
+)
+"""Options about layers, batches and losses that only models of megatron-core's own know."""
 
 
 def serves(plugin: MegatronLMPlugin) -> bool:
     """Whether each rank has all of a model."""
     return plugin.tp_degree == plugin.pp_degree == plugin.context_parallel_size == 1
+
+
+def unserved(plugin: MegatronLMPlugin, model: nn.Module) -> str | None:
+    """Which options were asked for that mean nothing to a model with a forward of its own."""
+    asked = [name for name in _OF_TWINS if getattr(plugin, name)]
+    asked += ["expert_model_parallel_size"] if plugin.expert_model_parallel_size > 1 else []
+    if not asked:
+        return None
+    return (
+        f"megatron.{', megatron.'.join(asked)}: {type(model).__name__} runs its own forward, which"
+        " knows nothing of that\nleave it out, or give a model with a twin or of accel_megatron.build_model"
+    )
 
 
 class Whole(nn.Module):

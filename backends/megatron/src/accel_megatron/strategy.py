@@ -97,6 +97,8 @@ class Megatron(MegatronState):
                 continue
             reason = twins.why_not(model)
             if reason and plain.serves(self.config):
+                reason = plain.unserved(self.config, model)
+                reasons += [reason] if reason else []
                 continue
             reasons += [reason] if reason else of_model(self.config, twins.twin_of(model))
         return reasons
