@@ -36,6 +36,7 @@ def main() -> None:
     """Run the script or module of the command line as `__main__`."""
     die_with_parent()
     faulthandler.enable()
+    keep_lines_whole()
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]
     if module:
@@ -80,6 +81,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def keep_lines_whole() -> None:
+    """Have unbuffered output leave by the line: workers share one, and `print` writes twice a line."""
+    if getattr(sys.stdout, "write_through", False) and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
 def _run_script(path: str) -> None:

@@ -51,6 +51,14 @@ def test_a_script_runs_in_each_worker_as_under_plain_python(tmp_path):
         assert worker["torch"] is False  # the script decides when to pay for it
 
 
+def test_lines_of_workers_stay_whole_though_output_is_unbuffered(tmp_path):
+    halves = "import time; print('here ', end=''); time.sleep(0.5); print('I am')"
+
+    ended = launch(tmp_path, halves, PYTHONUNBUFFERED="1")
+
+    assert ended.stdout == "here I am\n" * 2
+
+
 def test_all_ranks_have_the_same_run_id(tmp_path):
     launch(tmp_path, ALL_SEE)
 
