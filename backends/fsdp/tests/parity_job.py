@@ -28,16 +28,15 @@ class Conv(nn.Module):
         return self.head(hidden.mean((2, 3)))
 
 
-class Untied(GPT):
-    """As pipelines want it."""
+class Gpt(GPT):
+    """Of as many blocks as an interleaved pipeline has stages."""
 
     def __init__(self):
         super().__init__(blocks=4)
-        self.head.weight = nn.Parameter(self.head.weight.detach() * 0.5)
 
 
-MODELS = {"mlp": MLP, "conv": Conv, "gpt": GPT, "untied": Untied}
-BLOCKS = {"mlp": ["Block"], "conv": ["Conv2d"], "gpt": ["Attending"], "untied": ["Attending"]}
+MODELS = {"mlp": MLP, "conv": Conv, "gpt": Gpt}
+BLOCKS = {"mlp": ["Block"], "conv": ["Conv2d"], "gpt": ["Attending"]}
 PLANS = {
     "mlp": {"*.up": "colwise", "*.down": "rowwise"},
     "conv": {"head": "rowwise_rep"},
@@ -52,7 +51,7 @@ def made(kind):
 
 
 def data(kind, step):
-    return batch("gpt" if kind == "untied" else kind, step)
+    return batch(kind, step)
 
 
 def plain(kind):

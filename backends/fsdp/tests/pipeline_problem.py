@@ -60,6 +60,15 @@ class Bare(Gpt):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Repeated(Gpt):
+    """Norms with one module in all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.norm = self.blocks[0].norm
+
+
 class Named(Gpt):
     pp_split_points = ("blocks.1",)
 
@@ -125,10 +134,10 @@ def trained(kind, options, steps=50):
     }
 
 
-def saved(options, folder, steps=3):
+def saved(options, folder, steps=3, tied=False):
     """Losses after a save."""
     accelerator = accelerator_of(**options)
-    model = Gpt()
+    model = Gpt(tied=tied)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     train(accelerator, model, optimizer, range(steps))
     accelerator.save_state(folder)
@@ -137,10 +146,10 @@ def saved(options, folder, steps=3):
     return losses
 
 
-def resumed(options, folder, steps=3):
+def resumed(options, folder, steps=3, tied=False):
     """Losses after a load, from other weights."""
     accelerator = accelerator_of(**options)
-    model = Gpt()
+    model = Gpt(tied=tied)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
@@ -207,6 +216,19 @@ def normed(options):
     counts = {name: each.tolist() for name, each in model.named_buffers() if not each.is_meta}
     accelerator.end_training()
     return counts, drawn
+
+
+def begun_apart(options):
+    """The loss of tied models that each rank has drawn anew; the names under which they are saved."""
+    accelerator = accelerator_of(**options)
+    model = Gpt(tied=True)
+    with torch.no_grad():
+        model.tokens.weight.normal_(generator=torch.Generator().manual_seed(accelerator.process_index))
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    found = accelerator.forward_backward(model, window(0), loss_of, microbatches=4).loss.item()
+    names = [name for name, _ in accelerator.iter_weights(model)]
+    accelerator.end_training()
+    return found, names
 
 
 def short(schedule, microbatches):

@@ -21,9 +21,10 @@ INTERLEAVED = {**STAGES, "pp_schedule": "Interleaved1F1B"}
         *((kind, REPLICAS, False, 4) for kind in ("mlp", "conv", "gpt")),
         *((kind, {}, True, 2) for kind in ("mlp", "conv", "gpt")),
         *((kind, {}, True, 4) for kind in ("mlp", "conv", "gpt")),
-        *((kind, STAGES, False, 2) for kind in ("mlp", "conv", "untied")),
-        *((kind, INTERLEAVED, False, 2) for kind in ("mlp", "untied")),
-        *((kind, STAGES, False, 4) for kind in ("mlp", "untied")),
+        *((kind, STAGES, False, 2) for kind in ("mlp", "conv", "gpt")),
+        *((kind, INTERLEAVED, False, 2) for kind in ("mlp", "gpt")),
+        *((kind, STAGES, False, 4) for kind in ("mlp", "gpt")),
+        ("gpt", {**STAGES, "dp_replicate_size": 2, "dp_shard_size": 1}, False, 4),
     ],
 )
 def test_fifty_steps_are_those_of_one_process(kind, options, split, world):

@@ -10,6 +10,24 @@ from pipeline_problem import Bare, Gpt, Muddled, Named
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
 
+SPLIT = {
+    "parallelize_plan": {
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "tokens": "rowwise",
+        "head": "colwise_rep",
+    },
+    "loss_parallel": True,
+}
+
+PIPE = {"pp_size": 2}
+WAYS = {
+    "native": ({}, 1),
+    "pipeline": (PIPE, 2),
+    "interleaved": ({**PIPE, "pp_schedule": "Interleaved1F1B"}, 2),
+    "split": ({**PIPE, "split": SPLIT}, 4),
+}
+
 WHOLE = sum(parameter.numel() for parameter in Gpt().parameters())
 
 
@@ -39,22 +57,66 @@ def test_losses_norms_and_weights_equal_one_process(native, schedule):
     assert (first["outputs"], last["outputs"]) == ([], native["outputs"])
 
 
+# -- a weight of the first stage and of the last ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def native_tied():
+    (found,) = run_processes(problem.trained, problem.tied, {}, world=1)
+    return found
+
+
+def test_tied_weights_stay_one_weight(native_tied):
+    for found in run_processes(problem.trained, problem.tied, {"pp_size": 2}, world=2, timeout=100):
+        assert_same(found, native_tied)
+
+
+def test_they_begin_as_those_of_the_first_stage():
+    ((loss, names),) = run_processes(problem.begun_apart, {}, world=1)
+    for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, world=2):
+        assert found == pytest.approx(loss, rel=1e-4)
+        assert theirs == names
+        assert "head.weight" not in names
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("pipeline", "native"), ("native", "pipeline")])
+def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader):
+    folder = str(tmp_path / "checkpoint")
+    (options, world), (others, size) = WAYS[saver], WAYS[loader]
+    expected = run_processes(problem.saved, options, folder, 3, True, world=world)[0]
+    for losses in run_processes(problem.resumed, others, folder, 3, True, world=size):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp_schedule": "Interleaved1F1B"},
+        {"pp_size": 2, "split": SPLIT},
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]},
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Embedding"]},
+    ],
+    ids=["interleaved", "split", "sharded", "sharded apart"],
+)
+def test_so_they_do_however_stages_are_laid_out(native_tied, options):
+    for found in run_processes(problem.trained, problem.tied, options, world=4, timeout=100):
+        assert_same(found, native_tied)
+
+
+def test_activations_of_blocks_may_be_computed_again_in_whichever_stage_they_are(native):
+    options = {"activation_checkpointing": True, "transformer_cls_names_to_wrap": ["Block"]}
+    first, last = run_processes(
+        problem.trained, Gpt, {"pp_size": 2, "pp_split_points": ["norm"], **options}, 3, world=2
+    )
+    assert first["losses"] == last["losses"] == pytest.approx(native["losses"][:3], rel=1e-3)
+
+
 def test_stages_of_two_ranks_are_sharded_over_two_more(native):
     options = {"pp_size": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     options["transformer_cls_names_to_wrap"] = ["Block"]
     for found in run_processes(problem.trained, Gpt, options, world=4, timeout=100):
         assert_same(found, native)
-
-
-SPLIT = {
-    "parallelize_plan": {
-        "blocks.*.mlp.0": "colwise",
-        "blocks.*.mlp.2": "rowwise",
-        "tokens": "rowwise",
-        "head": "colwise_rep",
-    },
-    "loss_parallel": True,
-}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
@@ -106,14 +168,6 @@ def test_a_model_names_its_split_points_and_the_config_overrules_it():
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-PIPE = {"pp_size": 2}
-WAYS = {
-    "native": ({}, 1),
-    "pipeline": (PIPE, 2),
-    "interleaved": ({**PIPE, "pp_schedule": "Interleaved1F1B"}, 2),
-    "split": ({**PIPE, "split": SPLIT}, 4),
-}
-
 
 @pytest.mark.parametrize(
     ("saver", "loader"),
@@ -140,7 +194,8 @@ def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader):
     ("kind", "options", "words"),
     [
         (Bare, {}, "has weights of its own: scale"),
-        (problem.tied, {}, "tokens.weight is one weight of stages 0 and 1"),
+        (problem.Repeated, {}, "blocks.0.norm is one module of stages 0 and 1"),
+        (Gpt, {"activation_checkpointing": True}, "name its blocks"),
         (Gpt, {"pp_split_points": ["blocks.9"]}, "no module 'blocks.9'"),
         (Gpt, {"pp_split_points": ["blocks.1", "blocks.2"]}, "needs 2 stages"),
         (Gpt, {"pp_schedule": "Interleaved1F1B", "pp_split_points": ["blocks.1"]}, "several times 2 stages"),

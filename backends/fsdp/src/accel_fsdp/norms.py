@@ -6,7 +6,7 @@ gradient is split over, for all gradients together: a number each, however many 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,8 @@ __all__ = ["Layout", "clip_norm", "clip_value"]
 class Layout:
     """Where the gradients of some parameters lie. The same on all ranks that hold parts of them.
 
-    kinds: for each parameter, which set of `splits` it belongs to. splits: the groups that its parts
-    are spread over. stages: the group of those that hold other parameters of the model.
+    kinds: for each parameter, which set of `splits` it belongs to; -1: others count it. splits: the
+    groups that its parts are spread over. stages: the group of those that hold other parameters of the model.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -34,10 +34,17 @@ class Layout:
     stages: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Layout:
-        """Look at each parameter once; parameters do not move afterwards."""
+    def of(
+        cls,
+        parameters: Sequence[nn.Parameter],
+        stages: dist.ProcessGroup | None = None,
+        elsewhere: Collection[nn.Parameter] = (),
+    ) -> Layout:
+        """Look at each parameter once; parameters do not move afterwards. elsewhere: others count them."""
         found: dict[tuple[dist.ProcessGroup, ...], int] = {}
-        kinds = tuple([found.setdefault(_groups(each), len(found)) for each in parameters])
+        kinds = tuple(
+            [-1 if p in elsewhere else found.setdefault(_groups(p), len(found)) for p in parameters]
+        )
         return cls(tuple(parameters), kinds, tuple(found), stages)
 
     def is_of(self, parameters: Sequence[nn.Parameter]) -> bool:

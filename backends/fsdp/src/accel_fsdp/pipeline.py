@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
 from accel_fsdp.sharded import Sharded, whole
-from accel_fsdp.stages import Left, Running, cut, points_of
+from accel_fsdp.stages import Left, Running, cut, points_of, ties
+from accel_fsdp.wrapping import blocks, wraps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,7 +55,25 @@ class Pipelined(Sharded):
             assert unit.mesh is not None
             group = unit.mesh.device_mesh.get_group("pp")
             self._pipes[model] = Pipe.of(model, self.config, group, self.run.device)
+        if phase == "checkpoint" and self.config.activation_checkpointing and not blocks(model, self.config):
+            if not wraps(model, self.config):
+                raise ConfigError(
+                    "fsdp.activation_checkpointing would compute a whole model again, of which each rank of a"
+                    " pipeline runs stages\nname its blocks: fsdp.transformer_cls_names_to_wrap"
+                )
+            return model  # this rank's stages have none
         return super().transform_model(unit, model, phase)
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
+        """Collective."""
+        wrapped = super().wrap_model(unit, model)
+        self._pipes[model].tie()
+        return wrapped
+
+    def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
+        pipes = [self._pipes[model] for model in unit.models]
+        return {tie.parameter for pipe in pipes for tie in pipe.ties if pipe.rank != tie.ranks[0]}
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -83,6 +103,13 @@ class Pipelined(Sharded):
         with around:
             scale = None if forward_only else self._scale(unit)
             return self._pipes[unit.models[0]].run(taken, forward_loss, scale)
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
+        """Collective."""
+        for model in unit.models:
+            self._pipes[model].sum_ties()
+        self.below.reduce_gradients(unit, num_items)
 
     def _scale(self, unit: Unit) -> Tensor:
         """What the layers below multiply losses by, before they begin a window's backward."""
@@ -139,6 +166,17 @@ def _absent(unit: Unit) -> set[str]:
 
 
 @frozen(eq=False)
+class Tie:
+    """A weight of several stages. Each of them has it; its gradient is the sum of what they find.
+
+    ranks: of the pipeline's group, that have it.
+    """
+
+    parameter: nn.Parameter
+    ranks: Sequence[int]
+
+
+@frozen(eq=False)
 class _Window:
     """What the stages work on."""
 
@@ -164,6 +202,9 @@ class Pipe:
         self.group, self.device = group, device
         self.rank, self.stages = dist.get_rank(group), len(pieces)
         self.window: _Window | None = None
+        self.ties: list[Tie] = []
+        self._places = ties(pieces)
+        self._summed = True
         self._schedules: dict[Any, Any] = {}
 
     @classmethod
@@ -199,6 +240,7 @@ class Pipe:
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches, forward_only)
         last = (self.stages - 1) % self.group.size() == self.rank
+        self._summed &= forward_only
         try:
             with torch.no_grad() if forward_only else nullcontext():
                 (schedule.eval if forward_only else schedule.step)(
@@ -211,6 +253,51 @@ class Pipe:
         finally:
             self.window = None
         return self._output(window, last)
+
+    # -- weights of several stages ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def tie(self) -> None:
+        """Once weights are sharded: begin with those of their first stages. Collective."""
+        for places in self._places:
+            ranks = sorted({stage % self.group.size() for stage in places})
+            here = [
+                place for stage in places if stage % self.group.size() == self.rank for place in places[stage]
+            ]
+            if not here:
+                continue
+            parameter = here[0][0]._parameters[here[0][1]]
+            assert parameter is not None
+            for module, name in chain(*places.values()):
+                module._parameters[name] = parameter
+            if len(ranks) > 1:
+                self.ties.append(Tie(parameter, ranks))
+                _local(parameter).copy_(self._everyones(parameter, ranks)[0])
+
+    @torch.no_grad()
+    def sum_ties(self) -> None:
+        """Give all that have a weight the gradient that all of them have found, once a window. Collective."""
+        if self._summed:
+            return
+        self._summed = True
+        for tie in self.ties:
+            weight = tie.parameter
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                _local(weight.grad).copy_(torch.stack(self._everyones(weight.grad, tie.ranks)).sum(0))
+
+    def _everyones(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """What each of these ranks gives, this one among them; in their order, so that sums are the same."""
+        mine = _local(tensor).to(self.device).contiguous()
+        given = {rank: torch.empty_like(mine) for rank in ranks if rank != self.rank}
+        transfers = [
+            dist.P2POp(operation, what, group=self.group, group_peer=rank)
+            for rank, theirs in given.items()
+            for operation, what in ((dist.isend, mine), (dist.irecv, theirs))
+        ]
+        for transfer in dist.batch_isend_irecv(transfers):
+            transfer.wait()
+        return [given.get(rank, mine) for rank in ranks]
 
     def _output(self, window: _Window, last: bool) -> StepOutput:
         found = [window.outputs[number] for number in range(len(window.batches))] if last else []
@@ -259,6 +346,10 @@ class Pipe:
         dist.all_gather_object(everyone, mine, group=self.group)
         owners = {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
         return {name: (leaf, owners[name], everyone[owners[name]][name]) for name, leaf in leaves.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _loss(loss: Tensor, number: Tensor) -> Tensor:

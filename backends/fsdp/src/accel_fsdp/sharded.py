@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -56,15 +56,16 @@ class Sharded(FullyShardedDataParallel):
             "reshard_after_forward": self.config.reshards,
             "mp_policy": mixed_precision(self.config, self.run),
             "offload_policy": self._offload(),
-            "ignored_params": {
-                p for module in (*ignored(model, self.config), *absent(model)) for p in module.parameters()
-            },
         }
+        untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
+        elsewhere = {p for module in absent(model) for p in module.parameters()}
         made = []
         for group in groups(model, self.config):
             self.materialize(group)
             whole_ones = group.parameters
-            made.append(fully_shard(group.module, mesh=self._mesh_of(unit, group), **arguments))
+            left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
+            mesh = self._mesh_of(unit, group)
+            made.append(fully_shard(group.module, mesh=mesh, ignored_params=left, **arguments))
             _free(whole_ones, group.module)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
@@ -88,7 +89,8 @@ class Sharded(FullyShardedDataParallel):
     ) -> Tensor:
         layout = self._layouts.get(unit)
         if layout is None or not layout.is_of(parameters):
-            layout = self._layouts[unit] = Layout.of(parameters, stages(unit.mesh))
+            again = self.counted_elsewhere(unit)
+            layout = self._layouts[unit] = Layout.of(parameters, stages(unit.mesh), again)
         return clip_norm(layout, max_norm, norm_type, self.run.device)
 
     @implements(hooks.clip_grad_value)
@@ -127,6 +129,10 @@ class Sharded(FullyShardedDataParallel):
         # No set: gathering is collective, and all ranks go by one order.
         wanted = [unit.named_parameters()[name] for name in names]
         return _whole(unit.models, wanted, writeback=writeback)
+
+    def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
+        """Those of its parameters that are another stage's too, which counts them."""
+        return ()
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
         """The ranks that the group is sharded over; experts are split over `ep` first. Collective."""

@@ -7,7 +7,7 @@ with what is to be sent. So nothing is traced, and nothing of the model is writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
 
-__all__ = ["Left", "Running", "absent", "cut", "points_of"]
+__all__ = ["Left", "Running", "absent", "cut", "points_of", "ties"]
+
+Place = tuple[nn.Module, str]
+"""A module and what it calls a parameter of its own."""
 
 
 class Left(BaseException):
@@ -134,10 +137,10 @@ def cut(
 ) -> tuple[Running, dict[int, list[nn.Module]]]:
     """Let the model run by stages, and give the weights of all but the stages `mine` up.
 
-    Returns the switch, and the pieces by stage.
+    Returns the switch, and the pieces by stage. A weight of several stages stays with each of them.
 
     Raises:
-        ConfigError: a weight is of several stages, or of a module that is.
+        ConfigError: a module is of several stages, or has weights of its own and is cut.
     """
     running = Running()
     pieces: dict[int, list[nn.Module]] = {stage: [] for stage in range(len(points) + 1)}
@@ -145,18 +148,35 @@ def cut(
         pieces[stage].append(module)
         _become(module, _Piece, _running=running, _stage=stage, _name=name, _entry=name in points)
     _become(model, _Root, _running=running)
-    _refuse_shared(model, pieces)
-    for module in chain(*(pieces[stage] for stage in pieces if stage not in mine)):
-        module.__dict__["_absent"] = True
-        for tensor in list(module.parameters()) + list(module.buffers()):
-            if not tensor.is_meta:
+    _refuse_two_turns(model, pieces)
+    kept = {
+        each for stage in mine for piece in pieces[stage] for each in (*piece.modules(), *_tensors(piece))
+    }
+    for module in chain(
+        *(piece.modules() for stage in pieces if stage not in mine for piece in pieces[stage])
+    ):
+        if module not in kept:
+            module.__dict__["_absent"] = True
+        for tensor in _tensors(module):
+            if not tensor.is_meta and tensor not in kept:
                 _empty(tensor)
     return running, pieces
 
 
 def absent(model: nn.Module) -> list[nn.Module]:
-    """The pieces of the model whose weights other ranks have."""
+    """The modules of other ranks' stages. They may share weights with modules of this rank's."""
     return [module for module in model.modules() if "_absent" in module.__dict__]
+
+
+def ties(pieces: Mapping[int, Sequence[nn.Module]]) -> list[dict[int, list[Place]]]:
+    """Of each weight that several stages have: stage -> where it stands there."""
+    found: dict[nn.Parameter, dict[int, list[Place]]] = {}
+    for stage, modules in pieces.items():
+        for module in chain(*(piece.modules() for piece in modules)):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(parameter, {}).setdefault(stage, []).append((module, name))
+    return [places for places in found.values() if len(places) > 1]
 
 
 def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:
@@ -182,16 +202,20 @@ def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.M
         stack.extend(reversed(children))
 
 
-def _refuse_shared(model: nn.Module, pieces: dict[int, list[nn.Module]]) -> None:
-    home: dict[Tensor, int] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def _refuse_two_turns(model: nn.Module, pieces: Mapping[int, Sequence[nn.Module]]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    home: dict[nn.Module, int] = {}
     for stage, modules in pieces.items():
-        for parameter in chain(*(module.parameters() for module in modules)):
-            if home.setdefault(parameter, stage) != stage:
+        for module in chain(*(piece.modules() for piece in modules)):
+            if home.setdefault(module, stage) != stage and (module in modules or module._parameters):
                 raise ConfigError(
-                    f"pipeline: {names[parameter]} is one weight of stages {home[parameter]} and {stage}, and"
-                    " would become two\nuntie it, or split the model so that one stage has all of it"
+                    f"pipeline: {names[module]} is one module of stages {home[module]} and {stage}\n"
+                    "make it two modules, which may share their weights"
                 )
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _become(module: nn.Module, first: type, **attributes: Any) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["Group", "blocks", "checkpointed", "groups", "ignored"]
+__all__ = ["Group", "blocks", "checkpointed", "groups", "ignored", "wraps"]
 
 
 @frozen(eq=False)
@@ -53,10 +53,10 @@ def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Gro
     """
     names = {module: name for name, module in model.named_modules()}
     outermost = [_outermost(block, model) for block in blocks(model, config)]
-    left = [module for module in (*ignored(model, config), *absent(model)) for module in module.modules()]
+    left = _left(model, config)
     spread = [module for module in model.modules() if isinstance(module, Spread) and module not in left]
     roots = [*dict.fromkeys([*outermost, *spread]), model]
-    taken: set[nn.Module] = {*left}
+    taken = {*left}
     found = []
     for root in sorted(roots, key=lambda module: -names[module].count(".") - (module is not model)):
         mine = [module for module in root.modules() if module not in taken]
@@ -89,7 +89,7 @@ def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.
     policy = _policy(model, config)
     if policy is None:
         return []
-    left = {*ignored(model, config), *(module for piece in absent(model) for module in piece.modules())}
+    left = _left(model, config)
     if isinstance(policy, wrap._Policy):
         chosen = policy._run_policy(model, left, {})
         return [m for m in reversed(list(model.modules())) if m in chosen and m is not model]
@@ -102,6 +102,15 @@ def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.
     parameters = {p for module in left for p in module.parameters()}
     wrap._recursive_wrap(model, policy, note, left, parameters, only_wrap_children=True)
     return list(dict.fromkeys(found))
+
+
+def wraps(model: nn.Module, config: FullyShardedDataParallelPlugin) -> bool:
+    """Whether there is a policy that says what blocks are."""
+    return _policy(model, config) is not None
+
+
+def _left(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Module]:
+    return {*absent(model), *(module for each in ignored(model, config) for module in each.modules())}
 
 
 def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn.Module:
