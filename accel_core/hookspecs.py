@@ -452,10 +452,11 @@ def forward_backward(
     unit: Unit,
     batches: Iterator[Any],
     forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
-    microbatches: int,
+    microbatches: int | None,
     forward_only: bool,
 ) -> StepOutput:
-    """Forward and backward of one window of `microbatches` batches.
+    """Forward and backward of one window of `microbatches` batches; None: of `unit.window.size`, unless the
+    strategy has an option of its own.
 
     The only form for units whose strategy owns the schedule. base: the plain loop.
     """

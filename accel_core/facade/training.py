@@ -160,7 +160,7 @@ class Training:
             model: prepared.
             batches: `microbatches` of them are taken.
             forward_loss: (model, batch) -> (0-dim loss, anything).
-            microbatches: default: the run's gradient_accumulation_steps.
+            microbatches: default: gradient_accumulation_steps, or what an option of the strategy says.
             forward_only: no backward, for evaluation.
         """
         (unit,) = self._units([model])
@@ -171,7 +171,7 @@ class Training:
             self.run.refuse(unit, not forward_only)
         try:
             output: StepOutput = unit.steps.forward_backward(
-                unit, iter(batches), forward_loss, microbatches or size, forward_only
+                unit, iter(batches), forward_loss, microbatches, forward_only
             )
         finally:
             unit.window.size = size  # of the next windows, whatever this one had

@@ -183,21 +183,21 @@ class Base(BaseState):
         unit: Unit,
         batches: Iterator[Any],
         forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
-        microbatches: int,
+        microbatches: int | None,
         forward_only: bool,
     ) -> StepOutput:
         losses, outputs = [], []
         window, steps, model = unit.window, unit.steps, unit.wrapped[0]
-        window.index, window.size = -1, microbatches
-        for number in range(microbatches):
-            window.index, window.boundary = number, number == microbatches - 1
+        window.index, window.size = -1, microbatches or window.size
+        for number in range(window.size):
+            window.index, window.boundary = number, number == window.size - 1
             quiet = steps.no_sync and not (window.boundary or forward_only)
             with steps.no_sync(unit, unit.wrapped) if quiet else nullcontext():
                 batch = next(batches)
                 with steps.step_context(unit, batch) if steps.step_context else nullcontext():
                     loss, output = forward_loss(model, batch)
                     if not forward_only:
-                        unit.hooks.backward(unit, loss / microbatches, window.boundary, {})
+                        unit.hooks.backward(unit, loss / window.size, window.boundary, {})
             losses.append(loss.detach())
             outputs.append(output)
         return StepOutput(loss=torch.stack(losses).mean(), outputs=tuple(outputs))

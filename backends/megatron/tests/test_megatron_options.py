@@ -219,3 +219,23 @@ def as_by_hand() -> list[float]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def taken() -> list[int]:
+    """How many micro-batches a window takes: by the options, with accumulation too, and as told."""
+    ours = accelerator(num_micro_batches=3)
+    model = ours.prepare(MODELS["gpt2"]())
+    batch = batches(1)[0]
+
+    def count(**told: Any) -> int:
+        stream = iter([batch] * 9)
+        ours.forward_backward(model, stream, lambda m, b: (m(**b).loss, None), forward_only=True, **told)
+        return 9 - len(list(stream))
+
+    found = [count()]
+    ours.gradient_accumulation_steps = 2
+    return [*found, count(), count(microbatches=1)]
+
+
+def test_a_window_takes_as_many_micro_batches_as_a_step_of_a_loop() -> None:
+    assert run_processes(taken, world=1) == [[3, 6, 1]]

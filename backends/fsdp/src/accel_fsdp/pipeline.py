@@ -90,13 +90,13 @@ class Pipelined(Sharded):
         unit: Unit,
         batches: Iterator[Any],
         forward_loss: ForwardLoss,
-        microbatches: int,
+        microbatches: int | None,
         forward_only: bool,
     ) -> StepOutput:
         """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave."""
-        taken = [next(batches) for _ in range(microbatches)]
         window, steps = unit.window, unit.steps
-        window.index, window.size, window.boundary = microbatches - 1, microbatches, True
+        taken = [next(batches) for _ in range(microbatches or window.size)]
+        window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
         around: AbstractContextManager[Any] = nullcontext()
         if steps.step_context is not None:
             around = steps.step_context(unit, taken[0])

@@ -185,13 +185,16 @@ class Megatron(MegatronState):
         unit: Unit,
         batches: Iterator[Any],
         forward_loss: ForwardLoss,
-        microbatches: int,
+        microbatches: int | None,
         forward_only: bool,
     ) -> StepOutput:
-        """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave."""
-        taken = [next(batches) for _ in range(microbatches)]
+        """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave.
+
+        `microbatches` None: as many as one step of a loop over model(**batch) has.
+        """
         window, steps = unit.window, unit.steps
-        window.index, window.size, window.boundary = microbatches - 1, microbatches, True
+        taken = [next(batches) for _ in range(microbatches or window.size * self.config.micro_batches)]
+        window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
         around = steps.step_context(unit, taken[0]) if steps.step_context is not None else nullcontext()
         with around:
             return self.engines[unit].run(taken, forward_loss, forward_only=forward_only)
