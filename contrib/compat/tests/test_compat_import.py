@@ -99,12 +99,9 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "advice"),
     {
-        "test": "accel plugins check",
         "merge-weights": "accel checkpoint export",
         "estimate-memory": "come in a later package",
         "config": "accelerate config default",
-        "tpu-config": "accel launch --nodes",
-        "to-fsdp2": "accel compat import",
     }.items(),
 )
 def test_the_shims_script_says_what_stands_for_the_other_commands(monkeypatch, name, advice):

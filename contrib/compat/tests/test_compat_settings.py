@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from accel_compat.commands import compat
 from accel_compat.converting import convert
-from accel_compat.launching import command, environment
+from accel_compat.launching import command, environment, launch
 from accel_compat.settings import parse, read_file
 from accel_core import ConfigError
 
@@ -58,8 +58,23 @@ def written(tmp_path, text):
 def test_flags_come_in_both_spellings():
     asked = parse(["--num_processes", "2", "--mixed-precision", "bf16", "train.py", "--lr", "1"], None)
 
-    assert asked.settings == {"num_processes": "2", "mixed_precision": "bf16"}
+    assert asked.settings == {"num_processes": 2, "mixed_precision": "bf16"}
     assert list(asked.target) == ["train.py", "--lr", "1"]
+
+
+def test_a_flag_counts_though_it_is_given_its_default():
+    asked = parse(["--fsdp_sync_module_states", "true", "train.py"], None)
+
+    assert asked.settings == {"fsdp_sync_module_states": "true"}
+
+
+def test_a_port_of_zero_is_any_free_one():
+    assert command(parse(["--main_process_port", "0", "train.py"], None))[2:] == ["train.py"]
+
+
+def test_a_program_that_is_no_python_is_refused():
+    with pytest.raises(ConfigError, match="no_python: workers are Python programs here"):
+        launch(parse(["--no_python", "train.sh"], None))
 
 
 def test_a_flag_wins_over_the_file(tmp_path):

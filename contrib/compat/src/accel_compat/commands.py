@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,15 +16,16 @@ from accel_core import AccelError
 __all__ = ["accelerate", "compat"]
 
 _INSTEAD = {
-    "--help": "launch, env and config default work here; `accel --help` lists accel's own commands",
     "config": "write a config by `accelerate config default`, or accel's own by `accel config init`",
     "estimate-memory": "models larger than one device come in a later package",
     "merge-weights": "write the weights of a checkpoint by `accel checkpoint export`",
-    "test": "check a strategy or a device by `accel plugins check NAME`",
-    "to-fsdp2": "turn the file into accel's by `accel compat import FILE`",
-    "tpu-config": "start the workers on each host by `accel launch --nodes`",
 }
 """Command of Accelerate that is not served -> what to do."""
+_MODULES = {"env": "env", "test": "test", "to-fsdp2": "to_fsdp2", "tpu-config": "tpu"}
+"""Command -> the module of `accelerate.commands` that has it."""
+_USAGE = """\
+usage: accelerate {config default, env, launch, test, to-fsdp2, tpu-config} ...
+`accel --help` lists accel's own commands"""
 _EXTRA = {"ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -89,21 +89,40 @@ def import_(file: str, output: Path | None) -> None:
         output.write_text(text)
 
 
-def accelerate() -> None:
-    """The `accelerate` script: launch, env and config default; the others say what to call instead."""
-    name, *words = sys.argv[1:] or ["--help"]
+def accelerate(*first: str) -> None:
+    """The `accelerate` script: those commands that have no meaning here say what to call instead.
+
+    first: words before those of the command line, of scripts such as `accelerate-launch`.
+    """
+    name, *words = [*first, *sys.argv[1:]] or ["--help"]
     try:
+        if name in ("-h", "--help"):
+            click.echo(_USAGE)
+            sys.exit(0)
         if name == "launch":
             sys.exit(_launch(tuple(words)))
-        if name == "env":
-            from accel_compat.launching import accel
-
-            sys.exit(subprocess.run([accel(), "env", *words], check=False).returncode)  # noqa: S603  ours
         if (name, *words[:1]) == ("config", "default"):
             sys.exit(_basic_config(words[1:]))
+        if name in _MODULES:
+            sys.exit(_called(name, words))
     except AccelError as error:
         sys.exit(f"accelerate: {error}")
-    sys.exit(f"accelerate {name} is not served by accel-compat\n{_INSTEAD.get(name, _INSTEAD['--help'])}")
+    sys.exit(f"accelerate {name} is not served by accel-compat\n{_INSTEAD.get(name, _USAGE)}")
+
+
+def _called(name: str, words: Sequence[str]) -> int:
+    from accel_compat import install
+
+    install()
+    module = import_module(f"accelerate.commands.{_MODULES[name]}")
+    parser = argparse.ArgumentParser("accelerate", allow_abbrev=False)
+    getattr(module, f"{_MODULES[name]}_command_parser")(parser.add_subparsers())
+    asked = parser.parse_args([name, *words])
+    try:
+        asked.func(asked)
+    except (OSError, ValueError) as error:
+        raise AccelError(f"{name}: {error}\n`accelerate {name} --help` lists its flags") from error
+    return 0
 
 
 def _basic_config(words: Sequence[str]) -> int:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_compat.flags import DEEPSPEED
 from accel_compat.saying import say_once
-from accel_compat.settings import DEEPSPEED, PREFIXES, Asked
+from accel_compat.settings import PREFIXES, Asked
 from accel_compat.shim import write_shim
 from accel_core import ConfigError
 
@@ -28,6 +29,10 @@ _STRATEGIES = {
 
 def launch(asked: Asked) -> int:
     """Start it with an `accelerate` that is ours, for the workers and their children; its exit code."""
+    if asked.settings.get("no_python"):
+        raise ConfigError(
+            "no_python: workers are Python programs here\nname a script, or a module by --module"
+        )
     for name, why in asked.dropped.items():
         say_once(f"{name} has no meaning here: {why}")
     with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
@@ -64,9 +69,9 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
         yield from ("-n", str(count // nodes))
     if nodes > 1:
         yield from ("--nodes", str(nodes), "--node-rank", str(settings.get("machine_rank", 0)))
-    if "main_process_ip" in settings or "main_process_port" in settings:
-        host = settings.get("main_process_ip", "127.0.0.1")
-        yield from ("--rendezvous", f"{host}:{settings.get('main_process_port', 29500)}")
+    host, port = settings.get("main_process_ip"), settings.get("main_process_port")
+    if host is not None or port not in (None, 0):  # 0: any free one, as without a word
+        yield from ("--rendezvous", f"{host or '127.0.0.1'}:{port or 29500}")
     if int(settings.get("max_restarts", 0)):
         yield from ("--max-restarts", str(settings["max_restarts"]))
 

@@ -30,6 +30,7 @@ REASONS: Final[Mapping[str, str]] = {
     "accelerate.tracking": "trackers are plugins of accel-core",
     "accelerate.utils.fsdp_utils": "accelerator.save_state and save_model write what accel-fsdp shards",
     "accelerate.commands": "the command line here is `accel`",
+    "accelerate.commands.estimate": LATER,
 }
 """Module -> why what it has besides is not served. The longest that fits counts."""
 

@@ -9,57 +9,11 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.flags import DEEPSPEED, LAUNCHING, SWITCHES, given, launch_parser
 from accel_core import ConfigError
 
-__all__ = ["DROPPED", "Asked", "asked_by", "launch_parser", "parse", "read_file"]
+__all__ = ["DROPPED", "Asked", "asked_by", "parse", "parser", "read_file"]
 
-SWITCHES: Final = (
-    "cpu",
-    "multi_gpu",
-    "tpu",
-    "enable_cpu_affinity",
-    "dynamo_use_fullgraph",
-    "dynamo_use_dynamic",
-    "dynamo_use_regional_compilation",
-    "use_deepspeed",
-    "use_fsdp",
-    "use_parallelism_config",
-    "use_megatron_lm",
-    "same_network",
-    "downcast_bf16",
-    "debug",
-    "quiet",
-    "no_python",
-    "tpu_cluster",
-    "no_tpu_cluster",
-    "tpu_use_sudo",
-    "fp8_use_autocast_during_eval",
-)
-LAUNCHING: Final = (
-    "num_processes",
-    "num_machines",
-    "num_cpu_threads_per_process",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "max_restarts",
-    "gpu_ids",
-    "mixed_precision",
-)
-DEEPSPEED: Final[Mapping[str, str]] = {
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-}
-"""Setting -> the variable that DeepSpeedPlugin reads."""
 PREFIXES: Final[Mapping[str, str]] = {
     "fsdp_": "FSDP_",
     "dynamo_": "ACCELERATE_DYNAMO_",
@@ -76,8 +30,7 @@ _FP8: Final = "fp8 comes in a later package"
 _WITHOUT: Final[Mapping[str, str]] = {
     _OURS: "same_network role rdzv_backend rdzv_conf monitor_interval deepspeed_hostfile"
     " deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher",
-    _TPU: "tpu tpu_cluster no_tpu_cluster tpu_use_cluster tpu_use_sudo tpu_env tpu_name tpu_zone tpu_vm vm"
-    " env commands command_file",
+    _TPU: "tpu tpu_use_cluster tpu_use_sudo tpu_env tpu_name tpu_zone tpu_vm vm env commands command_file",
     _CLOUD: "compute_environment aws_access_key_id aws_secret_access_key ec2_instance_type iam_role_name"
     " image_uri profile region base_job_name pytorch_version py_version transformers_version"
     " sagemaker_inputs_file sagemaker_metrics_file additional_args",
@@ -120,6 +73,11 @@ class Asked:
     """Setting that was given and has no meaning here -> why."""
 
 
+def parser() -> argparse.ArgumentParser:
+    """The flags of `accelerate launch`."""
+    return launch_parser(DROPPED)
+
+
 def parse(words: Sequence[str], default_file: Path | None) -> Asked:
     """Read `accelerate launch`'s command line and the YAML file it names, else the default one if there is.
 
@@ -127,56 +85,21 @@ def parse(words: Sequence[str], default_file: Path | None) -> Asked:
         ConfigError: the file is missing, or has unknown keys.
         SystemExit: argparse's, for unknown flags.
     """
-    return asked_by(launch_parser().parse_args(words), default_file)
+    return asked_by(parser().parse_args(words), default_file)
 
 
 def asked_by(read: argparse.Namespace, default_file: Path | None) -> Asked:
     """What a parsed command line asks for."""
-    flags = dict(vars(read))
+    flags = given(read)
     file = flags.pop("config_file", None)
-    module, target = flags.pop("module", False), [flags.pop("script"), *flags.pop("arguments")]
+    target = [flags.pop("training_script"), *flags.pop("training_script_args", ())]
+    module = bool(flags.pop("module", False))
     if file is None and default_file is not None and default_file.is_file():
         file = str(default_file)
     settings = {**(read_file(file) if file else {}), **flags}
     dropped = {name: DROPPED[name] for name in settings if name in DROPPED}
     kept = {name: value for name, value in settings.items() if name not in DROPPED}
     return Asked(kept, target, module, file, dropped)
-
-
-def launch_parser() -> argparse.ArgumentParser:
-    """The flags of `accelerate launch`."""
-    parser = argparse.ArgumentParser(
-        "accel compat launch",
-        description="Start a script written for Accelerate, by accelerate launch's own flags.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-m", "--module", action="store_true")
-    _add(parser, "config_file", None)
-    for name in SWITCHES:
-        parser.add_argument(*_spellings(name), action="store_true", help=DROPPED.get(name))
-    for name in (*LAUNCHING, *DEEPSPEED, *_valued()):
-        _add(parser, name, DROPPED.get(name))
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    return parser
-
-
-def _valued() -> Iterator[str]:
-    """Names of the other flags that take a value: the plugins' fields, and those that are dropped."""
-    from accel_compat.fields import FIELDS
-
-    for prefix, names in FIELDS.items():
-        yield from (f"{prefix}{name}" for name in names)
-    yield from (name for name in DROPPED if name not in SWITCHES)
-
-
-def _add(parser: argparse.ArgumentParser, name: str, why: str | None) -> None:
-    parser.add_argument(*_spellings(name), metavar="VALUE", help=why)
-
-
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
 def read_file(file: str) -> dict[str, Any]:

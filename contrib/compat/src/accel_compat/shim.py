@@ -14,12 +14,15 @@ SCRIPT = """\
 #!{python}
 from accel_compat.commands import accelerate
 
-accelerate()
+accelerate({words})
 """
+SCRIPTS = {"accelerate": "", **{f"accelerate-{each}": repr(each) for each in ("config", "launch")}}
+SCRIPTS |= {f"accelerate-{each}": repr(each) for each in ("estimate-memory", "merge-weights")}
+"""Each script of Accelerate -> the word that it stands for."""
 
 
 def write_shim(folder: Path) -> None:
-    """Write the package `accelerate`, its metadata, and the script bin/accelerate."""
+    """Write the package `accelerate`, its metadata, and its scripts into `bin`."""
     package, info, programs = folder / NAME, folder / f"{NAME}-{VERSION}.dist-info", folder / "bin"
     for each in (package, info, programs):
         each.mkdir(parents=True, exist_ok=True)
@@ -27,6 +30,7 @@ def write_shim(folder: Path) -> None:
     (info / "METADATA").write_text(METADATA)
     (info / "top_level.txt").write_text(f"{NAME}\n")
     (info / "RECORD").write_text(f"{NAME}/__init__.py,,\n")
-    script = programs / NAME
-    script.write_text(SCRIPT.format(python=sys.executable))
-    script.chmod(0o755)
+    for name, words in SCRIPTS.items():
+        script = programs / name
+        script.write_text(SCRIPT.format(python=sys.executable, words=words))
+        script.chmod(0o755)

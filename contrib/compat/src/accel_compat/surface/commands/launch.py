@@ -2,31 +2,110 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from accel_compat.launching import launch
-from accel_compat.settings import asked_by, launch_parser
+import torch
 
-from .config.config_args import default_config_file
+from accel_compat.flags import given
+from accel_compat.launching import launch
+from accel_compat.refusing import unserved
+from accel_compat.settings import STRATEGIES, asked_by, parser
+
+from ..utils._enums import ComputeEnvironment
+from .config.config_args import default_config_file, load_config_from_file
 
 __all__ = ["launch_command", "launch_command_parser"]
+
+_ONE_OF = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
+_APART = ("compute_environment", "mixed_precision", "distributed_type")
+_PREFIXED = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     """A parser of the command line; as a subcommand `launch` where subparsers are given."""
-    parser = launch_parser()
+    made = parser()
     if subparsers is not None:
-        parser = subparsers.add_parser("launch", parents=[parser], add_help=False)
-        parser.set_defaults(func=launch_command)
-    return parser
+        made = subparsers.add_parser("launch", parents=[made], add_help=False)
+        made.set_defaults(func=launch_command)
+    return made
 
 
 def launch_command(args: Namespace) -> None:
     """Start what was parsed, wait for it, and exit as it did if it failed."""
+    _require_one(args)
     known = Namespace(**{name: value for name, value in vars(args).items() if name != "func"})
+    file = args.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
+    if file is not None:
+        load_config_from_file(file)  # its keys are checked as Accelerate does
     code = launch(asked_by(known, Path(default_config_file)))
     if code:
         sys.exit(code)
+
+
+def _require_one(args: Namespace) -> None:
+    if sum(bool(getattr(args, name, False)) for name in _ONE_OF) > 1:
+        raise ValueError(
+            "You can only use one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` at a"
+            " time."
+        )
+    if args.multi_gpu and args.num_processes is not None and args.num_processes < 2:
+        raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
+    if args.use_parallelism_config and not (args.use_fsdp and int(args.fsdp_version) == 2):
+        raise ValueError(
+            "You cannot use `--use_parallelism_config` without `--use_fsdp` and `--fsdp_version=2`. "
+        )
+
+
+def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
+    """The arguments, with the config file's for those not given; that file; whether its precision counts."""
+    _require_one(args)
+    defaults: Any = None
+    if args.config_file is not None or (os.path.isfile(default_config_file) and not args.cpu):
+        defaults = load_config_from_file(args.config_file)
+        if not any(given(args).get(name) for name in (*STRATEGIES.values(), "multi_gpu")):
+            _choose(args, defaults)
+        if defaults.compute_environment == ComputeEnvironment.LOCAL_MACHINE:
+            _fill(args, defaults)
+        args.debug = bool(args.debug or defaults.debug)
+        if args.num_processes == -1:
+            raise ValueError("You need to manually pass in `--num_processes` using this config yaml.")
+    elif args.num_processes is None:
+        args.num_processes = torch.accelerator.device_count()
+    from_file = not args.mixed_precision and getattr(defaults, "mixed_precision", None) is not None
+    args.mixed_precision = args.mixed_precision or getattr(defaults, "mixed_precision", None) or "no"
+    plain = {"num_machines": 1, "dynamo_backend": "no", "gpu_ids": "all", "use_cpu": args.cpu}
+    plain["num_cpu_threads_per_process"] = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    for name, value in plain.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    return args, defaults, from_file
+
+
+def _choose(args: Namespace, defaults: Any) -> None:
+    """The strategy that the file's distributed_type means."""
+    kind = defaults.distributed_type.value
+    if kind in STRATEGIES:
+        setattr(args, STRATEGIES[kind], True)
+    args.multi_gpu = kind.startswith("MULTI_") and kind != "MULTI_CPU"
+    args.use_parallelism_config = bool(defaults.parallelism_config)
+
+
+def _fill(args: Namespace, defaults: Any) -> None:
+    """What was not given, from the file."""
+    said = given(args)
+    for section, value in vars(defaults).items():
+        if isinstance(value, dict):
+            start = _PREFIXED.get(section, "")
+            for key, inner in value.items():
+                name = key if key.startswith(start) else start + key
+                if name not in said:
+                    setattr(args, name, inner)
+        elif section not in _APART and getattr(args, section, None) is None:
+            setattr(args, section, value)
+
+
+__getattr__ = unserved(__name__)

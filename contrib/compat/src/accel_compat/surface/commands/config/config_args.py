@@ -1,16 +1,30 @@
-"""Accelerate's config files, as plain objects with its keys for attributes."""
+"""Accelerate's config files, as objects with its keys for attributes."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from accel_compat.refusing import unserved
+
+from ...utils._enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from ...utils.constants import (
+    SAGEMAKER_PYTHON_VERSION,
+    SAGEMAKER_PYTORCH_VERSION,
+    SAGEMAKER_TRANSFORMERS_VERSION,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["BaseConfig", "ClusterConfig", "SageMakerConfig", "load_config_from_file"]
 
 hf_cache_home = os.path.expanduser(
     os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
@@ -23,7 +37,144 @@ default_config_file = (
 )
 
 
-def load_config_from_file(config_file: str | None) -> Any:
+@dataclass
+class BaseConfig:
+    """What every config file says."""
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str | None
+    use_cpu: bool
+    debug: bool
+
+    def __post_init__(self) -> None:
+        self.compute_environment = ComputeEnvironment(self.compute_environment)
+        cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
+        kinds: Any = SageMakerDistributedType if cloud else DistributedType
+        self.distributed_type = kinds(self.distributed_type)
+        for name in (field.name for field in fields(self) if field.name in _SECTIONS):
+            if getattr(self, name) is None:
+                setattr(self, name, {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is set, as YAML and JSON can hold it."""
+        plain = {name: _plain(value) for name, value in self.__dict__.items()}
+        return {name: value for name, value in plain.items() if value is not None}
+
+    @staticmethod
+    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        """What older releases wrote, and left out, as this one has it. The same dict, changed."""
+        if "distributed_type" not in config_dict:
+            raise ValueError("A `distributed_type` must be specified in the config file.")
+        if config_dict["distributed_type"] is False:  # what YAML makes of a bare NO
+            config_dict["distributed_type"] = "NO"
+        half = config_dict.pop("fp16", False)
+        here = ComputeEnvironment.LOCAL_MACHINE
+        local = config_dict.setdefault("compute_environment", here) == here
+        if local and config_dict["distributed_type"] == DistributedType.NO:
+            config_dict.setdefault("num_processes", 1)
+        config_dict.setdefault("mixed_precision", "fp16" if half else None)
+        if "dynamo_backend" in config_dict:
+            backend = config_dict.pop("dynamo_backend")
+            config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
+        for switch in ("use_cpu", "debug", "enable_cpu_affinity"):
+            config_dict.setdefault(switch, False)
+        return config_dict
+
+    @classmethod
+    def _made(cls, found: dict[str, Any], file: Any) -> Self:
+        found = cls.process_config(found)
+        extra = sorted(found.keys() - {field.name for field in fields(cls)})
+        if extra:
+            raise ValueError(
+                f"The config file at {file} had unknown keys ({extra}), please try upgrading your"
+                " `accelerate` version or fix (and potentially remove) these keys from your config file."
+            )
+        return cls(**found)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | None = None) -> Self:
+        """What a JSON file says."""
+        file = json_file or default_json_config_file
+        return cls._made(json.loads(Path(file).read_text(encoding="utf-8")), file)
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | None = None) -> Self:
+        """What a YAML file says."""
+        file = yaml_file or default_yaml_config_file
+        return cls._made(yaml.safe_load(Path(file).read_text(encoding="utf-8")), file)
+
+    def to_json_file(self, json_file: str) -> None:
+        """Write it."""
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        Path(json_file).write_text(text, encoding="utf-8")
+
+    def to_yaml_file(self, yaml_file: str) -> None:
+        """Write it."""
+        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """Of machines that one starts the workers on oneself."""
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+    dynamo_config: dict[str, Any] | None = None
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """Of jobs in a cloud. It can be read and written; nothing here sends one."""
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = f"accelerate-sagemaker-{num_machines}"
+    pytorch_version: str = SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = SAGEMAKER_PYTHON_VERSION
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+
+_SECTIONS = frozenset(
+    f"{name}_config"
+    for name in ("fp8", "deepspeed", "fsdp", "parallelism", "megatron_lm", "mpirun", "dynamo")
+)
+
+
+def load_config_from_file(config_file: str | None) -> BaseConfig:
     """What the file says; default: `default_config_file`.
 
     Raises:
@@ -33,11 +184,18 @@ def load_config_from_file(config_file: str | None) -> Any:
         raise FileNotFoundError(
             f"The passed configuration file `{config_file}` does not exist. Please pass an existing file."
         )
-    text = Path(config_file or default_config_file).read_text(encoding="utf-8")
-    found = json.loads(text) if str(config_file).endswith(".json") else yaml.safe_load(text)
-    said = SimpleNamespace(**found)
-    said.to_dict = lambda: dict(found)
-    return said
+    file = str(config_file or default_config_file)
+    text = Path(file).read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+    here = ComputeEnvironment.LOCAL_MACHINE
+    local = found.get("compute_environment", here) == here
+    return (ClusterConfig if local else SageMakerConfig)._made(found, file)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()} or None
+    return value.value if isinstance(value, Enum) else value
 
 
 __getattr__ = unserved(__name__)

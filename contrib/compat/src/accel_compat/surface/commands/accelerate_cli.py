@@ -1,0 +1,7 @@
+"""The script `accelerate`."""
+
+from __future__ import annotations
+
+from accel_compat.commands import accelerate as main
+
+__all__ = ["main"]
