@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from toys import card_source, write_distribution
 
 from accel_core.plugins import Record, discover
+
+# A slow machine is no finding, and what one commit passes the next one must not fail by chance:
+# `pytest --hypothesis-profile default` looks for more.
+settings.register_profile(
+    "sure", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("sure")
 
 
 @pytest.fixture

@@ -164,12 +164,15 @@ class _Worker:
         return cls(rank, process, ours, output)
 
     def receive(self) -> tuple[bool, Any]:
-        """(returned, its value) or (False, (kind, traceback))."""
+        """(returned, its value) or (False, (when, kind, traceback))."""
         try:
             returned, payload = pickle.loads(self.reports.recv_bytes())  # noqa: S301 - of our own worker
         except EOFError:
             self.process.join()
-            return False, (f"exit {self.process.exitcode}", "it died without a traceback\n")
+            code = self.process.exitcode
+            # The others hear of a death before this process does, and some abort for want of a peer.
+            when = math.inf if code == -signal.SIGABRT else -math.inf
+            return False, (when, f"exit {code}", "it died without a traceback\n")
         return returned, payload
 
     def where(self) -> str:
@@ -203,6 +206,8 @@ def _context() -> Any:
     # Else the server would find what is under test in its directory first, a checkout for instance.
     safe = sys.version_info >= (3, 11)
     named = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
+    # Whose function is in a module of tests imports the runner, which takes five times as long as a fork.
+    named += [name for name in ("pytest",) if name in sys.modules]
     preloaded = [name for name in PRELOADED if safe or name.startswith("torch")]
     context.set_forkserver_preload([*preloaded, *named])
     with _variable("PYTHONSAFEPATH", "1"):
@@ -226,7 +231,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
     pending = {worker.reports: worker for worker in workers}
     results: dict[int, Any] = {}
-    failed: list[tuple[_Worker, str, str]] = []
+    failed: list[tuple[float, _Worker, str, str]] = []
     deadline = time.monotonic() + timeout
     while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
         for worker in [pending.pop(reports) for reports in list(pending) if reports in ready]:
@@ -235,10 +240,13 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
             if returned:
                 results[worker.rank] = payload
             else:
-                failed.append((worker, *payload))
+                when, kind, text = payload
+                failed.append((when, worker, kind, text))
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if failed:
-        raise _failure(*failed[0], f"rank {failed[0][0].rank} of {len(workers)} failed")
+        # Who failed because of another may have less to do until it reports.
+        _, worker, kind, text = min(failed, key=lambda each: each[0])
+        raise _failure(worker, kind, text, f"rank {worker.rank} of {len(workers)} failed")
     if pending:
         slow = sorted(worker.rank for worker in pending.values())
         worker = next(iter(pending.values()))
@@ -263,7 +271,8 @@ def _work(task: _Task, variables: Mapping[str, str | None], output: str, reports
         arguments = pickle.loads(task.arguments)  # noqa: S301 - of our own caller
         payload = pickle.dumps((True, function(*arguments)))
     except BaseException as error:  # whatever it is, SystemExit too, the caller has to see it
-        payload = pickle.dumps((False, (type(error).__name__, traceback.format_exc())))
+        told = time.monotonic(), type(error).__name__, traceback.format_exc()
+        payload = pickle.dumps((False, told))
     atexit._run_exitfuncs()  # a forked process skips them, one that a launcher starts does not
     sys.stdout.flush()
     reports.send_bytes(payload)

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration
 from accel_core.checkpoint import commit
+from accel_core.testing.processes import _free_port
 
 INPUTS = torch.ones(4, 64)
 
@@ -155,9 +155,7 @@ def fork(action: Callable[[], object]) -> int:
 
 def fork_ranks(action: Callable[[], object], count: int = 2) -> list[int]:
     """Processes that do `action` as the ranks of one world; no launcher, so nobody ends them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(_free_port())
 
     def be(rank: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mutants
@@ -176,19 +177,46 @@ def describe(found: Found) -> str:
     return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
 
 
+@pytest.fixture
+def mutant(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Found]:
+    """`mutant(level, name, *options)` runs the kit's level on the mutant of that name."""
+
+    def run(level: int, name: str, *options: str) -> Found:
+        declare(tmp_path / "site", "mutants", CARDS)
+        stack = name if level < 2 else f"sound+{name}"
+        world = "2" if level >= 3 else "1"
+        given = ("--accel-level", str(level), "--accel-world", world, "--accel-partners", "", *options)
+        return run_kit(pytester, monkeypatch, tmp_path / "site", stack, *given)
+
+    return run
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("level", "name", "red"), EACH)
+@pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
 def test_mutants_are_red_where_they_are_broken(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    level: int,
-    name: str,
-    red: set[str],
+    mutant: Callable[..., Found], level: int, name: str, red: set[str]
 ) -> None:
-    declare(tmp_path / "site", "mutants", CARDS)
-    stack = name if level < 2 else f"sound+{name}"
-    world = "2" if level >= 3 else "1"
-    options = ("--accel-level", str(level), "--accel-world", world, "--accel-partners", "")
-    found = run_kit(pytester, monkeypatch, tmp_path / "site", stack, *options)
+    found = mutant(level, name, "-k", " or ".join(sorted(red)))
+    assert found.names("failed") == red, describe(found)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [pytest.param(each.values[0], each.values[1], id=each.id) for each in EACH if not each.values[2]],
+)
+def test_what_is_not_broken_is_red_nowhere(mutant: Callable[..., Found], level: int, name: str) -> None:
+    found = mutant(level, name)
+    assert found.names("failed") == set(), describe(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
+def test_mutants_are_red_nowhere_else(
+    mutant: Callable[..., Found], level: int, name: str, red: set[str]
+) -> None:
+    found = mutant(level, name)
     assert found.names("failed") == red, describe(found)

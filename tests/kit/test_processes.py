@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 import warnings
 from pathlib import Path
 
+import hangs
 import pytest
 
 from accel_core.testing.processes import ProcessError, run_processes
@@ -48,9 +50,25 @@ def die_on(rank: int) -> None:
     time.sleep(60)
 
 
-def hang_on(rank: int) -> None:
-    if os.environ["RANK"] == str(rank):
-        time.sleep(60)
+def fail_one_after_the_other(folder: str) -> None:
+    here = Path(folder)
+    if os.environ["RANK"] == "0":
+        atexit.register(time.sleep, 1)  # it reports after the other
+        try:
+            raise ValueError("the cause")
+        finally:
+            (here / "failed").touch()
+    while not (here / "failed").exists():
+        time.sleep(0.001)
+    time.sleep(0.1)
+    raise RuntimeError("the consequence")
+
+
+def abort_or_fail() -> None:
+    if os.environ["RANK"] == "0":
+        os.abort()
+    time.sleep(0.5)
+    raise ValueError("the cause")
 
 
 def leave_by_exit() -> None:
@@ -62,8 +80,6 @@ def warn() -> None:
 
 
 def remember_at_exit(file: str) -> None:
-    import atexit
-
     atexit.register(Path(file).write_text, "ended")
 
 
@@ -120,9 +136,21 @@ def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
     assert caught.value.kind == "exit 7"
 
 
+def test_the_rank_that_failed_first_is_named_though_it_reports_last(tmp_path: Path) -> None:
+    with pytest.raises(ProcessError, match="the cause") as caught:
+        run_processes(fail_one_after_the_other, str(tmp_path))
+    assert (caught.value.rank, caught.value.kind) == (0, "ValueError")
+
+
+def test_a_rank_that_aborted_is_not_the_cause_where_another_failed() -> None:
+    with pytest.raises(ProcessError, match="the cause") as caught:
+        run_processes(abort_or_fail)
+    assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
+
+
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(ProcessError, match=r"ranks \[1\] of 2 had not returned after 2 s") as caught:
-        run_processes(hang_on, 1, timeout=2)
+        run_processes(hangs.hang_on, 1, timeout=2)
     assert "in hang_on" in caught.value.text
 
 

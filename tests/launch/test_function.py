@@ -79,11 +79,9 @@ def test_the_agent_stays_quiet(capfd):
 
 
 def test_a_port_may_be_named():
-    import socket
+    from accel_core.testing.processes import _free_port
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
 
     found = notebook_launcher(lambda: os.environ["MASTER_PORT"], num_processes=1, device="cpu", use_port=port)
 

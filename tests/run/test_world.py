@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from accel_core import (
 )
 from accel_core.native.base import Base
 from accel_core.run import current
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_core.testing.processes import ProcessError, _free_port, run_processes
 
 
 def ranks():
@@ -211,9 +210,7 @@ accelerator.backward(model(torch.ones(1, 2)).sum())
 
 @pytest.mark.together
 def test_a_script_that_never_ends_its_run_exits_cleanly():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(_free_port())
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     workers = [
         subprocess.Popen(
