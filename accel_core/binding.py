@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pluggy
 from attrs import frozen
@@ -398,5 +398,6 @@ class Steps:
         for hook in self.__slots__:
             setattr(self, hook, hooks.step(hook))
 
-    def __getattr__(self, hook: str) -> Any:  # for type checkers: slots are made from the specs
-        raise AttributeError(hook)
+    if TYPE_CHECKING:  # slots are made from the specs; at run time this would slow each look-up
+
+        def __getattr__(self, hook: str) -> Any: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import AccelError, ConfigError
@@ -33,6 +33,11 @@ class Homes:
         self._units[key], self._names[key] = unit, name
         self._alive[key] = weakref.ref(parameter, lambda _: self._drop(key))
 
+    def settle(self, unit: Unit) -> None:
+        """Remember all parameters that the unit has now."""
+        for name, parameter in unit.all_names():
+            self.add(parameter, unit, name)
+
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
         """Their units; None among them for what no prepared model has."""
         return set(map(self._units.get, map(id, parameters)))
@@ -41,9 +46,9 @@ class Homes:
         """The canonical name of a parameter that has a unit."""
         return self._names[id(parameter)]
 
-    def forget(self) -> None:
-        """Drop everything."""
-        for key in list(self._alive):
+    def forget(self, *, but: Collection[Unit] = ()) -> None:
+        """Drop everything, but what is of these units."""
+        for key in [key for key, unit in self._units.items() if unit not in but]:
             self._drop(key)
 
     def _drop(self, key: int) -> None:

@@ -6,11 +6,12 @@ Everything that can be wrong with what was given is found before anything is cha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.autocasting import attach
 from accel_core.binding import LAYERS
-from accel_core.data.loader import PreparedLoader, prepare_loader
+from accel_core.data.loader import prepare_loader
 from accel_core.errors import AccelError, ConfigError
 from accel_core.hookspecs import PHASES
 from accel_core.native.compiling import inside
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from accel_core.unit import Unit
 
 __all__ = ["prepare"]
+
+_GROWING: Final = ("given", "models", "wrapped", "optimizers", "schedulers", "detach")
+"""What a unit has one each of for the objects in it."""
 
 
 def prepare(
@@ -60,14 +64,16 @@ def prepare(
             f"name={name!r} needs objects of exactly one unit, got {len(groups)}; prepare them one by one"
         )
     placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
+    loaders = {id(each): prepare_loader(each, run, placed[id(each)]) for each in of_kind["dataloader"]}
     units: list[Unit] = []
     for group in groups:
         units.append(group.check(run, strategy, name, units))
     for group, unit in zip(groups, units, strict=True):
-        _build(run, unit, group, placed, of_kind["scheduler"], of_kind["dataloader"])
-    run.trained = [unit for unit in run.units if unit.optimizers]
+        with _all_or_nothing(run, unit):
+            _build(run, unit, group, placed, of_kind["scheduler"], of_kind["dataloader"])
+    run.loaders += [loader for loader in loaders.values() if loader not in run.loaders]
     return [
-        None if kind is None else _prepared(run, kind, thing, placed[id(thing)])
+        loaders[id(thing)] if kind == "dataloader" else _prepared(run, kind, thing)
         for kind, thing in zip(kinds, objects, strict=True)
     ]
 
@@ -83,6 +89,28 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
             "leave it out and use it as it is; models, optimizers, schedulers and dataloaders go in"
         )
     return kind
+
+
+@contextmanager
+def _all_or_nothing(run: Run, unit: Unit) -> Iterator[None]:
+    """A unit that could not be built is what it was before; what plugins did to the objects stays done."""
+    known, config = list(run.units), unit.config
+    before = {name: list(getattr(unit, name)) for name in _GROWING}
+    try:
+        yield
+    except BaseException:  # a plugin's, of any kind: it goes on
+        for detach in unit.detach[len(before["detach"]) :]:
+            detach()
+        for name, value in before.items():
+            setattr(unit, name, value)
+        unit.config = config
+        unit.record_aliases()
+        run.units[:] = known
+        run.homes.forget(but=known)
+        for each in known:
+            run.homes.settle(each)
+        raise
+    run.trained = [unit for unit in run.units if unit.optimizers]
 
 
 def _build(
@@ -172,8 +200,9 @@ def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, Tenso
 
 
 def _name(run: Run, unit: Unit, given: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in (*given.items(), *unit.all_names()):
+    for name, parameter in given.items():
         run.homes.add(parameter, unit, name)
+    run.homes.settle(unit)
     owner = unit.hooks.owner("backward")
     unit.backward_is_strategys = owner is not None and owner.layer == LAYERS["strategy"]
     if unit.scaler is None:  # a model that comes later shares the unit's scale
@@ -214,7 +243,7 @@ def _follow(run: Run, unit: Unit, optimizer: Optimizer) -> None:
             group["params"] = [now[name] for name in names]
 
 
-def _prepared(run: Run, kind: str, thing: Any, place: bool) -> Any:
+def _prepared(run: Run, kind: str | None, thing: Any) -> Any:
     if kind == "model":
         unit = run.unit_of_model(thing)
         assert unit is not None
@@ -223,11 +252,7 @@ def _prepared(run: Run, kind: str, thing: Any, place: bool) -> Any:
         return thing if isinstance(thing, PreparedOptimizer) else run.proxy_of(thing)
     if kind == "scheduler":
         return thing if isinstance(thing, PreparedScheduler) else _scheduler(run, thing)
-    if isinstance(thing, PreparedLoader):
-        return thing
-    loader = prepare_loader(thing, run, device_placement=place)
-    run.loaders.append(loader)
-    return loader
+    return None
 
 
 def _scheduler(run: Run, scheduler: Any) -> PreparedScheduler:

@@ -66,6 +66,12 @@ class Run:
     """
 
     run_id: str
+    saver: Saver | None = None
+    """Made by the first save."""
+    preemption: Preemption | None = None
+    """Made by the first `save_on_preemption`."""
+    ancestors: Sequence[str] = ()
+    """Ids of the runs whose state this one took over, the oldest first."""
 
     def __init__(
         self,
@@ -80,6 +86,8 @@ class Run:
         self.trained: list[Unit] = []
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
         self.homes = Homes()
+        self.window = Window()
+        """The innermost current window, or the one used last."""
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
         self.refuse: Callable[[Unit, bool], None] | None = None
@@ -87,24 +95,19 @@ class Run:
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
-        self.saver: Saver | None = None
-        """Made by the first save."""
-        self.preemption: Preemption | None = None
-        """Made by the first `save_on_preemption`."""
+        self.kept: dict[int, str] = {}
+        """Numbered checkpoints that `total_limit` counts: number -> save id."""
+        self._dims: dict[str, Collectives] = {}
+        self._meshes: dict[str, Mesh | None] = {}
         self.world = World.here()
         if self.world.size == 1:
             refuse_lonely_tasks(os.environ)
-        discovery = discover()
-        self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world, discovery)
+        self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world, discover())
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
         self.iteration = self.config.project.iteration
         """How many states were saved, this run's ancestors' included."""
-        self.ancestors: Sequence[str] = ()
-        """Ids of the runs whose state this one took over, the oldest first."""
-        self.kept: dict[int, str] = {}
-        """Numbered checkpoints that `total_limit` counts: number -> save id."""
         self.environment_notes = apply_launch_environment(self)
         self._assembly = Assembly(self, trackers)
         self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
@@ -113,18 +116,22 @@ class Run:
         self.hooks.set_affinity(self.world)
         check_device(self)
         self.mark_step = self.hooks.step("mark_step")
-        self._dims: dict[str, Collectives] = {}
-        self._meshes: dict[str, Mesh | None] = {}
         join(self)
+        try:
+            self._start([chosen.name for chosen in self.stack.trackers] + [own.name for own in trackers])
+        except AccelError:  # on all ranks alike; who catches it may make another run
+            leave(self)
+            raise
+
+    def _start(self, trackers: Sequence[str]) -> None:
+        """What takes a process group."""
         self.mesh = self._mesh_of(self.hooks)
         self.topology = self.hooks.data_topology(self.mesh, self.world)
-        self.window = Window()
-        """The innermost current window, or the one used last."""
-        _live.add(self)
+        self.trackers = Trackers(self, trackers)
         if self.world.rank == 0:
             sys.stderr.writelines(f"accel: {note}\n" for note in self.resolved.notes)
-        self.trackers = Trackers(self, [c.name for c in self.stack.trackers] + [t.name for t in trackers])
         self.hooks.run_started(self.run_id, self.config)
+        _live.add(self)
 
     # -- what others ask -------------------------------------------------------------------------
 
@@ -190,8 +197,7 @@ class Run:
         unit.detach += other.detach
         unit.record_aliases()
         self.units.remove(other)
-        for name, parameter in unit.all_names():
-            self.homes.add(parameter, unit, name)
+        self.homes.settle(unit)
 
     def end(self, *, failed: bool = False) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent.

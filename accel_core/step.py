@@ -50,28 +50,32 @@ class Accumulation:
         self.items: Tensor | float | None = None
         self.batch: Any = None
         self._outer: Any = _NOT_ENTERED
-        self._contexts = ExitStack()
+        self._contexts: ExitStack | None = None
 
     def __enter__(self) -> None:
         if self._outer is not _NOT_ENTERED:
             raise AccelError("accumulate of the same models is entered already\nenter it once a micro-batch")
-        run = self.run
+        run, items = self.run, self.items
         active = run.active_loaders
         last = bool(active) and self._ends_with_loader and active[-1].last
-        items = self.items
         for window in self._windows:
             window.index = index = 0 if window.boundary else window.index + 1
             window.boundary = last or index + 1 >= window.size
             window.fresh = True
             if items is not None or window.items is not None:
                 self._count(window)
-        for unit, models in self._quiet:
-            if not unit.window.boundary:
-                self._contexts.enter_context(unit.steps.no_sync(unit, models))
-        if self.batch is not None:
-            for unit in self._surrounded:
-                self._contexts.enter_context(unit.steps.step_context(unit, self.batch))
+        if self._quiet or self._surrounded:
+            self._surround()
         self._outer, run.accumulation, run.window = run.accumulation, self, self._innermost
+
+    def _surround(self) -> None:
+        with ExitStack() as contexts:
+            for unit, models in self._quiet:
+                if not unit.window.boundary:
+                    contexts.enter_context(unit.steps.no_sync(unit, models))
+            for unit in self._surrounded if self.batch is not None else ():
+                contexts.enter_context(unit.steps.step_context(unit, self.batch))
+            self._contexts = contexts.pop_all()
 
     def _count(self, window: Window) -> None:
         if window.index == 0:
@@ -91,8 +95,9 @@ class Accumulation:
     ) -> None:
         self.run.accumulation, self._outer = self._outer, _NOT_ENTERED
         self.batch = None
-        if self._quiet or self._surrounded:
-            self._contexts.pop_all().__exit__(kind, error, trace)
+        if self._contexts is not None:
+            contexts, self._contexts = self._contexts, None
+            contexts.__exit__(kind, error, trace)
 
 
 def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:

@@ -50,8 +50,9 @@ class GeneralTracker:
 
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self.project, self._started = project, True
+        self.project = project
         self.start(**options)
+        self._started = True
         self.store_init_configuration(config)
 
     @implements(hooks.log)

@@ -333,7 +333,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
 
-def prepare_loader(loader: DataLoader[Any], run: Run, *, device_placement: bool = True) -> PreparedLoader:
+def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = True) -> PreparedLoader:
     """The loader of this rank: its reader's share of the data, on the run's device. All ranks.
 
     Raises:

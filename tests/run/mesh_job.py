@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, DataLoaderConfiguration, MeshDim, hooks, implements, set_seed
+from accel_core import (
+    Accelerator,
+    ConfigError,
+    DataLoaderConfiguration,
+    MeshDim,
+    hooks,
+    implements,
+    set_seed,
+)
+from accel_core.run import live
 
 CARD = """
 from accel_core import Card
@@ -48,6 +58,12 @@ def described(mesh):
         mesh.index(name) for name in mesh.names()
     ]
     return tuple((dim.name, dim.size) for dim in mesh.dims)
+
+
+def refused():
+    with pytest.raises(ConfigError, match="tp 3 = 3"):
+        Accelerator(cpu=True)
+    return torch.distributed.is_initialized(), len(live())
 
 
 def shape():

@@ -156,6 +156,10 @@ def test_a_world_of_one_has_no_mesh_and_sizes_must_fit(grid):
         run(mesh_job.shape, "tp 2", world=1)
 
 
+def test_a_run_that_could_not_be_made_leaves_no_process_group(grid):
+    assert run(mesh_job.refused, "tp 3", world=2) == [(False, 0)] * 2
+
+
 def test_the_mesh_is_torchs_and_the_units_too(grid):
     assert run(mesh_job.shape, *GRID) == [(("dp_replicate", 2), ("odd", 2))] * 4
 

@@ -69,6 +69,20 @@ def test_one_that_never_started_is_not_finished(tracked):
     assert mine.seen == []
 
 
+def test_one_that_could_not_start_is_not_finished(tracked):
+    class Refuses(Mine):
+        def start(self, **options):
+            raise ValueError("no such account")
+
+    mine = Refuses()
+    accelerator = tracked(mine)
+    with pytest.raises(ValueError, match="no such account"):
+        accelerator.init_trackers("project")
+    accelerator.end_training()
+
+    assert mine.seen == []
+
+
 def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)

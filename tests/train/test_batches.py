@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from problems import FEATURES, net
@@ -119,6 +121,29 @@ def test_forward_backward_enters_it_for_each_micro_batch(accelerator_with, forwa
     )
     contexts = [event for event in seen(accelerator) if event[0] != "place"]
     assert contexts == [("enter", True), ("leave", 2.0)] * 2
+
+
+def test_a_micro_batch_that_cannot_begin_leaves_no_context_entered(accelerator_with):
+    accelerator = accelerator_with(one=2)
+    model, events = accelerator.prepare(net()), []
+    accelerator.gradient_accumulation_steps = 2
+    (unit,) = accelerator.run.units
+
+    @contextmanager
+    def silence(unit, models):
+        try:
+            yield
+        finally:
+            events.append("left")
+
+    def refuse(unit, batch):
+        raise ValueError("not this one")
+
+    unit.steps.no_sync, unit.steps.step_context = silence, refuse
+    with pytest.raises(ValueError, match="not this one"), accelerator.accumulate(model, batch=torch.ones(1)):
+        pass
+    with accelerator.accumulate(model):
+        assert events == ["left"]
 
 
 def test_who_has_no_such_extension_pays_nothing(accelerator_with):

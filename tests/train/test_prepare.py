@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-from accel_core import AccelError, ConfigError
+from accel_core import AccelError, ConfigError, DataLoaderConfiguration
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -80,6 +80,61 @@ def test_a_check_that_fails_late_leaves_units_apart(accelerator):
     with pytest.raises(AccelError, match="schedules an optimizer that was not prepared"):
         accelerator.prepare(joining, StepLR(SGD(net(2).parameters(), lr=0.1), 1))
     assert len(accelerator.run.units) == 2
+
+
+def test_an_optimizer_that_is_refused_late_leaves_its_unit_as_it_was(accelerator):
+    model = accelerator.prepare(net())
+    (unit,) = accelerator.run.units
+    unit.hooks.wrap_optimizer = refusing
+    with pytest.raises(ValueError, match="not this one"):
+        accelerator.prepare(SGD(model.parameters(), lr=0.1))
+    assert (unit.optimizers, accelerator.run.optimizers, accelerator.run.trained) == ([], [], [])
+    del unit.hooks.wrap_optimizer
+    assert accelerator.prepare(SGD(model.parameters(), lr=0.1)).unit is unit
+    assert (len(unit.optimizers), accelerator.run.trained) == (1, [unit])
+
+
+def test_units_that_could_not_be_joined_are_whole_again(accelerator):
+    a, b = accelerator.prepare(net(0), net(1))
+    first, second = accelerator.run.units
+    first.hooks.wrap_optimizer = refusing
+    joining = SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="not this one"):
+        accelerator.prepare(joining)
+    assert accelerator.run.units == [first, second]
+    assert (first.given, second.given) == ([a], [b])
+    assert accelerator.run.homes.units_of(b.parameters()) == {second}
+    del first.hooks.wrap_optimizer
+    assert accelerator.prepare(joining).unit.models == [a, b]
+
+
+def test_a_model_that_was_refused_late_is_not_half_known(accelerator_of, monkeypatch):
+    accelerator = accelerator_of(mixed_precision="bf16")
+    unit = accelerator.run.make_unit(None, None)
+    unit.hooks.grad_scaler = refusing
+    model = net()
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerator.run, "make_unit", lambda *_: unit)
+        with pytest.raises(ValueError, match="not this one"):
+            accelerator.prepare(model)
+    assert (accelerator.run.units, list(model._forward_hooks)) == ([], [])
+    with pytest.raises(AccelError, match="no prepared model has"):
+        accelerator.prepare(SGD(model.parameters(), lr=0.1))
+
+
+def test_a_loader_that_cannot_be_had_is_refused_before_anything_is_prepared(accelerator_of):
+    accelerator = accelerator_of(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+
+    class Own(DataLoader):
+        pass
+
+    with pytest.raises(ConfigError, match="is a DataLoader of your own"):
+        accelerator.prepare(net(), Own(batches(2), batch_size=None))
+    assert accelerator.run.units == []
+
+
+def refusing(*_):
+    raise ValueError("not this one")
 
 
 def test_a_joined_units_name_is_free_again(accelerator):
