@@ -16,15 +16,17 @@ VOCABULARY, LENGTH, SAMPLES = 17, 16, 32
 class Block(nn.Module):
     def __init__(self, width, heads, causal):
         super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.width, self.causal = width // heads, causal
+        self.norm = nn.LayerNorm(width)
+        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
         self.out, self.mlp = nn.Linear(width, width), nn.Sequential(nn.Linear(width, width), nn.GELU())
 
     def forward(self, x):
-        batch, length, width = x.shape
-        mixed = self.mix(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*mixed, is_causal=self.causal)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        normed = self.norm(x)
+        mixed = [each(normed) for each in (self.queries, self.keys, self.values)]
+        parts = [each.unflatten(-1, (-1, self.width)).transpose(1, 2) for each in mixed]  # a rank's heads
+        attended = F.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
@@ -172,6 +174,19 @@ def mistakes():
     return found
 
 
+def unattentive():
+    """What is said of a model without attention that is cut into stages."""
+    accelerator = accelerator_of(strategy="fsdp", size=2)
+    model = Gpt()
+    for block in model.blocks:
+        block.forward = block.mlp.forward
+    model, loader = accelerator.prepare(model, DataLoader(samples(), 4))
+    batch = next(iter(loader))
+    said = complaint(lambda: accelerator.forward_backward(model, [batch], loss_of, microbatches=1))
+    accelerator.end_training()
+    return said
+
+
 def evaluation():
     """Logits of a whole batch: as this rank has its part of them, and which of it that is."""
     accelerator = accelerator_of()
@@ -195,7 +210,7 @@ def recomputed():
         with accelerator.accumulate(model, batch=batch):
             loss = checkpoint(lambda: loss_of(model, batch)[0], use_reentrant=False) if again else 0
             accelerator.backward(loss if again else loss_of(model, batch)[0])
-        found.append(accelerator.unwrap_model(model).blocks[0].mix.weight.grad.clone())
+        found.append(accelerator.unwrap_model(model).blocks[0].queries.weight.grad.clone())
         model.zero_grad()
     accelerator.end_training()
     return found

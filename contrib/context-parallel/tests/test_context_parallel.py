@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import NamedTuple
 
 import cp_problem
@@ -75,6 +76,37 @@ def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shard
     environment = {"ACCEL__FSDP__DP_SHARD_SIZE": str(shards)}
     for found in run_processes(under_fsdp, 4 // shards, world=world, environment=environment):
         assert_same(found, cp_problem.plain())
+
+
+SPLIT = {
+    "ACCEL__EXTENSIONS": "cp,tensor-parallel",
+    "ACCEL__TENSOR_PARALLEL__TP_SIZE": "2",
+    "ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN": json.dumps(
+        {"blocks.*.queries": "colwise", "blocks.*.keys": "colwise", "blocks.*.values": "colwise"}
+        | {"blocks.*.out": "rowwise"}
+    ),
+}
+STAGES = {"ACCEL__FSDP__PP_SIZE": "2"}
+HEAD = {**STAGES, "ACCEL__FSDP__PP_SPLIT_POINTS": '["head"]'}
+
+
+def gridded():
+    return cp_problem.ours(form="forward_backward", size=2, strategy="fsdp", epochs=3)
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("grid", [SPLIT, STAGES, HEAD], ids=["split", "staged", "a stage without attention"])
+def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid):
+    environment = {"ACCEL__FSDP__DP_SHARD_SIZE": "1", **grid}
+    for found in run_processes(gridded, world=4, environment=environment):
+        assert_same(found, cp_problem.plain(epochs=3))
+        assert found[2] == (4, LENGTH // 2)
+
+
+@pytest.mark.together
+def test_a_pipeline_that_attends_nowhere_is_noticed():
+    for said in run_processes(cp_problem.unattentive, world=4, environment={**STAGES}):
+        assert "never called torch.nn.functional.scaled_dot_product_attention" in said
 
 
 def alone():

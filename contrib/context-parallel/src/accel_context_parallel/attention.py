@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,11 @@ _attend = functional.scaled_dot_product_attention
 
 
 @contextmanager
-def attending(mesh: DeviceMesh, length: int) -> Iterator[None]:
+def attending(mesh: DeviceMesh, length: int, anyone: Callable[[bool], bool]) -> Iterator[None]:
     """Within, `functional.scaled_dot_product_attention` sees all `length` tokens, those of all ranks.
 
     By torch's own rings; on the CPU, where these have no kernel, by gathering keys and values.
+    anyone: says whether a rank that has a part of the same model called it, from whether this one did.
 
     Raises:
         AccelError: nobody called it, so that each rank took its part for all.
@@ -47,7 +48,7 @@ def attending(mesh: DeviceMesh, length: int) -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = _attend
-    if not gathered.called:
+    if not anyone(gathered.called):
         raise AccelError(
             "cp: the model never called torch.nn.functional.scaled_dot_product_attention: it saw only this"
             " rank's part of each sequence\nlet its attention call it, by this name, or train without cp"

@@ -143,10 +143,19 @@ class ContextParallel:
         assert self.run.mesh is not None
         self._attending = True
         try:
-            with attending(self.run.mesh.device_mesh["cp"], self._length):
+            with attending(self.run.mesh.device_mesh["cp"], self._length, self._anyone):
                 yield
         finally:
             self._attending = False
+
+    def _anyone(self, called: bool) -> bool:
+        """Whether any stage of a pipeline did, of which some may have no attention. Collective."""
+        assert self.run.mesh is not None
+        names = [name for name in self.run.mesh.names("model") if self.run.mesh.size(name) > 1]
+        if not names:
+            return called
+        told = torch.tensor(float(called), device=self.run.device)
+        return bool(self.run.collectives("+".join(names)).all_reduce(told, "max"))
 
 
 def _numbered(batch: Any) -> dict[str, Any]:
