@@ -438,8 +438,9 @@ def no_sync(unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[A
 
 @frozen(kw_only=True)
 class StepOutput:
-    """What `forward_backward` gives: the mean loss of its micro-batches (0-dim, detached), whether
-    this rank has it (pipelines: the last stage), and what `forward_loss` returned beside the loss.
+    """What `forward_backward` gives: the mean loss of its micro-batches (0-dim, detached), or the sum of
+    losses that are sums over items, whether this rank has it (pipelines: the last stage), and what
+    `forward_loss` returned beside the loss.
     """
 
     loss: Tensor
@@ -458,7 +459,8 @@ def forward_backward(
     """Forward and backward of one window of `microbatches` batches; None: of `unit.window.size`, unless the
     strategy has an option of its own.
 
-    The only form for units whose strategy owns the schedule. base: the plain loop.
+    The only form for units whose strategy owns the schedule, which takes `unit.whole_window`. Losses are
+    divided by `unit.window.divisor`: 1 where they are sums over items. base: the plain loop.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field
@@ -42,6 +43,11 @@ class Window:
         self.boundary = True
         self.fresh = True
         self.items: Tensor | float | None = None
+
+    @property
+    def divisor(self) -> int:
+        """What losses of micro-batches are divided by: their number, where they are means."""
+        return self.size if self.items is None else 1
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
@@ -117,6 +123,15 @@ class Unit:
         window = self.window
         inside = not window.boundary and (window.index > 0 or not window.fresh)
         return inside or bool(self.waiting)
+
+    @contextmanager
+    def whole_window(self, batches: Iterator[Any], microbatches: int | None) -> Iterator[list[Any]]:
+        """The next batches as one window, in the context of its step: for schedules that take all at once."""
+        window, around = self.window, self.steps.step_context
+        taken = [next(batches) for _ in range(microbatches or window.size)]
+        window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
+        with nullcontext() if around is None else around(self, taken[0]):
+            yield taken
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, tied weights once. Names are those in the models as given.

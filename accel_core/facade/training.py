@@ -153,6 +153,7 @@ class Training:
         *,
         microbatches: int | None = None,
         forward_only: bool = False,
+        items: Tensor | float | None = None,
     ) -> StepOutput:
         """Forward and backward of one window; the only form where the strategy owns the schedule.
 
@@ -162,10 +163,13 @@ class Training:
             forward_loss: (model, batch) -> (0-dim loss, anything).
             microbatches: default: gradient_accumulation_steps, or what an option of the strategy says.
             forward_only: no backward, for evaluation.
+            items: of the window's batches on this rank. Losses are then *sums*, as in `accumulate`, and so
+                is the output's.
         """
         (unit,) = self._units([model])
-        unit.window.items = None
-        size = unit.window.size
+        before, size = unit.window.items, unit.window.size
+        unit.window.items = items
+        unit.finishes |= items is not None
         self.run.window = unit.window
         if self.run.refuse is not None:
             self.run.refuse(unit, not forward_only)
@@ -175,6 +179,8 @@ class Training:
             )
         finally:
             unit.window.size = size  # of the next windows, whatever this one had
+            if forward_only:
+                unit.window.items = before
         if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
             unit.window.fresh = unit.reduced = False
             unit.unscaled.clear()

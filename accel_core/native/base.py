@@ -189,6 +189,7 @@ class Base(BaseState):
         losses, outputs = [], []
         window, steps, model = unit.window, unit.steps, unit.wrapped[0]
         window.index, window.size = -1, microbatches or window.size
+        divisor = window.divisor
         for number in range(window.size):
             window.index, window.boundary = number, number == window.size - 1
             quiet = steps.no_sync and not (window.boundary or forward_only)
@@ -197,10 +198,10 @@ class Base(BaseState):
                 with steps.step_context(unit, batch) if steps.step_context else nullcontext():
                     loss, output = forward_loss(model, batch)
                     if not forward_only:
-                        unit.hooks.backward(unit, loss / window.size, window.boundary, {})
+                        unit.hooks.backward(unit, loss / divisor, window.boundary, {})
             losses.append(loss.detach())
             outputs.append(output)
-        return StepOutput(loss=torch.stack(losses).mean(), outputs=tuple(outputs))
+        return StepOutput(loss=torch.stack(losses).sum() / divisor, outputs=tuple(outputs))
 
     @no_op
     @implements(hooks.reduce_gradients)

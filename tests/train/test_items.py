@@ -25,6 +25,32 @@ def test_a_window_of_ragged_batches_equals_the_whole_batch(accelerator_of, accum
     assert_near(tokens.ours(accelerator, clip), tokens.plain(clip))
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_so_does_one_that_is_run_as_a_whole(accelerator_of, clip):
+    weights, losses = tokens.by_windows(accelerator_of(gradient_accumulation_steps=4), clip)
+    assert_near(weights, tokens.plain(clip))
+    if clip is None:
+        assert losses == pytest.approx(tokens.plain_losses())
+
+
+def test_an_evaluation_in_between_leaves_a_windows_items_alone(accelerator_of):
+    accelerator = accelerator_of()
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    batch = batches(1)[0]
+
+    def loss_of(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), None
+
+    accelerator.forward_backward(model, [batch], loss_of, items=batch[1].numel())
+    accelerator.forward_backward(model, [batch], loss_of, forward_only=True, items=1)
+    optimizer.step()
+    reference = net()
+    F.mse_loss(reference(batch[0]), batch[1]).backward()
+    SGD(reference.parameters(), lr=0.1).step()
+    assert_near(model.parameters(), reference.parameters())
+
+
 def test_items_may_be_a_plain_number(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     assert_near(tokens.ours(accelerator, as_tensor=False), tokens.plain())

@@ -40,6 +40,20 @@ def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, cli
     assert_all_near(found, tokens.plain(clip))
 
 
+def by_windows():
+    made = accelerator(gradient_accumulation_steps=2)
+    found = tokens.by_windows(made)
+    made.end_training()
+    return found
+
+
+def test_so_they_do_in_windows_that_are_run_as_a_whole():
+    found = run_processes(by_windows)
+    assert_all_near([weights for weights, _ in found], tokens.plain())
+    for _, losses in found:
+        assert losses == pytest.approx(tokens.plain_losses())
+
+
 def test_reducing_each_micro_batch_changes_nothing():
     assert_all_near(run_processes(trained, 2, None, tuple(tokens.LENGTHS), True), tokens.plain())
 

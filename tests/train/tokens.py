@@ -76,3 +76,38 @@ def ours(
                 optimizer.step()
                 optimizer.zero_grad()
     return [p.detach().clone() for p in accelerator.unwrap_model(network).parameters()]
+
+
+def by_windows(accelerator: Any, clip: float | None = None) -> tuple[list[Tensor], list[float]]:
+    """As `ours`, a window at a time, and the loss a token."""
+    network = model()
+    network, optimizer = accelerator.prepare(network, optimizer_of(network))
+    readers, count = accelerator.run.topology.readers, accelerator.gradient_accumulation_steps
+    size, rows, losses = GLOBAL // readers // count, sequences(), []
+    for start in range(0, len(rows), GLOBAL):
+        first = start + accelerator.run.topology.reader * count * size
+        batches = [padded(rows[first + at * size :][:size]) for at in range(count)]
+        items = sum((labels != -100).sum() for _, labels in batches)
+        found = accelerator.forward_backward(
+            network, batches, lambda model, batch: (loss_sum(model(batch[0]), batch[1]), None), items=items
+        )
+        if clip is not None:
+            accelerator.clip_grad_norm_(network.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((accelerator.reduce(found.loss) / accelerator.reduce(items)).item())
+    return [p.detach().clone() for p in accelerator.unwrap_model(network).parameters()], losses
+
+
+def plain_losses() -> list[float]:
+    """The loss a token of the loop over whole batches."""
+    network = model()
+    optimizer, losses, rows = optimizer_of(network), [], sequences()
+    for start in range(0, len(rows), GLOBAL):
+        inputs, labels = padded(rows[start : start + GLOBAL])
+        loss = loss_sum(network(inputs), labels) / (labels != -100).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

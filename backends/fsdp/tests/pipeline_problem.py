@@ -231,6 +231,54 @@ def begun_apart(options):
     return found, names
 
 
+def counted(options, steps=8):
+    """Losses a token that counts, norms and weights, where micro-batches have any number of such tokens."""
+    accelerator = accelerator_of(**options)
+    model = Gpt(tied=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    losses, norms = [], []
+    for step in range(steps):
+        batches = mine_of([ragged(batch, number) for number, batch in enumerate(window(step))], accelerator)
+        items = sum((batch["targets"] >= 0).sum() for batch in batches)
+        found = accelerator.forward_backward(model, batches, sum_of, microbatches=4, items=items)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((accelerator.reduce(found.loss) / accelerator.reduce(items)).item())
+    weights = {name: tensor.clone() for name, tensor in accelerator.iter_weights(model)}
+    accelerator.end_training()
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def counted_plainly(steps=8):
+    """The same in one batch a step, whose loss is a mean."""
+    model = Gpt(tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, norms = [], []
+    for step in range(steps):
+        parts = [ragged(batch, number) for number, batch in enumerate(window(step))]
+        loss, _ = loss_of(model, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def ragged(batch, number):
+    """The batch with fewer targets that count, and none at all in the second."""
+    targets = batch["targets"].clone()
+    targets[0, (1 + 2 * number) :] = -100
+    targets[1:, (0 if number == 1 else 7) :] = -100
+    return {**batch, "targets": targets}
+
+
+def sum_of(model, batch):
+    logits = model(batch["ids"]).flatten(0, 1)
+    return F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum"), None
+
+
 def short(schedule, microbatches):
     """The loss of a window of few micro-batches; what is said where torch's schedule cannot have so many."""
     accelerator = accelerator_of(pp_size=2, pp_schedule=schedule)

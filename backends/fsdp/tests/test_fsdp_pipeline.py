@@ -57,6 +57,13 @@ def test_losses_norms_and_weights_equal_one_process(native, schedule):
     assert (first["outputs"], last["outputs"]) == ([], native["outputs"])
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(world):
+    plainly = problem.counted_plainly()
+    for found in run_processes(problem.counted, {"pp_size": 2}, world=world, timeout=100):
+        assert_same(found, plainly)
+
+
 # -- a weight of the first stage and of the last ---------------------------------------------------
 
 

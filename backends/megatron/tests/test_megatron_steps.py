@@ -65,6 +65,35 @@ def test_evaluation_gives_logits_on_all_stages() -> None:
     assert [outputs for *_, outputs in found] == [0, 2]
 
 
+def counted(options: dict[str, Any]) -> tuple[float, float, float, float]:
+    """(loss a token, norm) of sums over the tokens that count, and of plain PyTorch over all of the batch."""
+    ours = accelerator(**options)
+    batch, model = batches(1)[0], MODELS["llama"]()
+    wanted = model(**batch).loss
+    wanted.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    model.zero_grad()
+    model, _ = ours.prepare(model, torch.optim.AdamW(model.parameters()))
+    parts = [{name: each[at : at + 2] for name, each in batch.items()} for at in range(0, 8, 2)]
+    items = [(part["labels"][:, 1:] != -100).sum() for part in parts]
+    numbered = [{"count": count, "inputs": part} for count, part in zip(items, parts, strict=True)]
+    found = ours.forward_backward(
+        model,
+        numbered,
+        lambda m, b: (m(**b["inputs"]).loss * b["count"], None),
+        microbatches=len(parts),
+        items=sum(items),
+    )
+    mine = ours.clip_grad_norm_(model.parameters(), 0.5)
+    return float(found.loss / sum(items)), float(mine), float(wanted.detach()), float(norm)
+
+
+@pytest.mark.parametrize("options", [{}, {"pp_degree": 2}])
+def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(options: dict[str, Any]) -> None:
+    for loss, norm, plainly, its in run_processes(counted, options, world=options.get("pp_degree", 1)):
+        assert (loss, norm) == pytest.approx((plainly, its), rel=1e-4)
+
+
 def in_16_bits(name: str, options: dict[str, Any]) -> tuple[list[float], str, str]:
     ours = accelerator(mixed_precision=name, **options)
     model = MODELS["llama"]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -94,15 +94,9 @@ class Pipelined(Sharded):
         forward_only: bool,
     ) -> StepOutput:
         """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave."""
-        window, steps = unit.window, unit.steps
-        taken = [next(batches) for _ in range(microbatches or window.size)]
-        window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
-        around: AbstractContextManager[Any] = nullcontext()
-        if steps.step_context is not None:
-            around = steps.step_context(unit, taken[0])
-        with around:
-            scale = None if forward_only else self._scale(unit)
-            return self._pipes[unit.models[0]].run(taken, forward_loss, scale)
+        with unit.whole_window(batches, microbatches) as taken:
+            scale, divisor = None if forward_only else self._scale(unit), unit.window.divisor
+            return self._pipes[unit.models[0]].run(taken, forward_loss, scale, divisor)
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
@@ -183,6 +177,7 @@ class _Window:
     batches: Sequence[Any]
     forward_loss: ForwardLoss
     scale: Tensor | float
+    divisor: int
     outputs: dict[int, Any]
 
 
@@ -233,10 +228,12 @@ class Pipe:
         running, pieces = cut(model, points, range(rank, stages, ranks))
         return cls(model, kind, running, pieces, group, device)
 
-    def run(self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None) -> StepOutput:
+    def run(
+        self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: int
+    ) -> StepOutput:
         """Forward and backward of all micro-batches, losses times `scale`; None: no backward. Collective."""
         forward_only = scale is None
-        self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, {})
+        self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches, forward_only)
         last = (self.stages - 1) % self.group.size() == self.rank
@@ -302,7 +299,7 @@ class Pipe:
     def _output(self, window: _Window, last: bool) -> StepOutput:
         found = [window.outputs[number] for number in range(len(window.batches))] if last else []
         losses = [loss for loss, _ in found]
-        loss = torch.stack(losses).mean() if last else torch.empty((), device=self.device)
+        loss = torch.stack(losses).sum() / window.divisor if last else torch.empty((), device=self.device)
         dist.broadcast(loss, group=self.group, group_src=(self.stages - 1) % self.group.size())
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
 
@@ -394,7 +391,7 @@ class _Stage(nn.Module):
         if isinstance(loss, DTensor):  # of logits that are left split
             loss = loss.full_tensor()
         window.outputs[at] = (loss.detach(), output)
-        return (loss * window.scale / len(window.batches)).view(1)  # schedules concatenate them
+        return (loss * window.scale / window.divisor).view(1)  # schedules concatenate them
 
 
 @contextmanager

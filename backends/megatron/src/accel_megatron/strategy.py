@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from attrs import evolve
 from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
@@ -192,12 +193,11 @@ class Megatron(MegatronState):
 
         `microbatches` None: as many as one step of a loop over model(**batch) has.
         """
-        window, steps = unit.window, unit.steps
-        taken = [next(batches) for _ in range(microbatches or window.size * self.config.micro_batches)]
-        window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
-        around = steps.step_context(unit, taken[0]) if steps.step_context is not None else nullcontext()
-        with around:
-            return self.engines[unit].run(taken, forward_loss, forward_only=forward_only)
+        wanted = microbatches or unit.window.size * self.config.micro_batches
+        with unit.whole_window(batches, wanted) as taken:
+            share = wanted / unit.window.divisor  # megatron-core divides by all of them
+            found = self.engines[unit].run(taken, forward_loss, forward_only=forward_only, scale=share)
+            return evolve(found, loss=found.loss * share)
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
