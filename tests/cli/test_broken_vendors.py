@@ -76,7 +76,8 @@ def test_each_is_listed_with_what_is_wrong(
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_doctor_says_where_the_import_ends(host: Callable[[str], dict[str, str]], name: str) -> None:
-    ended = accel("plugins", "doctor", name, "--timeout", "5", environment=host("implementation"))
+    patience = ("--timeout", "5") if name == "hangs" else ()
+    ended = accel("plugins", "doctor", name, *patience, environment=host("implementation"))
 
     said = "it did not finish within 5 s" if name == "hangs" else FAULTS[name][1]
     assert ended.returncode == 1

@@ -25,7 +25,6 @@ def test_an_available_plugin_is_a_row_with_distribution_and_summary(toys):
 BROKEN = {
     "raises": ({"source": "raise OSError('no such library')"}, "broken", "OSError: no such library"),
     "exits": ({"source": "raise SystemExit(3)"}, "broken", "SystemExit: 3"),
-    "hangs": ({"source": "import time; time.sleep(30)"}, "broken", "took longer than"),
     "unusable": ({"probe": "lambda: 'no driver'"}, "unavailable", "no driver"),
     "too-new": ({"api_version": "'9.0'"}, "incompatible", "pip install -U accel-core"),
 }
@@ -96,7 +95,6 @@ AILING = {
     "raises": ("raise OSError('half installed')", "OSError: half installed"),
     "exits": ("raise SystemExit('vendor says no')", "SystemExit: vendor says no"),
     "unverified": (f"{PLUGIN}def verify(): return 'driver 3 is too old'", "driver 3 is too old"),
-    "hangs": ("import time; time.sleep(30)", "did not finish within 3 s"),
 }
 
 
@@ -111,7 +109,7 @@ def test_the_doctor_finds_out_what_a_listing_cannot(toys, case):
         modules={"toy_parts": source},
     )
 
-    ended = accel("plugins", "doctor", "pony", "--timeout", "3", environment=environment)
+    ended = accel("plugins", "doctor", "pony", environment=environment)
 
     assert ended.returncode == 1
     assert finding in ended.stdout

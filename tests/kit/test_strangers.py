@@ -39,10 +39,11 @@ def describe(found: Found) -> str:
 @pytest.mark.parametrize(
     ("stack", "levels", "worlds"),
     [
-        ("late+replicas", "2,3", "1,2"),
+        ("late+replicas", "2,3", "2"),
         ("lazy+replicas", "1,2,3", "1"),
-        ("sim+pair", "3", "1,2"),
-        ("native+grid", "3,4", "2,4"),
+        ("sim+pair", "3", "2"),
+        ("native+grid", "3", "4"),
+        ("native+grid", "4", "2,4"),
         ("native+scheduled", "2,4", "2"),
         ("early", "0,1", "1"),
     ],
@@ -73,32 +74,33 @@ def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
     assert "absent + pair (simulated)" in found.text
 
 
-@pytest.mark.parametrize(
-    ("stack", "broken", "levels", "red"),
-    [
-        (
-            "late+replicas",
-            "clip_before_reducing",
-            "3",
-            {"test_clipping_sees_the_gradient_of_all", "test_the_items_of_all_decide_not_who_has_them"},
-        ),
-        (
-            "sim+pair",
-            "share_out_by_rank",
-            "3",
-            {
-                "test_the_global_batch_decides_not_who_computes_it",
-                "test_clipping_sees_the_gradient_of_all",
-                "test_the_items_of_all_decide_not_who_has_them",
-                "test_replicas_begin_and_stay_equal",
-                "test_a_window_communicates_once",
-                "test_local_sgd_trains_apart_and_averages",
-            },
-        ),
-        ("lazy+replicas", "say_nothing", "2", {"test_mixed_precision", "test_overflowing_steps_are_skipped"}),
-        ("early", "import_before_setting", "0", {"test_the_stack_binds"}),
-    ],
-)
+BROKEN = [
+    (
+        "late+replicas",
+        "clip_before_reducing",
+        "3",
+        {"test_clipping_sees_the_gradient_of_all", "test_the_items_of_all_decide_not_who_has_them"},
+    ),
+    (
+        "sim+pair",
+        "share_out_by_rank",
+        "3",
+        {
+            "test_the_global_batch_decides_not_who_computes_it",
+            "test_clipping_sees_the_gradient_of_all",
+            "test_the_items_of_all_decide_not_who_has_them",
+            "test_replicas_begin_and_stay_equal",
+            "test_a_window_communicates_once",
+            "test_local_sgd_trains_apart_and_averages",
+        },
+    ),
+    ("lazy+replicas", "say_nothing", "2", {"test_mixed_precision", "test_overflowing_steps_are_skipped"}),
+    ("early", "import_before_setting", "0", {"test_the_stack_binds"}),
+]
+
+
+@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stack", "broken", "levels", "red"), BROKEN)
 def test_strangers_notice_a_broken_core(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
@@ -107,8 +109,11 @@ def test_strangers_notice_a_broken_core(
     broken: str,
     levels: str,
     red: set[str],
+    elsewhere: bool,
 ) -> None:
     monkeypatch.setenv("BREAK_CORE", broken)
     worlds = "1" if stack == "lazy+replicas" else "2"
-    found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", levels, "--accel-world", worlds)
+    options = () if elsewhere else ("-k", " or ".join(sorted(red)))
+    given = ("--accel-level", levels, "--accel-world", worlds, *options)
+    found = run_kit(pytester, monkeypatch, site, stack, *given)
     assert found.names("failed") == red, describe(found)

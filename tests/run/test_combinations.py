@@ -61,9 +61,9 @@ def stacks() -> list[tuple[str, str]]:
     return [(device, f"{ABOVE[name]}+{name}" if name in ABOVE else name) for device, name in found]
 
 
-def trained(folder: Path, device: str, above: str, *options: str) -> str:
+def trained(folder: Path, device: str, above: str, *options: str, levels: str = "2,3") -> str:
     write_distribution(folder, "torch_npu", "\n", version="2.13.0", requires=())
-    options += ("--accel-world", "2", "--accel-level", "2,3", "--accel-simulate", COMMUNICATION[device])
+    options += ("--accel-world", "2", "--accel-level", levels, "--accel-simulate", COMMUNICATION[device])
     options += ("--accel-stand-in", f"stands_for_{device}") if device in STANDS_IN else ()
     for setting in SETTINGS.get(above, ()):
         options += ("--accel-set", setting)
@@ -112,6 +112,16 @@ def test_a_device_that_shards_has_no_code_for_it(tmp_path: Path, monkeypatch: py
     some = "two_optimizers_of_one_model or clipping_sees"
 
     assert "2 passed, 0 failed, 0 xfailed, 0 skipped" in trained(tmp_path, "npu", "fsdp", "-k", some)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("device", [device for device, name in pairs(allowed=True) if name == "ddp"])
+def test_several_processes_on_a_device_are_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.delenv("ACCEL_KIT_REPORTS", raising=False)  # a part of the kit is no result
+
+    assert "0 failed, 0 xfailed, 0 skipped" in trained(tmp_path, device, "ddp", levels="3")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from accel_core.testing.simulated import write_distribution
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("npu+bf16", "1"), pytest.param("npu+ddp", "1,2", marks=pytest.mark.together)],
+    [("npu+bf16", "1"), pytest.param("npu+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.slow])],
 )
 def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
     write_distribution(tmp_path, "torch_npu", "\n", version="2.13.0", requires=())

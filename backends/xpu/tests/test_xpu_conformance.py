@@ -14,7 +14,7 @@ STAND_IN = Path(__file__).parent / "stand_in"
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("xpu+bf16", "1"), pytest.param("xpu+ddp", "1,2", marks=pytest.mark.together)],
+    [("xpu+bf16", "1"), pytest.param("xpu+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.slow])],
 )
 def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
     options = ("--accel-world", worlds, "--accel-simulate", "xccl", "--accel-stand-in", "stands_for_xpu")
