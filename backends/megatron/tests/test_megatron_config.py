@@ -35,11 +35,12 @@ def test_every_option_people_know_is_there() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"pipeline_model_parallel_split_rank": 1}, "splits no encoder"),
+        ({"pipeline_model_parallel_split_rank": 1}, "no stages of its own"),
         ({"tensorboard_dir": "logs"}, "log_with"),
-        ({"custom_train_step_class": object}, "forward_backward"),
-        ({"consumed_samples": [8]}, "save_state"),
-        ({"eval_iters": 10}, "the loop is yours"),
+        ({"custom_train_step_kwargs": {"alpha": 1}}, "custom_train_step_class"),
+        ({"custom_train_step_class": object, "custom_loss_function": len}, "leave custom_loss_function out"),
+        ({"consumed_samples": [8, 0, 0, 0]}, "three numbers"),
+        ({"seq_length": 8, "encoder_seq_length": 8}, "two names"),
         ({"sequence_parallelism": True}, "tp_degree"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "pp_degree"),
         ({"pp_degree": 4, "num_micro_batches": 2}, "stages would idle"),

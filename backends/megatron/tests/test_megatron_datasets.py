@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron_jobs import MODELS, VOCABULARY, accelerator, quiet
 
+from accel_core import AccelError
 from accel_core.testing import run_processes
 
 
@@ -63,3 +65,73 @@ def test_samples_have_the_token_that_follows_each_and_train(tmp_path: Path) -> N
     assert len(tokens) == 12
     assert losses == sorted(losses, reverse=True)
     assert losses[0] == pytest.approx(4.2, abs=0.2)
+
+
+def loaded(folder: str, provided: bool) -> tuple[list[int], list[Any], list[Any], list[Any]]:
+    """How many samples were asked for, and those of the loaders, with a pass cut off and resumed."""
+    from accel_megatron import indexed_loaders
+
+    asked: list[int] = []
+
+    def provide(counts: Any) -> Any:
+        asked.extend(counts)
+        numbers = torch.arange(1000)
+        return numbers[: counts[0]], numbers[: counts[1]], None
+
+    options: dict[str, Any] = {"train_samples": 48} if provided else {"train_iters": 6}
+    ours = accelerator(
+        num_micro_batches=2,
+        eval_iters=2,
+        eval_interval=5,
+        consumed_samples=[16],
+        custom_megatron_datasets_provider_function=provide if provided else None,
+        **options,
+    )
+    about: dict[str, Any] = {}
+    if not provided:
+        if ours.is_main_process:
+            write(folder)
+        ours.wait_for_everyone()
+        about = {"data_path": f"{folder}/text", "seq_length": 12, "vocab_size": VOCABULARY}
+        about |= {"eod": VOCABULARY - 1, "split": "60,40,0", "path_to_cache": f"{folder}/cache"}
+    train, valid, test = indexed_loaders(ours, micro_batch_size=2, **about)
+    assert test is None
+    if not provided:
+        return asked, [batch["input_ids"].shape for batch in train], [len(valid)], []
+    passes = [[batch.tolist() for batch in valid] for _ in range(3)]
+    stream = iter(train)
+    first = next(stream).tolist()
+    ours.save_state(f"{folder}/state")
+    stream.close()
+    ours.load_state(f"{folder}/state")
+    return asked, [first], [batch.tolist() for batch in train], passes
+
+
+def flat(*batches: Any) -> list[int]:
+    return sorted(number for each in batches for batch in each for number in batch)
+
+
+def test_loaders_have_as_many_samples_as_training_and_go_on_where_it_stood(tmp_path: Path) -> None:
+    one, other = run_processes(loaded, str(tmp_path), True)
+    assert one[0] == other[0] == [48, 32, 16]
+    assert flat(one[1], other[1]) == list(range(16, 24))
+    assert flat(one[2], other[2]) == list(range(24, 48))
+    passes = [flat(*both) for both in zip(one[3], other[3], strict=True)]
+    assert passes == [list(range(16)), list(range(16, 32)), list(range(16))]
+
+
+def test_loaders_read_indexed_files(tmp_path: Path) -> None:
+    for _, shapes, (length,), _ in run_processes(loaded, str(tmp_path), False):
+        assert shapes == [(4, 12)] * 4
+        assert length == 2
+
+
+def consumed_elsewhere() -> None:
+    ours = accelerator(consumed_samples=[8])
+    loader = torch.utils.data.DataLoader(list(range(8)))
+    with pytest.raises(AccelError, match="skip_first_batches"):
+        ours.prepare(MODELS["gpt2"](), loader)
+
+
+def test_samples_of_a_dataloader_of_ones_own_are_not_left_out_unsaid() -> None:
+    run_processes(consumed_elsewhere, world=1)

@@ -79,5 +79,32 @@ def distributed(folder: str) -> float:
     return max(float((after[name] - before[name]).abs().max()) for name in before)
 
 
+def of_any_model(folder: str) -> float:
+    from accel_megatron import export_checkpoint, import_checkpoint
+
+    ours = accelerator()
+    made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    model, optimizer = ours.prepare(made, torch.optim.AdamW(made.parameters()))
+    inputs = torch.rand(4, 3)
+
+    def step() -> dict[str, torch.Tensor]:
+        ours.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+
+    step()
+    export_checkpoint(ours, model, folder)
+    wanted = step()
+    step()
+    import_checkpoint(ours, model, folder)
+    found = step()
+    return max(float((found[name] - each).abs().max()) for name, each in wanted.items())
+
+
+def test_any_model_is_exported_by_its_own_names(tmp_path: Path) -> None:
+    assert run_processes(of_any_model, str(tmp_path / "any")) == [0.0, 0.0]
+
+
 def test_without_its_own_steps_a_distributed_optimizer_is_left_out(tmp_path: Path) -> None:
     assert run_processes(distributed, str(tmp_path / "weights")) == [0.0, 0.0]

@@ -75,6 +75,27 @@ def too_long() -> None:
             model(input_ids=batch["input_ids"])
 
 
+def too_long_to_decode() -> None:
+    ours = accelerator(encoder_seq_length=12, decoder_seq_length=4)
+    model = ours.prepare(MODELS["gpt2"]().eval())
+    ids = batches(1)[0]["input_ids"]
+
+    def run(**batch: Any) -> None:
+        ours.forward_backward(
+            model, [batch], lambda m, b: (m(input_ids=b["input_ids"]).logits.mean(), None), forward_only=True
+        )
+
+    run(input_ids=ids, decoder_input_ids=ids[:, :4])
+    with pytest.raises(AccelError, match="5 tokens, and decoder_seq_length is 4"):
+        run(input_ids=ids, decoder_input_ids=ids[:, :5])
+    with pytest.raises(AccelError, match="12 tokens, and decoder_seq_length is 4"):
+        run(input_ids=ids)
+
+
+def test_an_encoder_and_a_decoder_have_lengths_of_their_own() -> None:
+    run_processes(too_long_to_decode, world=1)
+
+
 def test_a_sequence_longer_than_seq_length_is_refused() -> None:
     run_processes(too_long, world=1)
 

@@ -26,7 +26,7 @@ def program() -> int:
         asked.append(labels)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    first, loops = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    first, loops, step = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     names: dict[str, Any] = {"my_loss": my_loss}
     exec(first, names)
     model = MODELS["gpt2"]()
@@ -35,6 +35,10 @@ def program() -> int:
     prepared = names["accelerator"].prepare(model, optimizer_of(model), loader)
     names |= dict(zip(("model", "optimizer", "loader"), prepared, strict=True))
     exec(loops, names)
+    exec(step, names)
+    one = torch.ones(1, 3)
+    judged, _ = names["plugin"].custom_train_step_class(None, token=5).judge(one * 5, one)
+    assert judged == 4
     return len(asked)
 
 

@@ -225,6 +225,14 @@ def by_hand(options: dict[str, Any], precision: str) -> float:
         ({}, "no", 1e-6),
         ({"other_megatron_args": {"overlap_grad_reduce": True}}, "no", 1e-6),
         ({"use_distributed_optimizer": True}, "bf16", 2e-2),
+        (
+            {
+                "use_distributed_optimizer": True,
+                "other_megatron_args": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            },
+            "no",
+            1e-6,
+        ),
         ({}, "fp16", 5e-3),
     ],
 )

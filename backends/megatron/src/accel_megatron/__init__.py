@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from accel_megatron.config import MegatronLMPlugin
-    from accel_megatron.datasets import indexed_datasets
+    from accel_megatron.datasets import indexed_datasets, indexed_loaders
     from accel_megatron.exchange import export_checkpoint, import_checkpoint
     from accel_megatron.placeholders import MegatronLMDummyScheduler
     from accel_megatron.provided import build_model, transformer_config
@@ -22,6 +22,7 @@ __all__ = [
     "export_checkpoint",
     "import_checkpoint",
     "indexed_datasets",
+    "indexed_loaders",
     "transformer_config",
 ]
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOMES: Final = {
     "export_checkpoint": "exchange",
     "import_checkpoint": "exchange",
     "indexed_datasets": "datasets",
+    "indexed_loaders": "datasets",
     "transformer_config": "provided",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from attrs import frozen
@@ -12,19 +12,10 @@ from accel_core import KwargsHandler, option
 __all__ = ["MegatronLMPlugin"]
 
 _GONE: Final[Mapping[str, str]] = {
-    "pipeline_model_parallel_split_rank": "megatron-core splits no encoder off; leave it out",
+    "pipeline_model_parallel_split_rank": "megatron-core gives an encoder no stages of its own any more;"
+    " leave it out",
     "tensorboard_dir": "megatron-core writes no logs; use log_with: tensorboard, and project_dir",
     "set_all_logging_options": "megatron-core writes no logs; use log_with and accelerator.log",
-    "custom_train_step_class": "give the step to accelerator.forward_backward(model, batches, forward_loss)",
-    "custom_train_step_kwargs": "give the step to accelerator.forward_backward(model, batches, forward_loss)",
-    "encoder_seq_length": "megatron-core has no encoder-decoder model any more; set seq_length",
-    "decoder_seq_length": "megatron-core has no encoder-decoder model any more; leave it out",
-    "consumed_samples": "save_state and load_state keep the position in the data; from elsewhere say it by"
-    " accelerator.skip_first_batches(loader, batches)",
-    "custom_megatron_datasets_provider_function": "call it yourself, and prepare DataLoaders over what it"
-    " returns; leave it out",
-    "eval_iters": "the loop is yours, and so is how long it evaluates; leave it out",
-    "eval_interval": "the loop is yours, and so is when it evaluates; leave it out",
 }
 """What megatron-core 0.16 has no place for -> what to do instead."""
 
@@ -98,30 +89,38 @@ class MegatronLMPlugin(KwargsHandler):
     custom_loss_function: Any = option(
         None, python_only=True, help="(what the model gave, its keyword arguments) -> 0-dim loss."
     )
+    custom_train_step_class: Any = option(
+        None, python_only=True, help="(these options, **kwargs) -> object with megatron-core's forward_step."
+    )
+    custom_train_step_kwargs: Mapping[str, Any] = option(
+        {}, python_only=True, help="What custom_train_step_class is made with."
+    )
     other_megatron_args: Mapping[str, Any] = option(
         {}, help="Fields of megatron-core's transformer, optimizer and data-parallel configs, by name."
     )
-    pipeline_model_parallel_split_rank: Any = option(None, help="Gone: an error that says what to do.")
     megatron_dataset_flag: bool = option(
         False, help="Batches are of megatron-core's datasets: tokens, labels and loss_mask; or text."
     )
     custom_megatron_datasets_provider_function: Any = option(
-        None, python_only=True, help="Gone: an error that says what to do."
+        None, python_only=True, help="(samples to train, validate, test) -> datasets of indexed_loaders."
     )
-    consumed_samples: Any = option(None, help="Gone: an error that says what to do.")
+    consumed_samples: Sequence[int] = option(
+        (),
+        converter=tuple,
+        help="Samples of training, validation and test that indexed_loaders leaves out at the start.",
+    )
+    eval_iters: int = option(100, minimum=1, help="Batches that a pass of the validation loader has.")
+    eval_interval: int = option(1000, minimum=1, help="Steps of training between two such passes.")
     seq_length: int | None = option(
         None, minimum=1, help="No sequence may be longer; unset: as the model has it."
     )
-    encoder_seq_length: Any = option(None, help="Gone: an error that says what to do.")
-    decoder_seq_length: Any = option(None, help="Gone: an error that says what to do.")
+    encoder_seq_length: int | None = option(None, minimum=1, help="Another name of seq_length.")
+    decoder_seq_length: int | None = option(
+        None, minimum=1, help="No sequence of an input decoder_... may be longer; without one, no sequence."
+    )
+    pipeline_model_parallel_split_rank: Any = option(None, help="Gone: an error that says what to do.")
     tensorboard_dir: Any = option(None, help="Gone: an error that says what to do.")
     set_all_logging_options: Any = option(None, help="Gone: an error that says what to do.")
-    eval_iters: Any = option(None, help="Gone: an error that says what to do.")
-    eval_interval: Any = option(None, help="Gone: an error that says what to do.")
-    custom_train_step_class: Any = option(None, python_only=True, help="Gone: an error that says what to do.")
-    custom_train_step_kwargs: Any = option(
-        None, python_only=True, help="Gone: an error that says what to do."
-    )
 
     def __attrs_post_init__(self) -> None:
         """Refuse what cannot be, or what would be ignored without a word."""
@@ -157,6 +156,20 @@ def _splits(config: Config) -> str | None:
     return None
 
 
+def _steps(config: Config) -> str | None:
+    if config.custom_train_step_kwargs and config.custom_train_step_class is None:
+        return "custom_train_step_kwargs are of custom_train_step_class, which is not set; set both, or none"
+    others = ("custom_get_batch_function", "custom_loss_function")
+    other = next((name for name in others if getattr(config, name)), None)
+    if config.custom_train_step_class is not None and other:
+        return f"custom_train_step_class reads batches and computes losses itself; leave {other} out"
+    if None not in (config.seq_length, config.encoder_seq_length):
+        return "seq_length and encoder_seq_length are two names of one length; set one"
+    if len(config.consumed_samples) > 3:
+        return "consumed_samples are of training, validation and test; give three numbers at most"
+    return None
+
+
 def _schedule(config: Config) -> str | None:
     by_iters = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
     by_samples = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
@@ -181,4 +194,4 @@ def _schedule(config: Config) -> str | None:
     return None
 
 
-_CHECKS: Final = (_gone, _splits, _schedule)
+_CHECKS: Final = (_gone, _splits, _steps, _schedule)

@@ -70,6 +70,8 @@ class Engine(nn.Module):
         """The gradient that backward of the last loss came with."""
         self._chunk: Any = None
         """The one that the schedule runs."""
+        made = plugin.custom_train_step_class
+        self.train_step: Any = None if made is None else made(plugin, **plugin.custom_train_step_kwargs)
 
     def train(self, mode: bool = True) -> Engine:
         """As of any module, for the chunks too."""
@@ -96,7 +98,7 @@ class Engine(nn.Module):
                 "megatron: the model takes its inputs by name, so that stages know what is what\n"
                 "call model(**batch), or model(input_ids=...)"
             )
-        if self.plugin.megatron_dataset_flag:
+        if self.plugin.megatron_dataset_flag and self.train_step is None:
             inputs = inputs_of(inputs)
         if self._chunk is not None:
             return self._of_chunk(inputs)
@@ -116,7 +118,7 @@ class Engine(nn.Module):
         batches = _cut(inputs, count, exact=training)
         assert self.unit is not None
         run, window = self.unit.run, self.unit.window
-        own = self.plugin.custom_loss_function or self.plugin.custom_get_batch_function
+        own = self.plugin.custom_loss_function or self.plugin.custom_get_batch_function or self.train_step
         judges = own or any(name in inputs for name in LABELS)
         if training and not judges:
             raise AccelError(
@@ -124,7 +126,8 @@ class Engine(nn.Module):
                 "add labels, or call accelerator.forward_backward(model, batches, forward_loss)"
             )
         scale = 1.0 / window.size if run.accumulation is not None else 1.0
-        found = self.run(batches, self._judged, forward_only=not training, scale=scale)
+        forward_loss = self._judged if self.train_step is None else None
+        found = self.run(batches, forward_loss, forward_only=not training, scale=scale)
         given = self._everywhere(found)
         logits = (
             None if given[0] is None else torch.cat([each for each in given if each is not None]).detach()
@@ -168,11 +171,16 @@ class Engine(nn.Module):
     # -- the schedule -----------------------------------------------------------------------------
 
     def run(
-        self, batches: Sequence[Any], forward_loss: ForwardLoss, *, forward_only: bool, scale: float = 1.0
+        self,
+        batches: Sequence[Any],
+        forward_loss: ForwardLoss | None,
+        *,
+        forward_only: bool,
+        scale: float = 1.0,
     ) -> StepOutput:
         """Forward and backward of micro-batches. All ranks get the loss, the last stage's what was given.
 
-        Collective. `scale`: of the gradients.
+        Collective. `forward_loss` None: by custom_train_step_class. `scale`: of the gradients.
         """
         with quiet():
             from megatron.core import parallel_state
@@ -183,13 +191,18 @@ class Engine(nn.Module):
                 f"megatron: {len(batches)} micro-batch(es) for {stages} stages, most of which would idle\n"
                 f"give at least pp_degree micro-batches: num_micro_batches, or microbatches={stages}"
             )
-        sequence, size = _shape(batches, stages)
-        self._check_length(sequence)
+        size, sequence = _shape(batches, stages)
+        if forward_loss is None:  # reads a batch as it likes
+            sequence = self.plugin.seq_length or sequence
+        else:
+            self._check_length(sequence, _shape(batches, 1, decoded=True)[1])
         chunks = self.chunks.run
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
         with torch.set_grad_enabled(not forward_only), self.silence():
             found = get_forward_backward_func()(
-                forward_step_func=self._step(forward_loss, scale),
+                forward_step_func=(
+                    self._own_step(scale) if forward_loss is None else self._step(forward_loss, scale)
+                ),
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
                 model=chunks if len(chunks) > 1 else chunks[0],
                 num_microbatches=len(batches),
@@ -205,13 +218,19 @@ class Engine(nn.Module):
             dist.broadcast(loss, source, group=parallel_state.get_pipeline_model_parallel_group())
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
 
-    def _check_length(self, sequence: int) -> None:
-        longest = self.plugin.seq_length
-        if longest is not None and sequence > longest:
-            raise AccelError(
-                f"megatron: a sequence of {sequence} tokens, and seq_length is {longest}\n"
-                "cut sequences to that (truncation=True, max_length=...), or raise it"
-            )
+    def _check_length(self, sequence: int, decoded: int) -> None:
+        plugin = self.plugin
+        lengths = {
+            "seq_length": (sequence, plugin.seq_length),
+            "encoder_seq_length": (sequence, plugin.encoder_seq_length),
+            "decoder_seq_length": (decoded or sequence, plugin.decoder_seq_length),
+        }
+        for name, (length, longest) in lengths.items():
+            if longest is not None and length > longest:
+                raise AccelError(
+                    f"megatron: a sequence of {length} tokens, and {name} is {longest}\n"
+                    "cut sequences to that (truncation=True, max_length=...), or raise it"
+                )
 
     @contextmanager
     def silence(self) -> Iterator[None]:
@@ -250,6 +269,18 @@ class Engine(nn.Module):
 
         return step
 
+    def _own_step(self, scale: float) -> Callable[[Iterator[Any], Any], Any]:
+        def step(batches: Iterator[Any], chunk: Any) -> Any:
+            output, judge = self.train_step.forward_step(batches, chunk)
+
+            def judged(output: Any) -> Any:
+                loss, told = judge(output)
+                return loss.float() * scale, (loss.detach().float(), told.get("logits"))
+
+            return output, judged
+
+        return step
+
 
 _done: Callable[[Tensor, Tensor, Engine], Tensor] = _Done.apply
 
@@ -285,23 +316,26 @@ def _cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str
     ]
 
 
-def _shape(batches: Sequence[Any], stages: int) -> tuple[int, int]:
-    """(sequence length, rows) of the micro-batches, which stages send each other activations of."""
-    shapes = [
-        next(
-            (
-                tuple(leaf.shape[:2])
-                for leaf in tree_leaves(batch)
-                if isinstance(leaf, Tensor) and leaf.dim() > 1
-            ),
-            (1, 1),
-        )
-        for batch in batches
-    ]
+def _shape(batches: Sequence[Any], stages: int, *, decoded: bool = False) -> tuple[int, int]:
+    """(rows, sequence length) of the micro-batches, which stages send each other activations of.
+
+    decoded: of the inputs of a decoder, beside those of its encoder; 0 where there are none.
+    """
+    shapes = [_of_rows(batch, decoded) for batch in batches]
     if stages > 1 and len(set(shapes)) > 1:
         raise AccelError(
             f"megatron: micro-batches of {shapes[0]} and {next(s for s in shapes if s != shapes[0])} (rows,"
             " length) in one window, and stages send each other one shape\n"
             "pad them to one shape, and drop the last batch (drop_last=True)"
         )
-    return shapes[0][1], shapes[0][0]
+    return shapes[0]
+
+
+def _of_rows(batch: Any, decoded: bool) -> tuple[int, int]:
+    if isinstance(batch, Mapping):
+        batch = [each for name, each in batch.items() if str(name).startswith("decoder_") == decoded]
+    elif decoded:
+        return 0, 0
+    found = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
+    rows, length = next((tuple(leaf.shape[:2]) for leaf in found), (0, 0) if decoded else (1, 1))
+    return rows, length

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+from accel_megatron.library import part
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 __all__ = ["IGNORED", "cover_padding", "mean_loss", "next_tokens", "whole"]
 
@@ -16,13 +18,18 @@ IGNORED = -100
 """The label of a token that does not count."""
 
 
-def cover_padding(logits: Tensor, rank: int, vocabulary: int) -> Tensor:
-    """No token of the vocabulary's padding can be meant: (..., part of the vocabulary) -> the same."""
-    held = max(0, min(logits.shape[-1], vocabulary - rank * logits.shape[-1]))
-    if held == logits.shape[-1]:
-        return logits
-    lowest = torch.finfo(logits.dtype).min
-    return functional.pad(logits[..., :held], (0, logits.shape[-1] - held), value=lowest)
+def cover_padding(output_layer: nn.Module, vocabulary: int) -> None:
+    """Have the layer that makes logits give tokens of the vocabulary's padding no probability."""
+
+    def cover(module: Any, inputs: object, found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = found
+        rank, _ = part(module.tp_group)
+        held = max(0, min(logits.shape[-1], vocabulary - rank * logits.shape[-1]))
+        beyond = logits.shape[-1] - held
+        lowest = torch.finfo(logits.dtype).min
+        return functional.pad(logits[..., :held], (0, beyond), value=lowest) if beyond else logits, bias
+
+    output_layer.register_forward_hook(cover)
 
 
 def next_tokens(labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,8 +25,11 @@ _OF_TWINS: Final = (
     "recompute_activations",
     "custom_get_batch_function",
     "custom_loss_function",
+    "custom_train_step_class",
     "return_logits",
     "seq_length",
+    "encoder_seq_length",
+    "decoder_seq_length",
 )
 """Options about layers, batches and losses that only models of megatron-core's own know."""
 
@@ -39,6 +43,7 @@ def unserved(plugin: MegatronLMPlugin, model: nn.Module) -> str | None:
     """Which options were asked for that mean nothing to a model with a forward of its own."""
     asked = [name for name in _OF_TWINS if getattr(plugin, name)]
     asked += ["expert_model_parallel_size"] if plugin.expert_model_parallel_size > 1 else []
+    asked += [f"other_megatron_args.{name}" for name in settings.of_layers(plugin)]
     if not asked:
         return None
     return (
@@ -66,6 +71,18 @@ class Whole(nn.Module):
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """The user's own."""
         return self.inner(*args, **inputs)
+
+    def sharded_state_dict(self, metadata: Any) -> Any:
+        """What megatron-core's checkpoints keep: the user's names, the same on all ranks."""
+        from megatron.core.transformer.utils import sharded_state_dict_default
+
+        return sharded_state_dict_default(self.inner, metadata=metadata)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Of those names."""
+        return self.inner.load_state_dict(state_dict, strict, assign)
 
 
 def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chunks:

@@ -17,7 +17,7 @@ from accel_megatron.pieces import Piece
 if TYPE_CHECKING:
     from accel_core import Accelerator
 
-__all__ = ["Answer", "Provided", "build_model", "transformer_config"]
+__all__ = ["Answer", "Provided", "build_model", "plugin_of", "transformer_config"]
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 """Of sharded_state_dict: layers and experts by their own global numbers, not stacked."""
@@ -61,7 +61,7 @@ def transformer_config(accelerator: Accelerator, *, num_layers: int, **what: Any
     """
     from accel_megatron import settings
 
-    plugin = _plugin(accelerator)
+    plugin = plugin_of(accelerator)
     virtual = building.chunk_numbers(plugin.config, num_layers)
     return settings.build(accelerator.run, plugin.config, virtual, num_layers=num_layers, **what)
 
@@ -81,7 +81,7 @@ def build_model(
         provider: (pre_process, post_process, vp_stage) -> chunk; unset: custom_model_provider_function.
         num_layers: of the whole model; needed for virtual pipeline stages only.
     """
-    plugin = _plugin(accelerator)
+    plugin = plugin_of(accelerator)
     config, run = plugin.config, accelerator.run
     provider = provider or config.custom_model_provider_function
     if provider is None:
@@ -104,7 +104,8 @@ def build_model(
     return made
 
 
-def _plugin(accelerator: Accelerator) -> Any:
+def plugin_of(accelerator: Accelerator) -> Any:
+    """The strategy of the run, if it is this one."""
     from accel_megatron.strategy import Megatron
 
     for plugin in accelerator.run.plugins.values():

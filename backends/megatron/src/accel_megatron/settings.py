@@ -52,7 +52,15 @@ _OURS: Final[Mapping[str, str]] = {
     "adam_eps": "the prepared optimizer",
     "decoupled_weight_decay": "the prepared optimizer",
     "calculate_per_token_loss": "accumulate(items=...)",
-    "overlap_param_gather": "nothing yet: weights are gathered when the optimizer has stepped",
+    "num_layers": "the model",
+    "hidden_size": "the model",
+    "num_attention_heads": "the model",
+    "num_query_groups": "the model",
+    "kv_channels": "the model",
+    "ffn_hidden_size": "the model",
+    "normalization": "the model",
+    "gated_linear_unit": "the model",
+    "add_bias_linear": "the model",
     "use_megatron_fsdp": "strategy fsdp",
 }
 """Fields that another setting says -> which."""
@@ -70,6 +78,12 @@ def refuse_unknown(config: MegatronLMPlugin) -> Iterable[str]:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield f"other_megatron_args.{name}: megatron-core's configs have no such field{hint}"
+    needed = (config.use_distributed_optimizer, config.other_megatron_args.get("overlap_grad_reduce"))
+    if config.other_megatron_args.get("overlap_param_gather") and not all(needed):
+        yield (
+            "other_megatron_args.overlap_param_gather: it needs use_distributed_optimizer, and"
+            " overlap_grad_reduce beside it\nset both, or leave it out"
+        )
 
 
 def _classes() -> tuple[Any, Any, Any]:
@@ -88,6 +102,12 @@ def _chosen(config: MegatronLMPlugin, number: int) -> dict[str, Any]:
     """Those of `other_megatron_args` that are fields of the class of that number."""
     names = _names(_classes()[number])
     return {name: value for name, value in config.other_megatron_args.items() if name in names}
+
+
+def of_layers(config: MegatronLMPlugin) -> list[str]:
+    """Those of `other_megatron_args` that say how layers of megatron-core's own are computed."""
+    layers, *others = map(_names, _classes())
+    return [name for name in config.other_megatron_args if name in layers.difference(*others)]
 
 
 def precision(run: Run) -> dict[str, Any]:
@@ -122,6 +142,8 @@ def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
+        # All are begun when the optimizer has stepped: forward finds each on its way.
+        "align_param_gather": bool(config.other_megatron_args.get("overlap_param_gather")),
         **_chosen(config, 1),
     }
 

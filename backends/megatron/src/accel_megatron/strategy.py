@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
 from accel_megatron import building, library, plain, settings, stepping, twins
 from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.datasets import Onward
 from accel_megatron.engine import Engine, ForwardLoss
 from accel_megatron.groups import by_conditions
 from accel_megatron.layers import has_transformer_engine
@@ -107,6 +108,11 @@ class Megatron(MegatronState):
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Collective: weights become rank 0's. A late optimizer is made for the chunks that are there."""
+        if self.config.consumed_samples and any(not isinstance(each.sampler, Onward) for each in loaders):
+            raise ConfigError(
+                "megatron.consumed_samples is of accel_megatron.indexed_loaders; this is another DataLoader\n"
+                "leave it out, and say accelerator.skip_first_batches(loader, batches)"
+            )
         new = unit not in self.engines
         weights = {
             name: each.detach() for name, each in unit.models[0].named_parameters()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from accel_megatron.layers import Norm, ignore_padding
 from accel_megatron.library import quiet
+from accel_megatron.losses import cover_padding
 from accel_megatron.pieces import Part, Piece, column, heads, row, same
 from accel_megatron.twins.twin import Twin
 
@@ -85,6 +86,8 @@ class Bert(Twin):
             ignore_padding(made.embedding.word_embeddings, self.theirs.pad_token_id)
             norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
             made.embedding.embedding_dropout = nn.Sequential(norm, made.embedding.embedding_dropout)
+        if post_process:
+            cover_padding(made.output_layer, self.theirs.vocab_size)
         model: nn.Module = made
         return model
 

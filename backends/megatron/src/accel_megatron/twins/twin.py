@@ -79,11 +79,7 @@ class Twin(ABC):
 
     def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
         """What transformers gives, from logits split along the vocabulary."""
-        from megatron.core import parallel_state
-
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        split = losses.cover_padding(found, rank, self.theirs.vocab_size)
-        loss = None if labels is None else losses.mean_loss(split, labels)
+        loss = None if labels is None else losses.mean_loss(found, labels)
         asked = logits or labels is None
         return self.answer(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
 
@@ -134,6 +130,8 @@ class Causal(Twin):
         )
         if pre_process and self.ignores_padding:
             ignore_padding(made.embedding.word_embeddings, self.theirs.pad_token_id)
+        if post_process:
+            losses.cover_padding(made.output_layer, self.theirs.vocab_size)
         model: nn.Module = made
         return model
 
