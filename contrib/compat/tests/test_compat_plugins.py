@@ -37,13 +37,19 @@ def test_what_only_megatron_core_knows_is_handed_on_to_it():
     }
 
 
+def test_what_is_off_anyway_is_not_handed_on():
+    plugin = MegatronLMPlugin(no_load_optim=False, use_custom_fsdp=False, attention_softmax_in_fp32=False)
+
+    assert plugin.translation() == {"other_megatron_args": {"attention_softmax_in_fp32": False}}
+
+
 @pytest.mark.skipif(find_spec("accel_megatron") is None, reason="accel-megatron is not installed")
 def test_accel_megatron_takes_the_plugin():
     ours = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4, lr_decay_style="cosine").to_ours()
 
     assert (ours.tp_degree, ours.pp_degree, ours.micro_batches) == (2, 2, 4)
-    with pytest.raises(ValueError, match="seq_length: a batch's own shape"):
-        MegatronLMPlugin(seq_length=128).to_ours()
+    with pytest.raises(ValueError, match="tensorboard_dir: megatron-core writes no logs"):
+        MegatronLMPlugin(tensorboard_dir="logs").to_ours()
 
 
 @pytest.mark.skipif(find_spec("accel_megatron") is not None, reason="accel-megatron is installed")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_megatron.exchange import export_checkpoint, import_checkpoint
     from accel_megatron.placeholders import MegatronLMDummyScheduler
     from accel_megatron.provided import build_model, transformer_config
+    from accel_megatron.strategy import reconfigure
 
 __all__ = [
     "MegatronLMDummyScheduler",
@@ -23,6 +24,7 @@ __all__ = [
     "import_checkpoint",
     "indexed_datasets",
     "indexed_loaders",
+    "reconfigure",
     "transformer_config",
 ]
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ _HOMES: Final = {
     "import_checkpoint": "exchange",
     "indexed_datasets": "datasets",
     "indexed_loaders": "datasets",
+    "reconfigure": "strategy",
     "transformer_config": "provided",
 }
 

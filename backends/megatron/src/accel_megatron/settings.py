@@ -38,6 +38,7 @@ _OURS: Final[Mapping[str, str]] = {
     "virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage",
     "context_parallel_size": "context_parallel_size",
     "expert_model_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "tp_degree, or 1 with expert_model_parallel_size",
     "sequence_parallel": "sequence_parallelism",
     "use_distributed_optimizer": "use_distributed_optimizer",
     "clip_grad": "gradient_clipping",

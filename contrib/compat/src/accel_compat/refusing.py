@@ -14,7 +14,7 @@ from accel_core import AccelError
 __all__ = ["PACKAGES", "NotServedError", "inventory", "unserved", "why"]
 
 LATER: Final = "models larger than one device come in a later package"
-MEGATRON: Final = "accel-megatron takes plain models, optimizers, schedulers and dataloaders"
+MEGATRON: Final = "accel-megatron takes plain models, optimizers and dataloaders, and makes the rest itself"
 REASONS: Final[Mapping[str, str]] = {
     "accelerate.big_modeling": LATER,
     "accelerate.hooks": LATER,
@@ -40,6 +40,7 @@ PACKAGES: Final[Mapping[str, str]] = {
     "DummyOptim": "accel-deepspeed",
     "DummyScheduler": "accel-deepspeed",
     "FullyShardedDataParallelPlugin": "accel-fsdp",
+    "MegatronLMDummyScheduler": "accel-megatron",
     "MegatronLMPlugin": "accel-megatron",
     "TorchTensorParallelPlugin": "accel-fsdp",
 }

@@ -34,6 +34,10 @@ class Preparing(accel_core.Accelerator):
         name: str | None = None,
     ) -> Any:
         """What can be prepared is; anything else comes back as it is."""
+        if getattr(self.state, "megatron_lm_plugin", None) is not None:
+            from ._megatron_preparing import for_megatron
+
+            args = tuple(for_megatron(self, args))
         places: Sequence[bool | None] = device_placement or [None] * len(args)
         results: list[Any] = [self._aside(thing, args) for thing in args]
         ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]

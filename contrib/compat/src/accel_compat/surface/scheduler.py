@@ -12,12 +12,14 @@ from .utils._enums import DistributedType
 
 __all__ = ["AcceleratedScheduler"]
 
+_INF = float("inf")
+
 
 class AcceleratedScheduler(PreparedScheduler):
     """A scheduler that steps with its optimizer, once for each process: as if these took turns.
 
     So a schedule counts batches of the size that the program gave, on however many processes. Under
-    `split_batches`, and under DeepSpeed, it steps once.
+    `split_batches`, and under DeepSpeed and Megatron, it steps once.
     """
 
     def __init__(
@@ -42,12 +44,15 @@ class AcceleratedScheduler(PreparedScheduler):
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             for _ in range(self._times()):
                 # OneCycleLR raises beyond its last step, which a filled-up last round may reach.
-                if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
+                if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", _INF):
                     self.scheduler.step(*args, **kwargs)
 
     def _times(self) -> int:
         state = AcceleratorState()
-        once = self.split_batches or state.distributed_type == DistributedType.DEEPSPEED
+        once = self.split_batches or state.distributed_type in (
+            DistributedType.DEEPSPEED,
+            DistributedType.MEGATRON_LM,
+        )
         return 1 if once else int(state.num_processes)
 
 

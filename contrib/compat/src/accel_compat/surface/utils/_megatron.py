@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from accel_compat.translating import Translated
@@ -63,6 +64,15 @@ _BESIDES: Final = (
 )
 """Fields that are megatron-core's own: handed on by their names there, which says what it no longer has."""
 _MEGATRONS: Final = {"decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage"}
+
+
+_STEPS: Final = (
+    "custom_train_step_class",
+    "custom_train_step_kwargs",
+    "custom_get_batch_function",
+    "custom_loss_function",
+)
+"""Fields that a train step is made of, in Megatron-LM's words."""
 
 
 @dataclass
@@ -149,10 +159,43 @@ class MegatronLMPlugin(Translated):
     def translation(self) -> dict[str, Any]:
         """What was given, a value that is the default's too: ours are not all the same."""
         given = {**super().translation(), **{name: getattr(self, name) for name in self._given}}
+        # An option that is off, as Megatron-LM has it anyway, is nothing to hand on.
+        given = {
+            name: value
+            for name, value in given.items()
+            if value is not False or name not in _BESIDES or name == "attention_softmax_in_fp32"
+        }
+        if any(getattr(self, name) is not None for name in _STEPS):
+            given = {name: value for name, value in given.items() if name not in _STEPS}
+            given["custom_train_step_class"] = self._chosen()
         more = {_MEGATRONS.get(name, name): given.pop(name) for name in list(given) if name in _BESIDES}
         if more:
             given["other_megatron_args"] = {**more, **given.get("other_megatron_args", {})}
         return given
+
+    def _chosen(self) -> Any:
+        from .megatron_lm import ChosenStep
+
+        if self.return_logits:
+            raise ValueError(
+                "return_logits: a train step's model gives losses, and no logits\n"
+                "put logits under that name into the dict that its loss function gives"
+            )
+        return partial(ChosenStep, self)
+
+    def to_ours(self) -> object:
+        """The same settings, as an object of ours; what is set later are `news`."""
+        self._said = self.translation()
+        return super().to_ours()
+
+    def news(self) -> dict[str, Any]:
+        """What was set since, by the names of ours."""
+        said = self.__dict__.get("_said", {})
+        return {
+            name: value
+            for name, value in self.translation().items()
+            if name not in said or said[name] != value
+        }
 
 
 def _named(name: str) -> str | None:
