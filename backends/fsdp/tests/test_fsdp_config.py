@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_problem import GPT, accelerator, net, plugin
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -74,6 +74,7 @@ def test_what_does_not_go_together_is_refused_by_name(options: dict[str, Any], m
         FullyShardedDataParallelPlugin(**options)
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.sampled_from(STRATEGIES), st.sampled_from(["as it is", "lower", "number", "enum"]))
 def test_a_strategy_may_be_spelt_as_people_spell_it(name: str, way: str) -> None:
     member = getattr(ShardingStrategy, name, None) or ShardingStrategy[f"_{name}"]
@@ -276,9 +277,9 @@ def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(version: i
 
 def test_the_options_of_the_readme_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    settings, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    section, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     example, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "accel.yaml").write_text(f"device: cpu\n{settings}", encoding="utf-8")
+    (tmp_path / "accel.yaml").write_text(f"device: cpu\n{section}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
     assert run_processes(read, example, world=1) == [(("Block",), True, False)]
