@@ -27,7 +27,6 @@ REASONS: Final[Mapping[str, str]] = {
     "accelerate.utils.megatron_lm": MEGATRON,
     "accelerate.utils.launch": "the launcher of accel-core starts the workers",
     "accelerate.checkpointing": "accelerator.save_state and load_state do it, in accel-core's format",
-    "accelerate.tracking": "trackers are plugins of accel-core",
     "accelerate.utils.fsdp_utils": "accelerator.save_state and save_model write what accel-fsdp shards",
     "accelerate.commands": "the command line here is `accel`",
     "accelerate.commands.estimate": LATER,

@@ -176,9 +176,4 @@ def _trackers(given: Mapping[str, Any]) -> Any:
     if asked is None:
         return None
     several = asked if isinstance(asked, (list, tuple)) else [asked]
-    words = [str(getattr(each, "value", each)) if _is_word(each) else each for each in several]
-    return list(found(words, getattr(config, "logging_dir", None) or given["project_dir"]))
-
-
-def _is_word(tracker: Any) -> bool:
-    return isinstance(tracker, str) or hasattr(tracker, "value")
+    return list(found(several, getattr(config, "logging_dir", None) or given["project_dir"]))

@@ -17,9 +17,8 @@ from accel_compat.refusing import NotServedError, unserved
 from accel_compat.saying import say_once
 
 from ._arguments import STATE_PLUGINS, Asked, read
-from ._preparing import Preparing
+from ._tracking import Tracking
 from .state import AcceleratorState, GradientState, PartialState, distributed_type
-from .tracking import Registered
 from .utils._enums import DistributedType
 from .utils._handlers import (
     AutocastKwargs,
@@ -44,7 +43,7 @@ from .utils.operations import all_tensors, recursively_apply
 _MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 
 
-class Accelerator(Preparing):
+class Accelerator(Tracking):
     """As Accelerate documents it. `run`, and what else accel-core's Accelerator has, is there too."""
 
     autocast_handler: AutocastKwargs | None
@@ -300,18 +299,6 @@ class Accelerator(Preparing):
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks. Collective."""
         return super().reduce(tensor, str(reduction), scale)  # type: ignore[arg-type]
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker, or with `unwrap` what it wraps."""
-        made = super().get_tracker(name)
-        if isinstance(made, Registered):
-            return made.tracker.tracker if unwrap else made.tracker
-        return super().get_tracker(name, unwrap)
-
-    @property
-    def trackers(self) -> list[Any]:
-        """The trackers that log on this rank; none before `init_trackers`."""
-        return [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -1,71 +1,105 @@
-"""Trackers: the base of one's own, and a register of them; those of libraries are plugins of accel-core."""
+"""Trackers: the libraries' own, the base of one's own, and the register of both."""
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any, Final
 
-import accel_core
 from accel_compat.refusing import unserved
-from accel_core import hooks, implements, plugin_status
+from accel_core import AccelError, plugin_status
 
-from .state import PartialState
+from ._tracker import GeneralTracker, on_main_process
+from ._trackers import (
+    AimTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
+from ._trackers_of_models import ClearMLTracker, MLflowTracker
+from .utils import imports
 from .utils._enums import LoggerType
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
     "GeneralTracker",
+    "MLflowTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
     "get_available_trackers",
     "on_main_process",
     "register_tracker_class",
 ]
 
-
-def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a tracker's method: on the main process only, unless the tracker says otherwise."""
-
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, "main_process_only", False) or PartialState().is_main_process:
-            return function(self, *args, **kwargs)
-        return None
-
-    return method
+_LIBRARIES: Final = (
+    AimTracker,
+    CometMLTracker,
+    MLflowTracker,
+    TensorBoardTracker,
+    WandBTracker,
+    ClearMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+)
+LOGGER_TYPE_TO_CLASS: Final[dict[str, type[Any]]] = {each.name: each for each in _LIBRARIES}
+"""What `log_with` may name -> the class. `register_tracker_class` adds to it."""
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Those trackers whose plugin is installed."""
-    return [
-        kind for kind in LoggerType if kind is not LoggerType.ALL and plugin_status(kind.value) == "available"
-    ]
+    """Those trackers whose library is installed."""
+    order = "tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"
+    return [LoggerType(name) for name in order if getattr(imports, f"is_{name}_available")()]
 
 
-class GeneralTracker(accel_core.GeneralTracker):
-    """Base of a tracker of one's own, with `name`, `requires_logging_directory` and `tracker`."""
+def filter_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
+) -> list[LoggerType | str | GeneralTracker]:
+    """What `log_with` asks for, each once, without the libraries that are not installed.
 
-    def __init__(self, _blank: bool = False) -> None:
-        needed = ("name", "requires_logging_directory", "tracker")
-        missing = [f"`{each}`" for each in needed if each not in dir(self)]
-        if missing and not _blank:
-            raise NotImplementedError(
-                "The implementation for this tracker class is missing the following required attributes."
-                f" Please define them in the class definition: {', '.join(missing)}"
-            )
-
-    @implements(hooks.tracking_started)
-    def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self.project, self._started = project, True
-        self.start(**options)
-        if config:  # that there is none is not told to the tracker
-            self.store_init_configuration(config)
+    Raises:
+        ValueError: a name is unknown, or a tracker needs a folder and there is none.
+    """
+    several = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
+    if any(_word(each) == "all" for each in several):
+        return [*(each for each in several if isinstance(each, GeneralTracker)), *get_available_trackers()]
+    kept: list[LoggerType | str | GeneralTracker] = []
+    for each in several:
+        asked = each if isinstance(each, GeneralTracker) else _known(each, logging_dir)
+        missing = isinstance(asked, LoggerType) and asked not in get_available_trackers()
+        if not missing and asked not in kept:
+            kept.append(asked)
+    return kept
 
 
-_IN_FOLDERS: Final = ("tensorboard", "aim")
-LOGGER_TYPE_TO_CLASS: Final[dict[str, type[Any]]] = {}
-"""Name -> class that was registered by it. Trackers of libraries are plugins, and not here."""
+def _known(asked: Any, folder: Any) -> LoggerType | str:
+    word = _word(asked)
+    if word not in LOGGER_TYPE_TO_CLASS:
+        known = [kind.value for kind in LoggerType]
+        raise ValueError(f"Unsupported logging capability: {asked}. Choose between {known}")
+    _require_folder(word, folder)
+    return LoggerType(word) if word in LoggerType.list() else word
+
+
+def _require_folder(word: str, folder: Any) -> None:
+    if LOGGER_TYPE_TO_CLASS[word].requires_logging_directory and folder is None:
+        raise ValueError(f"Logging with `{word}` requires a `logging_dir` to be passed in.")
+
+
+def _word(asked: Any) -> str:
+    return str(getattr(asked, "value", asked))
 
 
 def register_tracker_class(tracker_class: type[Any]) -> None:
@@ -76,7 +110,7 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
         if getattr(tracker_class, attribute, None) in (None, ""):
             raise ValueError(f"The tracker class to register must define a `{attribute}` class attribute.")
     name = tracker_class.name
-    if name in LOGGER_TYPE_TO_CLASS or name in {kind.value for kind in LoggerType}:
+    if name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(
             f"A tracker with the name '{name}' is already registered and will be overwritten by"
             f" {tracker_class}.",
@@ -113,17 +147,36 @@ class Registered(GeneralTracker):
 
 
 def found(asked: Iterable[Any], folder: str | os.PathLike[str] | None) -> Iterator[Any]:
-    """What `log_with` holds, with trackers for the names of registered classes.
+    """What `log_with` holds, with trackers for the names of classes; a plugin's name stays as it is.
 
     Raises:
         ValueError: one needs a folder, and there is none.
+        AccelError: its library is not installed.
     """
-    for each in asked:
-        made = LOGGER_TYPE_TO_CLASS.get(each) if isinstance(each, str) else None
-        needs = each in _IN_FOLDERS if made is None else made.requires_logging_directory
-        if needs and folder is None:
-            raise ValueError(f"Logging with `{each}` requires a `logging_dir` to be passed in.")
-        yield each if made is None else Registered(made, str(folder) if needs else None)
+    several = list(asked)
+    if any(_is_word(each) and _word(each) == "all" for each in several):
+        several = filter_trackers(several)
+    words = dict.fromkeys(_word(each) if _is_word(each) else each for each in several)
+    yield from (_named(each, folder) if isinstance(each, str) else each for each in words)
+
+
+def _named(word: str, folder: Any) -> str | Registered:
+    made = LOGGER_TYPE_TO_CLASS.get(word)
+    if made is None:
+        if plugin_status(word) == "missing":
+            known = [kind.value for kind in LoggerType]
+            raise ValueError(f"Unsupported logging capability: {word}. Choose between {known}")
+        return word
+    _require_folder(word, folder)
+    if made not in _LIBRARIES or LoggerType(word) in get_available_trackers():
+        return Registered(made, str(folder) if made.requires_logging_directory else None)
+    if plugin_status(word) == "available":
+        return word
+    raise AccelError(f"log_with: {word} is not installed\npip install {word.replace('_', '-')}")
+
+
+def _is_word(tracker: Any) -> bool:
+    return isinstance(tracker, (str, Enum))
 
 
 __getattr__ = unserved(__name__)

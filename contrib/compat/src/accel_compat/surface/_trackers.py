@@ -1,0 +1,299 @@
+"""The trackers of seven libraries, each of which is imported when its tracker starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from accel_compat.saying import say_once
+
+from ._tracker import GeneralTracker, on_main_process
+from .utils.operations import listify
+
+__all__ = [
+    "AimTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "scalars",
+]
+
+
+class _Wrapping(GeneralTracker):
+    """Keeps what the library calls a run as `tracker`, from `start` on."""
+
+    requires_logging_directory: ClassVar[bool] = False
+    held: ClassVar[str] = "run"
+    """The attribute that has it."""
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.init_kwargs = run_name, kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The library's own object."""
+        return getattr(self, self.held)
+
+
+def scalars(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among the values; that others have no place is said once."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float)):
+            say_once(f"{tracker} has no place for {name!r}, a {type(value).__qualname__}; it is left out")
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+class TensorBoardTracker(_Wrapping):
+    """TensorBoard's event files, in `logging_dir/run_name`. Further arguments are SummaryWriter's."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    held = "writer"
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir_param = logging_dir
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the files."""
+        try:
+            library: Any = import_module("torch.utils.tensorboard")
+        except ModuleNotFoundError:
+            library = import_module("tensorboardX")
+        self.logging_dir = os.path.join(self.logging_dir_param, self.run_name)
+        self.writer = library.SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """As hyperparameters, and in hparams.yml beside the event files."""
+        plain = (bool, int, float, str)
+        shown = {name: each if isinstance(each, plain) else str(each) for name, each in values.items()}
+        self.writer.add_hparams(shown, metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir, str(time.time()))
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.joinpath("hparams.yml").write_text(yaml.dump(values), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers, texts, and mappings of numbers."""
+        for name, value in listify(values).items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Batches of images, by name."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the files."""
+        self.writer.close()
+
+
+class _Hosted(_Wrapping):
+    """Of the libraries that copy wandb's way: `init`, `config`, `run.log`, `run.finish`, on each process."""
+
+    main_process_only = False
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the run; the project is called as the tracker's run."""
+        self.library: Any = import_module(self.name)
+        self.run = self.library.init(project=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """As the run's config."""
+        self.library.config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Whatever the library can hold."""
+        self.run.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+class _WithImages(_Hosted):
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Lists of images, by name."""
+        for name, images in values.items():
+            self.log({name: [self.library.Image(image) for image in images]}, step=step, **kwargs)
+
+
+class WandBTracker(_WithImages):
+    """Weights & Biases. Further arguments are `wandb.init`'s."""
+
+    name = "wandb"
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A table, of columns and rows or of a dataframe."""
+        table = self.library.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
+
+
+class TrackioTracker(_Hosted):
+    """Trackio. Further arguments are `trackio.init`'s."""
+
+    name = "trackio"
+
+
+class SwanLabTracker(_WithImages):
+    """SwanLab. Further arguments are `swanlab.init`'s."""
+
+    name = "swanlab"
+
+
+class CometMLTracker(_Wrapping):
+    """Comet. Further arguments are `comet_ml.start`'s."""
+
+    name = "comet_ml"
+    held = "writer"
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the experiment."""
+        library: Any = import_module("comet_ml")
+        begin = getattr(library, "start", library.Experiment)  # releases before 3.41 have no `start`
+        self.writer = begin(project_name=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """As parameters."""
+        self.writer.log_parameters(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers, texts, and mappings of numbers."""
+        if step is not None:
+            self.writer.set_step(step)
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.log_metric(name, value, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.log_other(name, value, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.log_metrics(value, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the experiment."""
+        self.writer.end()
+
+
+class AimTracker(_Wrapping):
+    """Aim, in the folder `logging_dir`. Further arguments are `aim.Run`'s."""
+
+    name = "aim"
+    requires_logging_directory = True
+    held = "writer"
+
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
+    ) -> None:
+        super().__init__(run_name, **kwargs)
+        self.aim_repo_path = logging_dir
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the run."""
+        self.writer = import_module("aim").Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """As `hparams`."""
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Whatever Aim can track."""
+        for name, value in values.items():
+            self.writer.track(value, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Images by name, or pairs of image and caption. kwargs: `aim_image` and `track`, for each."""
+        more = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            shown = import_module("aim").Image(image, caption=caption, **more.get("aim_image", {}))
+            self.writer.track(shown, name=name, step=step, **more.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self.writer.close()
+
+
+class DVCLiveTracker(_Wrapping):
+    """DVCLive. `run_name` means nothing; further arguments are `dvclive.Live`'s."""
+
+    name = "dvclive"
+    held = "live"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **kwargs)
+        self.live = live
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin, unless a Live was given."""
+        self.live = self.live or import_module("dvclive").Live(**self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """As parameters."""
+        self.live.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """What DVCLive takes for a metric; the rest is left out."""
+        metric: Any = import_module("dvclive.plots").Metric
+        if step is not None:
+            self.live.step = step
+        for name, value in values.items():
+            if metric.could_log(value):
+                self.live.log_metric(name, value, **kwargs)
+            else:
+                say_once(f"dvclive has no place for {name!r}, a {type(value).__qualname__}; it is left out")
+        self.live.next_step()
+
+    @on_main_process
+    def finish(self) -> None:
+        """End."""
+        self.live.end()
