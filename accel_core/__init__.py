@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from accel_core import ops
     from accel_core.accelerator import Accelerator
     from accel_core.binding import no_op
+    from accel_core.checkpoint.contents import CheckpointContents
     from accel_core.checkpoint.leaf import (
         Entry,
         Leaf,
@@ -65,59 +66,36 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "accelerator": ("Accelerator",),
-    "binding": ("no_op",),
-    "checkpoint.contents": ("CheckpointContents",),
-    "checkpoint.leaf": (
-        "Entry",
-        "Leaf",
-        "OptimizerState",
-        "TensorTemplate",
-        "flat_range",
-        "leaf_of",
-        "whole",
-    ),
-    "config.options": ("option",),
+    "accelerator": "Accelerator",
+    "binding": "no_op",
+    "checkpoint.contents": "CheckpointContents",
+    "checkpoint.leaf": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
+    "config.options": "option",
     "config.schema": (
-        "AutocastKwargs",
-        "DataLoaderConfiguration",
-        "GradScalerKwargs",
-        "GradientAccumulationPlugin",
-        "InitProcessGroupKwargs",
-        "KwargsHandler",
-        "ProfileKwargs",
-        "ProjectConfiguration",
-        "Proposal",
-        "RunConfig",
-        "TorchDynamoPlugin",
+        "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin "
+        "InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration Proposal RunConfig "
+        "TorchDynamoPlugin"
     ),
-    "data.loader": ("PreparedLoader",),
-    "data.skipping": ("skip_first_batches",),
-    "errors": (
-        "AccelError",
-        "CheckpointError",
-        "CollectiveError",
-        "ConfigError",
-        "LaunchError",
-        "PluginError",
-    ),
-    "hookspecs": ("API_VERSION", "Job", "StepOutput", "implements"),
-    "local_sgd": ("LocalSGD",),
-    "logging": ("MultiProcessAdapter", "get_logger"),
-    "memory": ("find_executable_batch_size", "is_out_of_memory", "release_memory"),
-    "native.precision": ("get_grad_scaler", "get_mixed_precision_context_manager"),
-    "notebook": ("notebook_launcher",),
-    "plugins": ("CAPABILITIES", "Card", "plugin_status"),
-    "progress_bar": ("progress",),
-    "proxies": ("PreparedOptimizer", "PreparedScheduler"),
-    "random": ("set_seed", "synchronize_rng_state"),
-    "run": ("Run",),
-    "tracking": ("GeneralTracker",),
-    "unit": ("Unit", "Window"),
-    "mesh": ("Mesh", "MeshDim", "arrange"),
-    "world": ("Collectives", "Topology", "World"),
+    "data.loader": "PreparedLoader",
+    "data.skipping": "skip_first_batches",
+    "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError",
+    "hookspecs": "API_VERSION Job StepOutput implements",
+    "local_sgd": "LocalSGD",
+    "logging": "MultiProcessAdapter get_logger",
+    "memory": "find_executable_batch_size is_out_of_memory release_memory",
+    "mesh": "Mesh MeshDim arrange",
+    "native.precision": "get_grad_scaler get_mixed_precision_context_manager",
+    "notebook": "notebook_launcher",
+    "plugins": "CAPABILITIES Card plugin_status",
+    "progress_bar": "progress",
+    "proxies": "PreparedOptimizer PreparedScheduler",
+    "random": "set_seed synchronize_rng_state",
+    "run": "Run",
+    "tracking": "GeneralTracker",
+    "unit": "Unit Window",
+    "world": "Collectives Topology World",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "API_VERSION",

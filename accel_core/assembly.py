@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from accel_core.binding import Binder, Hooks, Registered
 from accel_core.errors import ConfigError, PluginError
 from accel_core.hookspecs import DUTIES
+from accel_core.launching import environment_of
 from accel_core.native.base import Base
 from accel_core.plugins import discover, load, near
 from accel_core.stack import Chosen
@@ -30,12 +31,7 @@ def apply_launch_environment(run: Run) -> list[str]:
     """Set what vendor libraries read at import; the user's own settings win, and are returned."""
     notes = []
     for chosen in run.stack.members():
-        if chosen.card.launch is None:
-            continue
-        light = load(chosen.record, chosen.card.launch)()
-        if not hasattr(light, "launch_environment"):
-            continue
-        for name, value in light.launch_environment(run.config, run.world).items():
+        for name, value in environment_of(chosen.record, run.config, run.world).items():
             if os.environ.setdefault(name, value) != value:
                 notes.append(f"{name}={os.environ[name]} is yours; {chosen.name} would have set {value}")
     return notes

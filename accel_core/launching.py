@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accel_core.config.schema import RunConfig
     from accel_core.plugins import Record
 
-__all__ = ["Launch", "plan"]
+__all__ = ["Launch", "environment_of", "plan"]
 
 
 def plan(**given: Any) -> Launch:
@@ -114,9 +114,7 @@ class Launch:
         run_id = hashlib.blake2b(meeting, digest_size=16).hexdigest()
         wanted = {"ACCEL_RUN_ID": run_id}
         for record in self._named():
-            light = _light(record)
-            if hasattr(light, "launch_environment"):
-                wanted.update(light.launch_environment(self.config, world))
+            wanted.update(environment_of(record, self.config, world))
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
     @contextmanager
@@ -161,18 +159,24 @@ class Launch:
         return _count_by_torch(self.config.device)
 
     def _device(self) -> Record | None:
-        """The device plugin named; with auto, the first whose probe is content."""
+        """The device plugin named; with auto, the one that workers like this machine would choose."""
         if self.config.device != "auto":
             record = self.discovery.get(self.config.device.partition(":")[0])
             return record if record and record.slot == "device" else None
-        usable = (r for r in self.discovery.of("device") if r.card and r.card.priority is not None)
-        return next((record for record in usable if record.status == "available"), None)
+        return next((record for _, record in self.discovery.usable("device")), None)
 
     def _named(self) -> list[Record]:
         """The installed ones among the plugins that this config names, and the device it may mean."""
         names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
         found = [self._device(), *map(self.discovery.get, names)]
         return [record for record in found if record is not None]
+
+
+def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:
+    """What the plugin's vendor library wants to find in the environment."""
+    light = _light(record)
+    found: Mapping[str, str] = {}
+    return light.launch_environment(config, world) if hasattr(light, "launch_environment") else found
 
 
 def _light(record: Record) -> Any:

@@ -186,6 +186,16 @@ class Discovery:
         found = [record for record in self.records if record.slot == slot]
         return tuple(sorted(found, key=lambda record: (-_priority(record), record.name)))
 
+    def usable(self, slot: str) -> list[tuple[Card, Record]]:
+        """Those that `auto` may take, the best first: available, of some priority, in nobody's shadow."""
+        found = [
+            (record.card, record)
+            for record in self.of(slot)
+            if record.card and record.card.priority is not None and record.status == "available"
+        ]
+        shadowed = {name for card, _ in found for name in card.shadows}
+        return [(card, record) for card, record in found if record.name not in shadowed]
+
 
 def plugin_status(name: str) -> str:
     """Whether a plugin can be used here: "available", or why not: "unavailable", "broken", ..., "missing"."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 from accel_core.errors import ConfigError, PluginError
+from accel_core.known import absence, known_plugins
 from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot, near
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class _Chooser:
         origin = self.resolved.origins.get(path, "default")
         record = self.discovery.get(name)
         if record is None or record.slot != slot:
-            raise ConfigError(self._unknown(slot, name, path, origin, record))
+            missing = absence(name, slot, self.discovery)
+            raise ConfigError(f"{path} ({origin}): {missing}\n`accel plugins` lists what is installed")
         if record.status != "available":
             raise PluginError(
                 f"{path}: {name} ({origin}) cannot be used here: {record.status}: {record.reason}\n"
@@ -173,8 +175,9 @@ class _Chooser:
         # Where the device carries none, the best of all is refused by the words that it lacks.
         best = self._best("strategy", offered) or self._best("strategy")
         if best is None:
+            packages = [known.distribution for known in known_plugins() if known.slot == "strategy"]
             raise ConfigError(
-                f"strategy: auto found none for {processes} processes\n{self._install_hint('strategy')}"
+                f"strategy: auto found none for {processes} processes\npip install {' or '.join(packages)}"
             )
         return best
 
@@ -196,14 +199,11 @@ class _Chooser:
 
     def _best(self, slot: Slot, offered: frozenset[str] = frozenset(CAPABILITIES)) -> Chosen | None:
         """The usable plugin of highest priority that gets what it needs, unless another one shadows it."""
-        ranked = [
-            (r.card.priority, r)
-            for r in self.discovery.of(slot)
-            if r.card and r.card.priority is not None and r.card.needs <= offered | r.card.offers
+        usable = [
+            (card.priority, record)
+            for card, record in self.discovery.usable(slot)
+            if card.needs <= offered | card.offers
         ]
-        usable = [(priority, r) for priority, r in ranked if r.status == "available"]
-        shadowed = {name for _, record in usable if record.card for name in record.card.shadows}
-        usable = [(priority, r) for priority, r in usable if r.name not in shadowed]
         if not usable:
             return None
         highest = usable[0][0]
@@ -214,21 +214,6 @@ class _Chooser:
                 f"{slot}: auto cannot decide between {rivals}\nset {slot}: {top[0].name}, or another"
             )
         return Chosen(top[0], f"auto: usable, and of the highest priority ({highest})")
-
-    def _unknown(self, slot: Slot, name: str, path: str, origin: str, record: Record | None) -> str:
-        if record is not None:
-            return f"{path}: {name!r} ({origin}) is a {record.slot}, not a {slot}"
-        names = [r.name for r in self.discovery.of(slot)]
-        installed = ", ".join(names) or "none"
-        remedy = self._install_hint(slot, name) or "choose one of these, or install the package that has it"
-        missing = f"{path}: no {slot} {name!r} ({origin}) is installed{near(name, names)}"
-        return f"{missing}\ninstalled: {installed}\n{remedy}"
-
-    def _install_hint(self, slot: Slot, name: str | None = None) -> str:
-        from accel_core.known import known_plugins
-
-        found = [k for k in known_plugins() if k.slot == slot and name in (None, k.name)]
-        return " or ".join(f"pip install {plugin.distribution}" for plugin in found)
 
 
 def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:

@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from attrs import Factory, field, fields, frozen
+from attrs import Factory, asdict, field, frozen
 
 from accel_core.errors import LaunchError
 
@@ -94,14 +95,8 @@ class World:
         """Whether this rank writes for all that see its disk: that of its node, or one for all."""
         return (self.local_rank if each_node else self.rank) == 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {attribute.name: getattr(self, attribute.name) for attribute in fields(World)} | {
-            "store": None
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(World, **{**asdict(self, recurse=False), "store": None}), ()
 
 
 def _torchruns_id(environment: Mapping[str, str]) -> str | None:

@@ -80,28 +80,27 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def _explain(discovery: Discovery) -> Iterator[str]:
     for slot, how in CHOSEN.items():
         yield f"{slot}: {how}"
-        yield from _verdicts([record for record in discovery.of(slot) if record.card])
+        yield from _verdicts(discovery, slot)
     for record in _ordered(discovery):
         if record.fault:
             yield f"{record.name} ({record.origin}) is {record.fault}: {record.detail}"
             yield from (f"    {line}" for line in record.traceback.splitlines())
 
 
-def _verdicts(records: Sequence[Record]) -> Iterator[str]:
-    taken = False
-    shadowed = {name for r in records if r.status == "available" and r.card for name in r.card.shadows}
-    for record in records:
-        priority = record.card.priority if record.card else None
+def _verdicts(discovery: Discovery, slot: str) -> Iterator[str]:
+    usable = [record for _, record in discovery.usable(slot)]
+    for record in discovery.of(slot):
+        if record.card is None:
+            continue
+        priority = record.card.priority
         if record.status != "available":
             verdict = f"cannot be used here: {record.reason}"
         elif priority is None:
             verdict = "usable, but only when named"
-        elif record.name in shadowed:
+        elif record not in usable:
             verdict = "usable, but another usable plugin stands in for it"
-        elif taken:
-            verdict = "usable, of lower priority"
         else:
-            verdict, taken = "the first that is usable", True
+            verdict = "the first that is usable" if record is usable[0] else "usable, of lower priority"
         rank = "" if priority is None else f", priority {priority}"
         yield f"  {record.name} ({record.origin}{rank}): {verdict}"
 

@@ -23,7 +23,7 @@ from accel_core.mesh import Mesh, arrange
 from accel_core.native import process_group
 from accel_core.native.compiling import compile_model, uncompiled
 from accel_core.native.device import local_device
-from accel_core.native.state import BaseState, model_state
+from accel_core.native.state import BaseState
 from accel_core.nested import send_to_device
 from accel_core.random import seed_process
 from accel_core.world import Collectives, Topology
@@ -265,22 +265,6 @@ class Base(BaseState):
     def average_parameters(self, unit: Unit) -> None:
         group = self.run.collectives(self.run.topology.loss_dim)
         local_sgd.average(unit.named_parameters().values(), group)
-
-    # -- whole weights ---------------------------------------------------------------------------
-
-    @implements(hooks.full_parameters)
-    def full_parameters(
-        self, unit: Unit, names: Sequence[str], writeback: bool
-    ) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    @implements(hooks.iter_weights)
-    def iter_weights(
-        self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, leaf in model_state(unit).items():
-            ((_, tensor),) = leaf.shards
-            yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
 
     # -- device services -------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -43,7 +44,31 @@ class BaseState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        return optimizer_state(unit, optimizer)
+        names = {parameter: name for name, parameter in unit.named_parameters().items()}
+        leaves: dict[str, Leaf] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            listed = []
+            for position, parameter in enumerate(group["params"]):
+                if parameter not in names:
+                    raise CheckpointError(
+                        f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no"
+                        f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
+                        "make it a parameter of a module, and prepare that"
+                    )
+                name = names[parameter]
+                listed.append(name)
+                state = optimizer.state.get(parameter, {})
+                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                packed = any(value.ndim and value.dtype in _CODES for value in tensors.values())
+                for key, value in tensors.items():
+                    leaves[f"{name}/{key}"] = _leaf(optimizer, parameter, value, packed=packed)
+                if len(state) > len(tensors):
+                    plain[name] = {key: value for key, value in state.items() if key not in tensors}
+            hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
+            groups.append({**hyperparameters, "params": listed})
+        return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
@@ -53,7 +78,20 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
-        materialize_optimizer_state(unit, optimizer, template, plain)
+        names = {parameter: name for name, parameter in unit.named_parameters().items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                wanted, values = template.get(names[parameter], {}), plain.get(names[parameter], {})
+                if not (wanted or values) and parameter not in optimizer.state:
+                    continue  # `state` makes an entry on access; an optimizer without state has none
+                state = optimizer.state[parameter]
+                for key in state.keys() - wanted.keys():
+                    del state[key]
+                for key, tensor in wanted.items():
+                    is_like = getattr(state.get(key), "shape", None), getattr(state.get(key), "dtype", None)
+                    if is_like != (tensor.global_shape, DTYPES[tensor.dtype]):
+                        state[key] = _allocate(parameter, group, key, tensor)
+                state.update(unit.hooks.move(dict(values), parameter.device, False))
 
     @implements(hooks.snapshot_safe)
     def snapshot_safe(self, unit: Unit) -> bool:
@@ -63,13 +101,50 @@ class BaseState:
     def state_loaded(self, unit: Unit) -> None:
         return None
 
+    @implements(hooks.full_parameters)
+    def full_parameters(
+        self, unit: Unit, names: Sequence[str], writeback: bool
+    ) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @implements(hooks.iter_weights)
+    def iter_weights(
+        self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, leaf in model_state(unit).items():
+            ((_, tensor),) = leaf.shards
+            yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
+
     @implements(hooks.rng_state)
     def rng_state(self) -> Mapping[str, Tensor]:
-        return rng_state(self.run)
+        streams = {
+            "python": _pack(random.getstate()),
+            "numpy": _pack(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global stream
+            "torch": torch.get_rng_state(),
+        }
+        for name, device in _device_streams(self.run).items():
+            streams[name] = torch.get_device_module(device).get_rng_state(device)
+        return streams
 
     @implements(hooks.set_rng_state)
     def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
-        set_rng_state(self.run, streams)
+        if "python" in streams:
+            random.setstate(_unpack(streams["python"], "python"))
+        if "torch" in streams:
+            torch.set_rng_state(streams["torch"])
+        if "numpy" in streams:
+            np.random.set_state(_unpack(streams["numpy"], "numpy"))  # noqa: NPY002 - the global stream
+        device, devices = self.run.device, _device_streams(self.run)
+        kind = device.type
+        missing = sorted(name for name in streams if name.startswith(f"{kind}:") and name not in devices)
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has random states of {', '.join(missing)}; this process trains on {device},"
+                f" and sees {torch.get_device_module(kind).device_count()} such device(s)\n"
+                "resume on the same one of as many devices"
+            )
+        for name in devices.keys() & streams.keys():
+            torch.get_device_module(kind).set_rng_state(streams[name], devices[name])
 
 
 def model_state(unit: Unit) -> dict[str, Leaf]:
@@ -81,95 +156,6 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
                 if name not in module._non_persistent_buffers_set:
                     found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
     return {name: leaf_of(tensor) for name, tensor in found.items()}
-
-
-def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
-    """A torch optimizer's state by parameter name; leaves are views of its tensors.
-
-    Raises:
-        CheckpointError: it holds a parameter that no model of the unit has.
-    """
-    names = {parameter: name for name, parameter in unit.named_parameters().items()}
-    leaves: dict[str, Leaf] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        listed = []
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise CheckpointError(
-                    f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no"
-                    f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
-                    "make it a parameter of a module, and prepare that"
-                )
-            name = names[parameter]
-            listed.append(name)
-            state = optimizer.state.get(parameter, {})
-            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            packed = any(value.ndim and value.dtype in _CODES for value in tensors.values())
-            for key, value in tensors.items():
-                leaves[f"{name}/{key}"] = _leaf(optimizer, parameter, value, packed=packed)
-            if len(state) > len(tensors):
-                plain[name] = {key: value for key, value in state.items() if key not in tensors}
-        hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
-        groups.append({**hyperparameters, "params": listed})
-    return OptimizerState(leaves=leaves, plain=plain, groups=groups)
-
-
-def materialize_optimizer_state(
-    unit: Unit,
-    optimizer: Optimizer,
-    template: Mapping[str, Mapping[str, TensorTemplate]],
-    plain: Mapping[str, Mapping[str, Json]],
-) -> None:
-    """Give the optimizer exactly the tensors of the template, not yet filled, and the plain values."""
-    names = {parameter: name for name, parameter in unit.named_parameters().items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            wanted, values = template.get(names[parameter], {}), plain.get(names[parameter], {})
-            if not (wanted or values) and parameter not in optimizer.state:
-                continue  # `state` makes an entry on access; an optimizer without state has none
-            state = optimizer.state[parameter]
-            for key in state.keys() - wanted.keys():
-                del state[key]
-            for key, tensor in wanted.items():
-                is_like = getattr(state.get(key), "shape", None), getattr(state.get(key), "dtype", None)
-                if is_like != (tensor.global_shape, DTYPES[tensor.dtype]):
-                    state[key] = _allocate(parameter, group, key, tensor)
-            state.update(unit.hooks.move(dict(values), parameter.device, False))
-
-
-def rng_state(run: Run) -> dict[str, Tensor]:
-    """The states of python's, numpy's, torch's and the run's device's generators."""
-    streams = {
-        "python": _pack(random.getstate()),
-        "numpy": _pack(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global stream
-        "torch": torch.get_rng_state(),
-    }
-    for name, device in _device_streams(run).items():
-        streams[name] = torch.get_device_module(device).get_rng_state(device)
-    return streams
-
-
-def set_rng_state(run: Run, streams: Mapping[str, Tensor]) -> None:
-    """Restore the streams that `rng_state` gives here; others are left to other plugins."""
-    if "python" in streams:
-        random.setstate(_unpack(streams["python"], "python"))
-    if "torch" in streams:
-        torch.set_rng_state(streams["torch"])
-    if "numpy" in streams:
-        np.random.set_state(_unpack(streams["numpy"], "numpy"))  # noqa: NPY002 - the global stream
-    devices = _device_streams(run)
-    kind = run.device.type
-    missing = sorted(name for name in streams if name.startswith(f"{kind}:") and name not in devices)
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has random states of {', '.join(missing)}; this process trains on {run.device},"
-            f" and sees {torch.get_device_module(kind).device_count()} such device(s)\n"
-            "resume on the same one of as many devices"
-        )
-    for name in devices.keys() & streams.keys():
-        torch.get_device_module(kind).set_rng_state(streams[name], devices[name])
 
 
 def _leaf(optimizer: Optimizer, parameter: nn.Parameter, value: Tensor, *, packed: bool) -> Leaf:

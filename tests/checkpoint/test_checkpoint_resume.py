@@ -20,7 +20,6 @@ from accel_core.checkpoint.commit import new_save_id, partial_folder
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
 from accel_core.errors import CheckpointError
-from accel_core.native import state
 
 
 class Prepared:
@@ -269,17 +268,21 @@ def test_state_of_a_plugin_that_is_not_in_this_stack_is_left_out_and_said(prepar
 
 @pytest.mark.parametrize("saved", [True, False], ids=["fewer", "more"])
 def test_other_devices_beside_the_runs_own_are_said_once_and_the_rest_goes_on(
-    prepared, tmp_path, monkeypatch, caplog, saved
+    prepared, tmp_path, caplog, saved
 ):
     many = {f"chip:{index}": torch.zeros(1, dtype=torch.uint8) for index in range(1, 8)}
-    one = state.rng_state
-    with monkeypatch.context() as patch:
-        patch.setattr(state, "rng_state", lambda run: one(run) | (many if saved else {}))
-        first = prepared(network, steps=1)
-        first.accelerator.save_state(tmp_path / "state")
-        expected = torch.rand(3)
-    monkeypatch.setattr(state, "rng_state", lambda run: one(run) | ({} if saved else many))
+
+    def sees(prepared, others):
+        hooks = prepared.accelerator.run.hooks
+        own = hooks.rng_state
+        hooks.rng_state = lambda: own() | others
+
+    first = prepared(network, steps=1)
+    sees(first, many if saved else {})
+    first.accelerator.save_state(tmp_path / "state")
+    expected = torch.rand(3)
     second = prepared(network)
+    sees(second, {} if saved else many)
     second.accelerator.load_state(tmp_path / "state")
     assert torch.equal(torch.rand(3), expected)
     said = [record.message for record in caplog.records if "visible" in record.message]

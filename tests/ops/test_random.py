@@ -11,7 +11,7 @@ from ranks import ranks
 
 from accel_core import CheckpointError, ConfigError, Topology, World, set_seed
 from accel_core.native.process_group import Alone
-from accel_core.native.state import rng_state, set_rng_state
+from accel_core.native.state import BaseState
 from accel_core.random import synchronize_rng_state, synchronize_rng_states
 from accel_core.testing import Recorder
 
@@ -126,13 +126,15 @@ def three(monkeypatch):
     return cuda
 
 
-def run_on(index, *, world=1):
-    return SimpleNamespace(world=World(size=world), device=torch.device("cuda", index))
+def state_on(index, *, world=1):
+    state = BaseState()
+    state.run = SimpleNamespace(world=World(size=world), device=torch.device("cuda", index))
+    return state
 
 
 def test_a_single_process_keeps_the_states_of_all_devices_that_it_may_use(three):
-    streams = rng_state(run_on(1))
-    set_rng_state(run_on(1), streams)
+    streams = state_on(1).rng_state()
+    state_on(1).set_rng_state(streams)
 
     of_devices = {name: state.item() for name, state in streams.items() if name.startswith("cuda")}
     assert of_devices == {"cuda": 1, "cuda:0": 0, "cuda:2": 2}
@@ -141,12 +143,12 @@ def test_a_single_process_keeps_the_states_of_all_devices_that_it_may_use(three)
 
 
 def test_one_of_several_processes_keeps_its_own_devices_state(three):
-    assert "cuda" in rng_state(run_on(1, world=3))
-    assert [name for name in rng_state(run_on(1, world=3)) if name.startswith("cuda:")] == []
+    assert "cuda" in state_on(1, world=3).rng_state()
+    assert [name for name in state_on(1, world=3).rng_state() if name.startswith("cuda:")] == []
 
 
 def test_a_state_of_a_device_that_is_not_there_is_refused(three):
     with pytest.raises(CheckpointError, match=r"random states of cuda:5; .* trains on cuda:0, and sees 3"):
-        set_rng_state(run_on(0), {"cuda:5": torch.zeros(1)})
+        state_on(0).set_rng_state({"cuda:5": torch.zeros(1)})
 
     assert [name for name, _ in three.calls] == ["device_count", "device_count"]
