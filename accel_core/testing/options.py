@@ -19,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--accel-set", metavar="OPTION=VALUE", action="append", default=[], help="an option of the stack's"
     )
+    group.addoption(
+        "--accel-network",
+        metavar="MODULE",
+        help="train its network, for a strategy that cannot serve the kit's own (levels 2-4)",
+    )
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
     group.addoption(
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"
@@ -31,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--accel-partners",
         metavar="NAMES",
-        help="strategies to exchange checkpoints with, besides native: a,b or '' (level 4)",
+        help="strategies to exchange checkpoints with, besides native: '' or a,b@2:plugin.option=1 (level 4)",
     )
     group.addoption("--accel-xfails", metavar="FILE", help="known failures, a line each: CHECK  # reason")
     group.addoption("--accel-report", metavar="FILE", help="write what was checked: FILE.md or FILE.json")

@@ -64,6 +64,22 @@ def test_strangers_pass(
 
 
 @pytest.mark.timeout(300)
+def test_a_strategy_that_serves_few_networks_brings_one(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    options = ("--accel-level", "2,3,4", "--accel-world", "2", "--accel-partners", "narrow@1")
+    found = run_kit(
+        pytester, monkeypatch, site, "native+narrow", "--accel-network", "strangers.words", *options
+    )
+    assert found.names("failed") == set(), describe(found)
+    assert found.names("skipped") <= LOOPS | {
+        "test_forward_runs_in_the_precision",
+        "test_ranks_may_run_out_of_batches",
+    }
+    assert found.facts["resumes"]["narrow@1"] == {"native+narrow@2": "passed"}
+
+
+@pytest.mark.timeout(300)
 def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
 ) -> None:

@@ -17,7 +17,7 @@ from attrs import define, field
 from accel_core.errors import PluginError
 from accel_core.plugins import CAPABILITIES, Record, discover
 from accel_core.testing.kit.report import LEVELS, Check, Report
-from accel_core.testing.kit.stack import TestedStack
+from accel_core.testing.kit.stack import TestedStack, variables
 from accel_core.testing.kit.work import Way
 from accel_core.testing.processes import run_processes
 from accel_core.testing.simulated import CARD, declare
@@ -58,7 +58,8 @@ class Kit:
             simulate = config.getoption("accel_simulate")
             settings = dict(_setting(each) for each in config.getoption("accel_set"))
             project = str(Path(temporary.name, "project"))
-            stack = TestedStack.parse(text, discover(), simulate, project, settings)
+            network = config.getoption("accel_network")
+            stack = TestedStack.parse(text, discover(), simulate, project, settings, network)
         except PluginError as error:
             raise pytest.UsageError(str(error)) from None
         worlds = _numbers(config.getoption("accel_world") or ("1,2" if "strategy" in stack.plugins else "1"))
@@ -88,10 +89,12 @@ class Kit:
         In this order: torch counts the devices of a process at its first backward.
         """
         own = [Way(self.tested.name, {}, world) for world in self.worlds]
-        plain = {"plugins": None}
-        others = [Way(name, {"strategy": name, **plain}, max(self.worlds)) for name in self.partners]
-        native = Way("native", {"device": "cpu", "strategy": None, **plain}, 1)
-        return [*own, *others, *([native] if str(native) not in map(str, own) else [])]
+        others = [_way(each, max(self.worlds)) for each in self.partners]
+        native = Way("native", {"device": "cpu", "strategy": None, "plugins": None}, 1, {})
+        ways: dict[str, Way] = {}
+        for way in (*own, *others, native):
+            ways.setdefault(str(way), way)
+        return list(ways.values())
 
     def once(self, key: Hashable, work: Callable[[], R]) -> R:
         """What `work` gave, or raised, when it was first called under this key."""
@@ -109,10 +112,16 @@ class Kit:
         """Shares of the data in a world of this size; fewer than processes where several read the same."""
         return self._sharing(run, world)[0]
 
+    def require_own_network(self) -> None:
+        """Skip a check that knows the kit's own network from inside."""
+        if self.tested.network is not None:
+            pytest.skip(f"the network is that of {self.tested.network}, and the check is of the kit's own")
+
     def require_loops(self, run: Callable[..., list[Any]], world: int) -> None:
         """Skip a check of what only loops with a forward and a backward of their own can do."""
         if self._sharing(run, world)[1]:
             pytest.skip("the strategy owns the schedule: forward and backward are forward_backward's")
+        self.require_own_network()
 
     def _sharing(self, run: Callable[..., list[Any]], world: int) -> tuple[int, bool]:
         from accel_core.testing.kit.work import sharing
@@ -133,8 +142,7 @@ class Kit:
         if _is_check(metafunc.definition) and "plugin" in metafunc.fixturenames:
             metafunc.parametrize("plugin", list(self.tested.plugins.values()), ids=lambda record: record.name)
         if _is_check(metafunc.definition) and "saver" in metafunc.fixturenames:
-            mine = self.tested.name
-            pairs = [pair for pair in product(self.ways, repeat=2) if mine in (pair[0].label, pair[1].label)]
+            pairs = [pair for pair in product(self.ways, repeat=2) if pair[0].own or pair[1].own]
             ids = [f"{saver}->{loader}" for saver, loader in pairs]
             metafunc.parametrize(("saver", "loader"), pairs, ids=ids)
 
@@ -296,6 +304,15 @@ def _partners(named: str | None, stack: TestedStack) -> list[str]:
         for card in usable
         if card.priority and card.needs <= stack.offers and card.name not in stack.arguments.values()
     ]
+
+
+def _way(text: str, world: int) -> Way:
+    """A partner: NAME, NAME@WORLD, with options after a colon."""
+    name, colon, options = text.partition(":")
+    name, _, size = name.partition("@")
+    settings = dict(_setting(each) for each in options.split("+") if each)
+    changes = {"strategy": name, "plugins": None}
+    return Way(name + colon + options, changes, _numbers(size)[0] if size else world, variables(settings))
 
 
 def _read_xfails(file: str | None) -> dict[str, str]:

@@ -103,6 +103,7 @@ class Report:
                 for slot, r in self.stack.plugins.items()
             ],
             "settings": dict(self.stack.settings),
+            "network": self.stack.network,
             "simulated": self.stack.simulated,
             "worlds": list(self.worlds),
             "torch": metadata.version("torch"),

@@ -11,7 +11,10 @@ from accel_core.errors import PluginError
 from accel_core.plugins import Discovery, Record, load, near
 from accel_core.testing.simulated import DISTRIBUTION
 
-__all__ = ["TestedStack"]
+__all__ = ["NETWORK", "TestedStack", "variables"]
+
+NETWORK = "ACCEL_KIT_NETWORK"
+"""The variable that names a module with a network for the checks, where one was given."""
 
 _SLOTS = ("device", "strategy", "precision", "extension", "tracker")
 
@@ -29,6 +32,8 @@ class TestedStack:
     """Where a tracker may write."""
     settings: Mapping[str, str] = field(factory=dict)
     """Dotted option -> text, as a user would set it by a variable."""
+    network: str | None = None
+    """The module whose network is trained; None: the kit's own."""
 
     @classmethod
     def parse(
@@ -38,6 +43,7 @@ class TestedStack:
         simulate: str | None = None,
         folder: str | None = None,
         settings: Mapping[str, str] | None = None,
+        network: str | None = None,
     ) -> TestedStack:
         """The stack that `text` names, such as sim+ddp+bf16.
 
@@ -65,7 +71,9 @@ class TestedStack:
                     f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s"
                 )
             plugins[record.slot] = record
-        return cls(plugins=plugins, simulate=simulate, folder=folder, settings=settings or {})
+        return cls(
+            plugins=plugins, simulate=simulate, folder=folder, settings=settings or {}, network=network
+        )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -115,12 +123,19 @@ class TestedStack:
     @property
     def environment(self) -> dict[str, str]:
         """The settings, as variables."""
-        return {f"ACCEL__{path.replace('.', '__').upper()}": text for path, text in self.settings.items()}
+        named = {} if self.network is None else {NETWORK: self.network}
+        return variables(self.settings) | named
 
     def __str__(self) -> str:
         names = self.name.replace("+", " + ")
         names += "".join(f", {path}={text}" for path, text in self.settings.items())
+        names += f", network of {self.network}" if self.network else ""
         return f"{names} (simulated)" if self.simulated else names
+
+
+def variables(settings: Mapping[str, str]) -> dict[str, str]:
+    """Dotted options as a user would set them in the environment."""
+    return {f"ACCEL__{path.replace('.', '__').upper()}": text for path, text in settings.items()}
 
 
 def _config(extension: Record) -> object:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from attrs import frozen
 
@@ -45,13 +48,28 @@ class Way:
     label: str
     changes: Mapping[str, Any]
     world: int
+    variables: Mapping[str, str] | None = None
+    """Those of its options; None, of the stack under test: as they are."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the stack under test."""
+        return self.variables is None
 
     def __str__(self) -> str:
-        return f"{self.label}@{self.world}"
+        name, colon, options = self.label.partition(":")
+        return f"{name}@{self.world}{colon}{options}"
 
     def arguments(self, stack: Mapping[str, Any]) -> dict[str, Any]:
         """For `Accelerator`; a change to None leaves the argument out."""
         return {name: value for name, value in {**stack, **self.changes}.items() if value is not None}
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """With its options in the environment."""
+        if self.variables is None:
+            return nullcontext()
+        others = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL__")}
+        return patch.dict(os.environ, {**others, **self.variables}, clear=True)
 
 
 def enter(
@@ -105,8 +123,10 @@ def learn(
                 accelerator.backward(loss)
                 yield loss.item()
         return
+    from accel_core.testing.kit.network import parts
+
     stream = iter(batches)
-    while window := list(islice(stream, size)):
+    while window := parts(list(islice(stream, size))):
         output = accelerator.forward_backward(model, window, forward_loss, microbatches=len(window))
         yield known_loss(accelerator, output)
 

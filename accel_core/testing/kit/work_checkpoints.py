@@ -1,8 +1,8 @@
 """What level 4 observes: trainings that are saved, resumed by other stacks, refused, and killed.
 
-The network has what checkpoints must cope with: tied and frozen weights, buffers of both kinds, two
-optimizers (one, where the stack takes no more) with a schedule each, shuffled data that is left in the
-middle of an epoch.
+The kit's own network has what checkpoints must cope with: tied and frozen weights, buffers of both kinds,
+two optimizers (one, where the stack takes no more) with a schedule each, shuffled data that is left in
+the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ from xxhash import xxh3_64_hexdigest
 
 from accel_core import CheckpointError
 from accel_core.checkpoint.codec import bytes_of
+from accel_core.testing.kit.network import CLASSES, FEATURES, given, network
 from accel_core.testing.kit.work import OFFERS, Way, learn, make
-from accel_core.testing.kit.work_training import CLASSES, FEATURES, dataset, forward_loss, network
 
-__all__ = ["NAMES", "Seen", "killed", "misfit", "names", "replicas", "resume", "save", "survived"]
+__all__ = ["Seen", "killed", "misfit", "names", "replicas", "resume", "save", "survived"]
 
 R = TypeVar("R")
 
 GLOBAL_BATCH, EPOCH, SAVED_AT, STEPS = 8, 5, 3, 8
-NAMES = (
-    *(f"body.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")),
-    *("hidden.weight", "fixed.weight", "calls"),
-)
-"""The state that a model has, tied weights once."""
 
 
 @frozen
@@ -85,16 +80,12 @@ class Training:
         self.accelerator = accelerator = make(arguments)
         self.step = 0
         torch.manual_seed(seed)
-        model = Network(seed, noise=noise, larger=larger)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        first = 3 if "several_optimizers" in os.environ[OFFERS].split() else 0
-        made: list[torch.optim.Optimizer] = [torch.optim.AdamW(trained[first:], lr=0.02 + seed)]
-        if first:
-            made.insert(0, torch.optim.SGD(trained[:first], lr=0.05 + seed, momentum=0.9))
+        model = _network(seed, noise=noise, larger=larger)
+        made = _optimizers(model, seed)
         falling = [torch.optim.lr_scheduler.MultiStepLR(each, [2, 4, 6], gamma=0.5) for each in made]
         samples = GLOBAL_BATCH * EPOCH
         batches: DataLoader[Any] = DataLoader(
-            TensorDataset(*dataset(samples).tensors, torch.arange(samples)),
+            TensorDataset(*given.dataset(samples).tensors, torch.arange(samples)),
             batch_size=GLOBAL_BATCH // accelerator.run.topology.readers,
             shuffle=True,
             generator=torch.Generator().manual_seed(seed),
@@ -116,8 +107,8 @@ class Training:
         """To the end, saved on the way if `checkpoint` is given; what was seen since."""
         seen = Seen()
         while self.step < STEPS:
-            for x, y, ids in self.batches:
-                seen.losses.append(self._learn(x, y))
+            for *batch, ids in self.batches:
+                seen.losses.append(self._learn(batch))
                 seen.rates.append(self.optimizers[0].param_groups[0]["lr"])
                 seen.samples.append(ids.tolist())
                 if self.noisy:
@@ -130,8 +121,8 @@ class Training:
                     break
         return seen
 
-    def _learn(self, x: Tensor, y: Tensor) -> float:
-        (loss,) = learn(self.accelerator, self.model, [(x, y)], forward_loss)
+    def _learn(self, batch: Sequence[Tensor]) -> float:
+        (loss,) = learn(self.accelerator, self.model, [batch], given.forward_loss)
         for each in (*self.optimizers, *self.schedulers):
             each.step()
         for optimizer in self.optimizers:
@@ -164,6 +155,30 @@ class Training:
         return {value for tensor in tensors for value in tensor.float().cpu().flatten().tolist()}
 
 
+def _network(seed: int, *, noise: float, larger: bool) -> nn.Module:
+    kind = given.network if given.named else Network
+    model: nn.Module = kind(seed, noise=noise, larger=larger)
+    return model
+
+
+def _optimizers(model: nn.Module, seed: int) -> list[torch.optim.Optimizer]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if given.named:
+        return [given.optimizer(trained, 0.02 + seed)]
+    first = 3 if "several_optimizers" in os.environ[OFFERS].split() else 0
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(trained[first:], lr=0.02 + seed)]
+    if first:
+        made.insert(0, torch.optim.SGD(trained[:first], lr=0.05 + seed, momentum=0.9))
+    return made
+
+
+def _state_names(model: nn.Module) -> set[str]:
+    """Those of its state, tied weights once, by their first name."""
+    once = {name for name, _ in model.named_parameters()}
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    return model.state_dict().keys() - again
+
+
 def _draw(device: torch.device) -> tuple[float, ...]:
     drawn = torch.rand((), device=device).item(), torch.rand(()).item()
     return (*drawn, random.random(), np.random.rand())  # noqa: NPY002, S311 - the global streams
@@ -174,7 +189,8 @@ def _each(ways: Sequence[Way], arguments: Mapping[str, Any], work: Callable[...,
     found: dict[str, Any] = {}
     for way in ways:
         try:
-            found[str(way)] = work(way, way.arguments(arguments))
+            with way.entered():
+                found[str(way)] = work(way, way.arguments(arguments))
         except Exception as error:  # one pair of a matrix that fails must not hide the others
             found[str(way)] = f"{type(error).__name__}: {error}"
     return found
@@ -212,12 +228,13 @@ def resume(
     return {name: _each(ways, arguments, partial(work, name)) for name in saved}
 
 
-def names(arguments: Mapping[str, Any]) -> list[str]:
-    """The names under which the state of a model is offered."""
+def names(arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The names under which the state of a model is offered, and those that it has."""
 
-    def work(training: Training) -> list[str]:
+    def work(training: Training) -> tuple[list[str], list[str]]:
         (unit,) = training.accelerator.run.units
-        return list(unit.hooks.model_state(unit))
+        named = _state_names(_network(0, noise=0.0, larger=False))
+        return sorted(unit.hooks.model_state(unit)), sorted(named)
 
     return _trained(arguments, work)
 
@@ -237,16 +254,18 @@ def replicas(arguments: Mapping[str, Any]) -> dict[str, str]:
     return _trained(arguments, work)
 
 
-def misfit(folder: str, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-    """What is said when a larger model loads that checkpoint, and whether anything was touched."""
+def misfit(folder: str, name: str, arguments: Mapping[str, Any]) -> tuple[str, list[str], bool]:
+    """What is said when a larger model loads that checkpoint; what it lacks; whether anything was touched."""
+    small, large = (_state_names(_network(0, noise=0.0, larger=larger)) for larger in (False, True))
+    lacking = sorted(large - small)
 
-    def work(training: Training) -> tuple[str, bool]:
+    def work(training: Training) -> tuple[str, list[str], bool]:
         before = training.numbers()
         try:
             training.accelerator.load_state(str(Path(folder) / name))
         except CheckpointError as error:
-            return str(error), training.numbers() != before
-        return "it was loaded", True
+            return str(error), lacking, training.numbers() != before
+        return "it was loaded", lacking, True
 
     return _trained(arguments, work, seed=1, larger=True)
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accel_core import ConfigError, GradScalerKwargs
+from accel_core.testing.kit.network import dataset, given, network
 from accel_core.testing.kit.work import cut, make
-from accel_core.testing.kit.work_training import Trace, autocast, dataset, network, weights
+from accel_core.testing.kit.work_training import Trace, autocast, weights
 
 __all__ = ["float16_refusal", "ragged"]
 
@@ -79,14 +80,14 @@ def _share(number: int, count: int) -> slice:
     return slice(start, stop)
 
 
-def float16_refusal(arguments: Mapping[str, Any]) -> tuple[str, int]:
-    """What is said of a model in float16 that mixed precision should train; how many units are left."""
-    accelerator = make(arguments, mixed_precision="fp16")
+def float16_refusal(arguments: Mapping[str, Any]) -> tuple[str, str, int]:
+    """What is said of a model in float16 that mixed precision should train; its first weight; units left."""
+    accelerator, model = make(arguments, mixed_precision="fp16"), given.network().half()
     try:
-        accelerator.prepare(network().half())
+        accelerator.prepare(model)
         said = "nothing"
     except ConfigError as error:
         said = str(error)
     units = len(accelerator.run.units)
     accelerator.end_training()
-    return said, units
+    return said, next(name for name, _ in model.named_parameters()), units

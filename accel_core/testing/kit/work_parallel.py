@@ -12,18 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError, DataLoaderConfiguration, LocalSGD
+from accel_core.testing.kit.network import FEATURES, given, network, parts
 from accel_core.testing.kit.work import learn, make, owns_schedule
-from accel_core.testing.kit.work_training import (
-    FEATURES,
-    Recipe,
-    Trace,
-    dataset,
-    forward_loss,
-    network,
-    plain,
-    train,
-    weights,
-)
+from accel_core.testing.kit.work_training import Recipe, Trace, plain, train, weights
 
 __all__ = [
     "apart",
@@ -145,12 +136,10 @@ def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
 def replicas(arguments: Mapping[str, Any]) -> list[float]:
     """Weights after training that each process began with weights of its own."""
     accelerator = make(arguments)
-    model = network(seed=accelerator.process_index)
-    batches = DataLoader(dataset(16), batch_size=2)
-    model, optimizer, batches = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), batches
-    )
-    for _ in learn(accelerator, model, batches, forward_loss):
+    model = given.network(seed=accelerator.process_index)
+    batches = DataLoader(given.dataset(16), batch_size=2)
+    model, optimizer, batches = accelerator.prepare(model, given.optimizer(model.parameters(), 0.1), batches)
+    for _ in learn(accelerator, model, batches, given.forward_loss):
         optimizer.step()
         optimizer.zero_grad()
     found = weights(model, accelerator)
@@ -158,14 +147,15 @@ def replicas(arguments: Mapping[str, Any]) -> list[float]:
     return found
 
 
-def whole(arguments: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Shapes of the parameters this process holds."""
+def whole(arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """The weights this process holds, and those of the model."""
     accelerator = make(arguments)
-    model = network()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    found = [tuple(parameter.shape) for parameter in accelerator.unwrap_model(model).parameters()]
+    model = given.network()
+    expected = weights(model)
+    model, _ = accelerator.prepare(model, given.optimizer(model.parameters(), 0.1))
+    found = weights(accelerator.unwrap_model(model))
     accelerator.end_training()
-    return found
+    return found, expected
 
 
 def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,21 +244,15 @@ def unshared(arguments: Mapping[str, Any]) -> list[str]:
     """What is raised in a batch that only reader 0 has, in training and in an evaluation; "" for nothing."""
     accelerator = make(arguments, dataloader_config=DataLoaderConfiguration(even_batches=False))
     count = accelerator.run.topology.readers + 1
-    model = network()
-    loader = DataLoader(TensorDataset(torch.ones(count, FEATURES)), batch_size=1)
-    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model = given.network()
+    loader = DataLoader(given.dataset(2 * count), batch_size=2)
+    model, _, loader = accelerator.prepare(model, given.optimizer(model.parameters(), 0.1), loader)
     found = []
     for training in (False, True):
         told = ""
         try:
-            for (x,) in loader:
-                if owns_schedule(accelerator):
-                    accelerator.forward_backward(model, [x], _sum, microbatches=1, forward_only=not training)
-                    continue
-                with torch.set_grad_enabled(training):
-                    output = model(x).float()
-                if training:
-                    accelerator.backward(output.sum())
+            for batch in loader:
+                _forward(accelerator, model, batch, training)
         except AccelError as error:
             told = str(error)
         found.append(told)
@@ -276,8 +260,17 @@ def unshared(arguments: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _sum(model: nn.Module, x: Tensor) -> tuple[Tensor, None]:
-    return model(x).float().sum(), None
+def _forward(accelerator: Accelerator, model: nn.Module, batch: Any, training: bool) -> None:
+    if owns_schedule(accelerator):
+        pieces = parts([batch])
+        accelerator.forward_backward(
+            model, pieces, given.forward_loss, microbatches=len(pieces), forward_only=not training
+        )
+        return
+    with torch.set_grad_enabled(training):
+        loss, _ = given.forward_loss(model, batch)
+    if training:
+        accelerator.backward(loss)
 
 
 def coordination(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,16 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, GradScalerKwargs
+from accel_core.testing.kit.network import given, parts
 from accel_core.testing.kit.work import cut, known_loss, learn, make, owns_schedule
 
 __all__ = [
     "Recipe",
     "Trace",
     "forward_dtypes",
-    "forward_loss",
     "mid_window",
     "ours",
     "plain",
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FEATURES, CLASSES = 6, 3
 
 
 @frozen(kw_only=True)
@@ -64,37 +63,16 @@ class Trace:
     weights: list[float] = field(factory=list)
 
 
-def network(seed: int = 0) -> nn.Sequential:
-    """Linear, LayerNorm, Tanh, Linear; the same weights each time."""
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, CLASSES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    return model
-
-
-def dataset(samples: int) -> TensorDataset:
-    """Features (samples, 6) and classes (samples,)."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, FEATURES, generator=generator)
-    y = torch.randint(0, CLASSES, (samples,), generator=generator)
-    return TensorDataset(x, y)
-
-
 def loader(recipe: Recipe) -> DataLoader[Any]:
     """The recipe's batches, unshuffled."""
-    return DataLoader(dataset(recipe.batches * recipe.batch_size), batch_size=recipe.batch_size)
+    return DataLoader(given.dataset(recipe.batches * recipe.batch_size), batch_size=recipe.batch_size)
 
 
 def optimizers(recipe: Recipe, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """SGD with momentum; with two optimizers, AdamW has the second half of the parameters.
-
-    AdamW alone would hide any error that only scales the gradient: it divides by its size.
-    """
+    """That of the network; of two, SGD has the first half of the parameters, AdamW the rest."""
     parameters = list(model.parameters())
     if recipe.optimizers == 1:
-        return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+        return [given.optimizer(parameters, 0.1)]
     half = len(parameters) // 2
     return [torch.optim.SGD(parameters[:half], lr=0.05), torch.optim.AdamW(parameters[half:], lr=0.02)]
 
@@ -109,7 +87,7 @@ def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[An
 def weights(model: nn.Module, accelerator: Accelerator | None = None) -> list[float]:
     """All parameters, by name, as numbers; of a model that ranks hold in parts, whole with `accelerator`."""
     cut()  # the last step, too, is done before its results are read one by one
-    found = dict(model.named_parameters()) if accelerator is None else accelerator.get_state_dict(model)
+    found = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
     return [
         value
         for _, parameter in sorted(found.items())
@@ -124,35 +102,29 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     )
 
 
-def forward_loss(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
-    """The loss of a batch."""
-    x, y = batch
-    return cross_entropy(model(x).float(), y), None
-
-
 # -- the plain loop --------------------------------------------------------------------------------
 
 
 def plain(recipe: Recipe, device: torch.device, precision: str, *, whole: bool = False) -> Trace:
     """The recipe without accel-core: what a careful author writes by hand.
 
-    `whole`: a window's loss is the mean of its own, few as they may be, and one number in the trace.
+    `whole`: a window's loss is the mean of its own, few as they may be, and one number in the trace; its
+    batches are cut as for a strategy that owns the schedule.
     """
     trace = Trace()
-    model = network().to(device)
+    model = given.network().to(device)
     made = optimizers(recipe, model)
     rates = schedulers(recipe, made)
     scaler = torch.amp.GradScaler(device.type, init_scale=recipe.init_scale, enabled=precision == "fp16")
     applied: list[torch.optim.Optimizer] = []
     for each in made:
         each.register_step_post_hook(lambda optimizer, *_: applied.append(optimizer))
-    for window in _windows(recipe):
-        losses = []
-        for x, y in window:
+    for batches in _windows(recipe):
+        losses, window = [], parts(batches) if whole else batches
+        for batch in window:
             cut()
             with autocast(precision, device):
-                output = model(x.to(device))
-            loss = cross_entropy(output.float(), y.to(device))
+                loss, _ = given.forward_loss(model, [each.to(device) for each in batch])
             scaler.scale(loss / (len(window) if whole else recipe.accumulation)).backward()
             losses.append(loss.item())
         trace.losses.extend([sum(losses) / len(losses)] if whole else losses)
@@ -172,7 +144,7 @@ def plain(recipe: Recipe, device: torch.device, precision: str, *, whole: bool =
     return trace
 
 
-def _windows(recipe: Recipe) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def _windows(recipe: Recipe) -> Iterator[list[Sequence[Tensor]]]:
     for _ in range(recipe.epochs):
         batches = iter(loader(recipe))
         while window := list(islice(batches, recipe.accumulation)):
@@ -222,7 +194,7 @@ def train(recipe: Recipe, accelerator: Accelerator) -> Trace:
     trace = Trace()
     model, made, rates, batches = prepared(recipe, accelerator)
     for _ in range(recipe.epochs):
-        for loss in learn(accelerator, model, batches, forward_loss, recipe.accumulation):
+        for loss in learn(accelerator, model, batches, given.forward_loss, recipe.accumulation):
             trace.losses.append(loss)
             _clip_ours(recipe, trace, model, accelerator)
             for each in made:
@@ -240,7 +212,7 @@ def train(recipe: Recipe, accelerator: Accelerator) -> Trace:
 
 def prepared(recipe: Recipe, accelerator: Accelerator) -> tuple[nn.Module, list[Any], list[Any], Any]:
     """Model, optimizers, schedulers and loader, prepared in the order that `recipe.calls` says."""
-    model: nn.Module = network()
+    model: nn.Module = given.network()
     if recipe.calls == "late_optimizer":
         model = accelerator.prepare(model)
         made = optimizers(recipe, model)
@@ -270,14 +242,14 @@ def _clip_ours(recipe: Recipe, trace: Trace, model: nn.Module, accelerator: Acce
 def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What layers of a prepared and an unwrapped model compute in; whether autocast outlives the forward."""
     accelerator = make(arguments, mixed_precision=precision)
-    model = accelerator.prepare(network())
+    model = accelerator.prepare(given.network())
     batch = next(iter(accelerator.prepare(loader(Recipe()))))
     seen: set[str] = set()
     inner: Any = accelerator.unwrap_model(model)
     for layer in (inner[0], inner[3]):
         layer.register_forward_hook(lambda module, args, output: seen.add(str(output.dtype)))
     if owns_schedule(accelerator):
-        accelerator.forward_backward(model, [batch], forward_loss, microbatches=1, forward_only=True)
+        accelerator.forward_backward(model, [batch], given.forward_loss, microbatches=1, forward_only=True)
     else:
         model(batch[0])
         inner(batch[0])
@@ -295,10 +267,11 @@ def whole_windows(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, 
     accelerator = recipe_accelerator(recipe, arguments)
     trace = Trace()
     model, (optimizer,), _, batches = prepared(recipe, accelerator)
+    size = recipe.accumulation * given.MICROBATCHES if given.named else None
     for _ in range(recipe.epochs):
-        stream = iter(batches)
+        stream = (part for batch in batches for part in parts([batch]))
         for _ in range(recipe.batches // recipe.accumulation):
-            output = accelerator.forward_backward(model, stream, forward_loss)
+            output = accelerator.forward_backward(model, stream, given.forward_loss, microbatches=size)
             optimizer.step()
             optimizer.zero_grad()
             trace.losses.append(known_loss(accelerator, output))

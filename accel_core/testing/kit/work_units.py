@@ -11,8 +11,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
+from accel_core.testing.kit.network import FEATURES, dataset, network
 from accel_core.testing.kit.work import cut, make
-from accel_core.testing.kit.work_training import FEATURES, Trace, autocast, dataset, network, weights
+from accel_core.testing.kit.work_training import Trace, autocast, weights
 
 __all__ = ["distillation", "gan"]
 

@@ -1,7 +1,4 @@
-"""The conformance kit in worlds of one and two, where each rank has all of the kit's networks.
-
-What it asks of split models is asked of those with a twin: `test_megatron_training`, `_steps`, `_state`.
-"""
+"""The conformance kit: any network where each rank has all of it, and a GPT-2 where ranks share it."""
 
 from __future__ import annotations
 
@@ -12,44 +9,70 @@ import pytest
 from accel_core.testing import conform
 
 PRELOAD = (
-    "cuda_on_cpu_now,megatron.core.distributed,megatron.core.optimizer,"
-    "megatron.core.pipeline_parallel,megatron.core.models.gpt"
+    "cuda_on_cpu_now,megatron.core.distributed,megatron.core.optimizer,megatron.core.pipeline_parallel,"
+    "megatron.core.models.gpt,transformers.models.gpt2.modeling_gpt2"
 )
 KNOWN = """
 test_2_training.py::test_forward_runs_in_the_precision[bf16]  # weights are in 16 bits, masters in float32
 test_2_training.py::test_forward_runs_in_the_precision[fp16]  # weights are in 16 bits, masters in float32
 """
+SHARDED = "use_distributed_optimizer=true"
+OTHERS = f"ddp,fsdp,megatron@1,megatron@2:megatron.pp_degree=2,megatron@2:megatron.{SHARDED}"
+BESIDE = [pytest.mark.slow, pytest.mark.together]
+INTERLEAVED = ("pp_degree=2", "num_layers_per_virtual_pipeline_stage=1")
+
+
+def kit(folder: Path, *options: str, settings: tuple[str, ...] = (), partners: str = "") -> str:
+    sets = [word for each in settings for word in ("--accel-set", f"megatron.{each}")]
+    options = (*options, *sets, "--accel-partners", partners)
+    return conform(folder, "megatron", *options, path=[Path(__file__).parent])
+
+
+@pytest.fixture(autouse=True)
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_TEST_PRELOAD", PRELOAD)
 
 
 @pytest.mark.parametrize(
     ("levels", "settings"),
     [
-        ("0,2", ()),
+        ("0,1,2", ()),
         ("3,4", ()),
-        pytest.param(
-            "2,3,4", ("megatron.other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.slow
-        ),
+        pytest.param("2,3,4", ("other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(300)
-def test_it_conforms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, levels: str, settings: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("ACCEL_TEST_PRELOAD", PRELOAD)
+def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...]) -> None:
     (tmp_path / "xfails").write_text(KNOWN)
     known = 2 if "2" in levels else 0
-    sets = [word for each in settings for word in ("--accel-set", each)]
 
-    options = (
-        "--accel-level",
-        levels,
-        "--accel-partners",
-        "",
-        "--accel-xfails",
-        str(tmp_path / "xfails"),
-        *sets,
-    )
-    printed = conform(tmp_path, "megatron", *options, path=[Path(__file__).parent])
+    options = ("--accel-level", levels, "--accel-xfails", str(tmp_path / "xfails"))
+    printed = kit(tmp_path, *options, settings=settings)
 
     # Skipped: loops that split a model's forward and backward apart, and what only several optimizers show.
     assert f" 0 failed, {known} xfailed" in printed
+
+
+@pytest.mark.parametrize(
+    ("levels", "world", "settings", "partners"),
+    [
+        ("2", 2, ("pp_degree=2",), ""),
+        ("2", 2, ("tp_degree=2",), ""),
+        ("3", 4, ("tp_degree=2", "pp_degree=2", SHARDED), ""),
+        pytest.param("2,3,4", 1, (), "ddp,fsdp", marks=BESIDE),
+        pytest.param("3,4", 2, ("pp_degree=2",), "ddp,fsdp", marks=BESIDE),
+        pytest.param("3,4", 2, ("tp_degree=2",), "ddp,fsdp", marks=BESIDE),
+        pytest.param("2,3,4", 2, ("tp_degree=2", "sequence_parallelism=true"), "", marks=pytest.mark.slow),
+        pytest.param("3,4", 2, (SHARDED,), "ddp,fsdp", marks=BESIDE),
+        pytest.param("2,3,4", 2, INTERLEAVED, "", marks=pytest.mark.slow),
+        pytest.param("2,4", 4, ("tp_degree=2", "pp_degree=2", SHARDED), OTHERS, marks=BESIDE),
+        pytest.param("3,4", 4, (*INTERLEAVED, SHARDED), "", marks=pytest.mark.slow),
+        pytest.param("3,4", 4, ("tp_degree=2", SHARDED), "", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_it_conforms_where_ranks_share_a_model(
+    tmp_path: Path, levels: str, world: int, settings: tuple[str, ...], partners: str
+) -> None:
+    options = ("--accel-level", levels, "--accel-world", str(world), "--accel-network", "megatron_network")
+    assert "0 failed, 0 xfailed" in kit(tmp_path, *options, settings=settings, partners=partners)

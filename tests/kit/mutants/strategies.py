@@ -96,7 +96,7 @@ class SumsWindows(Averages):
     @implements(hooks.forward_backward)
     def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
         losses = []
-        for _ in range(microbatches):
+        for _ in range(microbatches or unit.window.size):
             loss, _ = forward_loss(unit.wrapped[0], next(batches))
             unit.steps.backward(unit, loss, True, {})
             losses.append(loss.detach())

@@ -6,6 +6,8 @@ pair: several processes read the same share of the data (as tensor parallelism d
 grid: some do, by a mesh of two dimensions, of which core knows one.
 absent: made for hardware that is not here; checked on the simulated device, under its own name.
 early: the vendor's library reads its variable when it is imported, and never again.
+scheduled: the strategy runs forward and backward.
+narrow: so does this one, of one kind of network, and in windows of two micro-batches or more.
 """
 
 from __future__ import annotations
@@ -65,3 +67,4 @@ REPLICAS = strategy("replicas")
 PAIR = strategy("pair")
 GRID = strategy("grid")
 SCHEDULED = strategy("scheduled")
+NARROW = strategy("narrow")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accel_core import AccelError, MeshDim, StepOutput, hooks, implements
+from strangers.words import Words
 
 
 class Replicas:
@@ -75,10 +76,11 @@ class Scheduled(Pair):
 
     @implements(hooks.forward_backward)
     def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
-        unit.window.index, unit.window.boundary = microbatches - 1, True
+        count = microbatches or unit.window.size
+        unit.window.index, unit.window.boundary = count - 1, True
         self.scheduling = True
         try:
-            found = [forward_loss(unit.wrapped[0], next(batches)) for _ in range(microbatches)]
+            found = [forward_loss(unit.wrapped[0], next(batches)) for _ in range(count)]
         finally:
             self.scheduling = False
         losses = torch.stack([loss for loss, _ in found])
@@ -87,3 +89,17 @@ class Scheduled(Pair):
         last = self.run.world.rank == self.run.world.size - 1
         loss = losses.detach().mean() if last else losses.new_tensor(float("nan"))
         return StepOutput(loss=loss, valid=last, outputs=tuple(output for _, output in found))
+
+
+class Narrow(Scheduled):
+    """It has its own code for each kind of network, of which there is one, and stages to keep busy."""
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(self, unit, models, optimizers):
+        return [f"{type(each).__name__} is none of Words" for each in models if not isinstance(each, Words)]
+
+    @implements(hooks.forward_backward)
+    def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
+        if (microbatches or unit.window.size) < 2:
+            raise AccelError("one micro-batch would leave half of the stages idle")
+        return super().forward_backward(unit, batches, forward_loss, microbatches, forward_only)
