@@ -167,6 +167,12 @@ class Training:
                 is the output's.
         """
         (unit,) = self._units([model])
+        several = zip(unit.wrapped, unit.models, unit.given, strict=True)
+        chosen = next(known[0] for known in several if any(model is each for each in known))
+
+        def of_chosen(first: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+            return forward_loss(chosen, batch)
+
         before, size = unit.window.items, unit.window.size
         unit.window.items = items
         unit.finishes |= items is not None
@@ -175,7 +181,11 @@ class Training:
             self.run.refuse(unit, not forward_only)
         try:
             output: StepOutput = unit.steps.forward_backward(
-                unit, iter(batches), forward_loss, microbatches, forward_only
+                unit,
+                iter(batches),
+                forward_loss if chosen is unit.wrapped[0] else of_chosen,
+                microbatches,
+                forward_only,
             )
         finally:
             unit.window.size = size  # of the next windows, whatever this one had

@@ -222,6 +222,16 @@ def test_forward_backward_equals_the_loop(accelerator_of):
     optimizer.step()
 
 
+def test_forward_backward_runs_the_model_that_it_is_given(accelerator_of):
+    accelerator, models = accelerator_of(), [net(), net()]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    first, second, *_ = accelerator.prepare(*models, *optimizers)
+    for given in (models[1], second):
+        accelerator.forward_backward(given, batches(1), lambda model, batch: (model(batch[0]).sum(), None))
+    assert all(parameter.grad is None for parameter in first.parameters())
+    assert all(parameter.grad is not None for parameter in second.parameters())
+
+
 def test_a_short_window_leaves_the_size_of_the_next_alone(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model = net()

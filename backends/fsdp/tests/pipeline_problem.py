@@ -301,11 +301,14 @@ def misused():
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     batch = window(0)[0]
     loss = torch.ones((), requires_grad=True)
+    one, other = Gpt(), Gpt()
+    both = [*one.parameters(), *other.parameters()]
     uneven = [*window(0)[:3], *window(0, 1, rows=1)]
     found = {
         "call": complaint(model, batch["ids"]),
         "backward": complaint(accelerator.backward, loss),
         "shapes": complaint(accelerator.forward_backward, model, uneven, loss_of, microbatches=4),
+        "two": complaint(accelerator.prepare, one, other, torch.optim.AdamW(both)),
         "whole": complaint(lambda: accelerator.full_parameters(model).__enter__()),
     }
     accelerator.end_training()

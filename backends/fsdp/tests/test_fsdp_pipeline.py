@@ -224,6 +224,7 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
         assert "forward_backward" in said["backward"].splitlines()[-1]
         assert "pad them to one shape" in said["shapes"]
         assert "iter_weights" in said["whole"]
+        assert "give each model an optimizer of its own" in said["two"]
 
 
 def test_version_1_has_no_stages():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import fields
+
+from accel_fsdp.naming import near
 
 if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin as Config
@@ -135,6 +136,4 @@ def _going_together(config: Config) -> Iterator[str]:
 
 
 def _unknown(option: str, words: Sequence[str], others: str, given: object) -> str:
-    near = difflib.get_close_matches(str(given), words, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{option}: expected one of {', '.join(words)}{others}, got {given!r}{hint}"
+    return f"{option}: expected one of {', '.join(words)}{others}, got {given!r}{near(given, words)}"

@@ -8,7 +8,6 @@ on the weights of this rank's experts and on all ranks' rows for them.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_core import AccelError, ConfigError
+from accel_fsdp.naming import become, near
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,18 +38,14 @@ def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
     named = {name: module for name, module in model.named_modules() if name}
     found = {name for name in named for pattern in patterns if fnmatchcase(name, pattern)}
     if patterns and not found:
-        near = difflib.get_close_matches(patterns[0], named, 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(
-            f"fsdp.ep_modules: {', '.join(patterns)} match no module of this {type(model).__name__}{hint}\n"
+            f"fsdp.ep_modules: {', '.join(patterns)} match no module of this {type(model).__name__}"
+            f"{near(patterns[0], named)}\n"
             "name the modules that hold experts; a model without any takes fsdp.ep_modules: []"
         )
     counts = {name: _count(name, named[name], mesh.size()) for name in sorted(found)}
     for name, experts in counts.items():
-        module = named[name]
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (Spread, kind), {"__module__": kind.__module__})
-        module.__dict__.update(_experts=experts, _ranks=mesh.get_group(), _name=name)
+        become(named[name], Spread, _experts=experts, _ranks=mesh.get_group(), _name=name)
 
 
 def split(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -6,7 +6,6 @@ torch.distributed.tensor.parallel. Everything is checked before anything is chan
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel_core import ConfigError
+from accel_fsdp.naming import near
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -75,10 +75,9 @@ def plan_of(
     named, may_be_whole = dict(model.named_modules()), "*" in (given or ())
     for pattern in given or ():
         if not may_be_whole and not any(fnmatchcase(name, pattern) for name in named):
-            near = difflib.get_close_matches(pattern, named, 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(
-                f"{OPTION}: {pattern!r} matches no module of this {type(model).__name__}{hint}\n"
+                f"{OPTION}: {pattern!r} matches no module of this {type(model).__name__}"
+                f"{near(pattern, named)}\n"
                 "correct it; or add '*': null, if it is for another model of this run"
             )
     plan = [*own.items(), *(given or {}).items()]

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
+from accel_fsdp.naming import become
 
-__all__ = ["Left", "Running", "absent", "cut", "points_of", "ties"]
-
-Place = tuple[nn.Module, str]
-"""A module and what it calls a parameter of its own."""
+__all__ = ["Left", "Running", "absent", "cut", "points_of"]
 
 
 class Left(BaseException):
@@ -146,8 +144,8 @@ def cut(
     pieces: dict[int, list[nn.Module]] = {stage: [] for stage in range(len(points) + 1)}
     for name, module, stage in _pieces(model, points):
         pieces[stage].append(module)
-        _become(module, _Piece, _running=running, _stage=stage, _name=name, _entry=name in points)
-    _become(model, _Root, _running=running)
+        become(module, _Piece, _running=running, _stage=stage, _name=name, _entry=name in points)
+    become(model, _Root, _running=running)
     _refuse_two_turns(model, pieces)
     kept = {
         each for stage in mine for piece in pieces[stage] for each in (*piece.modules(), *_tensors(piece))
@@ -166,17 +164,6 @@ def cut(
 def absent(model: nn.Module) -> list[nn.Module]:
     """The modules of other ranks' stages. They may share weights with modules of this rank's."""
     return [module for module in model.modules() if "_absent" in module.__dict__]
-
-
-def ties(pieces: Mapping[int, Sequence[nn.Module]]) -> list[dict[int, list[Place]]]:
-    """Of each weight that several stages have: stage -> where it stands there."""
-    found: dict[nn.Parameter, dict[int, list[Place]]] = {}
-    for stage, modules in pieces.items():
-        for module in chain(*(piece.modules() for piece in modules)):
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    found.setdefault(parameter, {}).setdefault(stage, []).append((module, name))
-    return [places for places in found.values() if len(places) > 1]
 
 
 def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:
@@ -216,12 +203,6 @@ def _refuse_two_turns(model: nn.Module, pieces: Mapping[int, Sequence[nn.Module]
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _become(module: nn.Module, first: type, **attributes: Any) -> None:
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
-    module.__dict__.update(attributes)
 
 
 def _empty(tensor: Tensor) -> None:

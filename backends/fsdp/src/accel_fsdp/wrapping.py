@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import wrap
 
 from accel_core import ConfigError
 from accel_fsdp.experts import Spread
+from accel_fsdp.naming import near
 from accel_fsdp.stages import absent
 
 if TYPE_CHECKING:
@@ -189,9 +189,7 @@ def _refuse_parted(model: nn.Module, found: Sequence[Group]) -> None:
 
 def _no_match(option: str, asked: str, known: Iterable[str]) -> ConfigError:
     names = sorted(filter(None, known))
-    near = difflib.get_close_matches(asked, names, 3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return ConfigError(
-        f"{option} {asked!r} matches nothing in this model{hint}\n"
+        f"{option} {asked!r} matches nothing in this model{near(asked, names)}\n"
         f"it has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
     )

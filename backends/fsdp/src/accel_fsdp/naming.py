@@ -1,0 +1,25 @@
+"""Names that users gave, and classes that models take on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["become", "near"]
+
+
+def near(asked: object, known: Iterable[str]) -> str:
+    """A question about names like the one asked for, if there are any."""
+    found = get_close_matches(str(asked), list(known), 3)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def become(module: nn.Module, first: type, **attributes: Any) -> None:
+    """Put a class before the module's own, which it keeps the name of."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
+    module.__dict__.update(attributes)

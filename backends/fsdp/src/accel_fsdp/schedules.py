@@ -1,0 +1,217 @@
+"""One model's stages, run by torch's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    get_schedule_class,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from accel_core import AccelError, ConfigError, StepOutput
+from accel_fsdp.stages import Left, Running, cut, points_of
+from accel_fsdp.ties import Ties
+
+if TYPE_CHECKING:
+    from accel_core import Leaf
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
+
+__all__ = ["ForwardLoss", "Pipe"]
+
+ForwardLoss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
+
+
+@frozen(eq=False)
+class _Window:
+    """What the stages work on."""
+
+    batches: Sequence[Any]
+    forward_loss: ForwardLoss
+    scale: Tensor | float
+    divisor: int
+    outputs: dict[int, Any]
+
+
+class Pipe:
+    """One model in stages, and its schedules."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: type[Any],
+        running: Running,
+        pieces: Mapping[int, Sequence[nn.Module]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.model, self.kind, self.running, self.pieces = model, kind, running, pieces
+        self.group, self.device = group, device
+        self.rank, self.stages = dist.get_rank(group), len(pieces)
+        self.window: _Window | None = None
+        self.ties = Ties(pieces, group, device)
+        self._schedules: dict[Any, Any] = {}
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: FullyShardedDataParallelPlugin,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> Pipe:
+        """Cut the model as the config says; give up what is not this rank's.
+
+        Raises:
+            ConfigError: stages and ranks do not go together, or the model cannot be cut.
+        """
+        kind, ranks, rank = get_schedule_class(config.pp_schedule), group.size(), dist.get_rank(group)
+        single = issubclass(kind, PipelineScheduleSingle)
+        points = points_of(model, config.pp_split_points, ranks if single else 2 * ranks)
+        stages = len(points) + 1
+        if stages % ranks or (stages == ranks) is not single:
+            wanted = f"{ranks} stages" if single else f"several times {ranks} stages"
+            raise ConfigError(
+                f"fsdp.pp_schedule {config.pp_schedule!r} on {ranks} ranks needs {wanted}, and"
+                f" {', '.join(points)} make {stages}\nname other split points, or another schedule"
+            )
+        running, pieces = cut(model, points, range(rank, stages, ranks))
+        return cls(model, kind, running, pieces, group, device)
+
+    def run(
+        self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: int
+    ) -> StepOutput:
+        """Forward and backward of all micro-batches, losses times `scale`; None: no backward. Collective."""
+        forward_only = scale is None
+        self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
+        numbers = torch.arange(len(batches))
+        schedule = self._schedule(batches, forward_only)
+        last = (self.stages - 1) % self.group.size() == self.rank
+        self.ties.summed &= forward_only
+        try:
+            with torch.no_grad() if forward_only else nullcontext():
+                (schedule.eval if forward_only else schedule.step)(
+                    number=numbers, target=numbers if last else None
+                )
+        except RuntimeError as error:  # torch's words around what a stage raised
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+        finally:
+            self.window = None
+        return self._output(window, last)
+
+    def _output(self, window: _Window, last: bool) -> StepOutput:
+        found = [window.outputs[number] for number in range(len(window.batches))] if last else []
+        losses = [loss for loss, _ in found]
+        loss = torch.stack(losses).sum() / window.divisor if last else torch.empty((), device=self.device)
+        dist.broadcast(loss, group=self.group, group_src=(self.stages - 1) % self.group.size())
+        return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
+
+    def _schedule(self, batches: Sequence[Any], forward_only: bool) -> Any:
+        """Torch's schedule, which is made for one number and shape of micro-batches."""
+        shapes = [
+            tuple(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) for batch in batches
+        ]
+        if len(set(shapes)) > 1:
+            raise AccelError(
+                f"pipeline: the micro-batches of a window have different shapes: {shapes[0]},"
+                f" {next(other for other in shapes if other != shapes[0])}\n"
+                "pad them to one shape, and drop the last batch (drop_last=True)"
+            )
+        key = len(batches), shapes[0], forward_only
+        if key not in self._schedules:
+            mine = range(self.rank, self.stages, self.group.size())
+            stages = [
+                PipelineStage(_Stage(self, number), number, self.stages, self.device, group=self.group)
+                for number in mine
+            ]
+            self._schedules[key] = self._made(stages, len(batches))
+        return self._schedules[key]
+
+    def _made(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
+        kind, single = self.kind, issubclass(self.kind, PipelineScheduleSingle)
+        if kind is Schedule1F1B and microbatches < self.stages:
+            kind = ScheduleGPipe  # there is nothing to alternate: 1F1B, too, would begin with all forwards
+        try:
+            return kind(stages[0] if single else stages, microbatches, loss_fn=_loss, scale_grads=False)
+        except ValueError as error:
+            raise AccelError(
+                f"pipeline: {self.kind.__name__} cannot run {microbatches} micro-batches: {error}\n"
+                "choose another number of micro-batches a window, or another schedule"
+            ) from error
+
+    def held(self, leaves: Mapping[str, Leaf]) -> dict[str, tuple[Leaf, int, torch.dtype]]:
+        """Name -> its leaf here, the rank of the group that has it, its dtype. Collective."""
+        mine = {name: leaf.shards[0][1].dtype for name, leaf in leaves.items() if leaf.shards}
+        everyone: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        owners = {name: rank for rank in reversed(range(len(everyone))) for name in everyone[rank]}
+        return {name: (leaf, owners[name], everyone[owners[name]][name]) for name, leaf in leaves.items()}
+
+
+def _loss(loss: Tensor, number: Tensor) -> Tensor:
+    return loss.sum()
+
+
+class _Stage(nn.Module):
+    """What a schedule calls: the user's own forward and loss, as far as this stage goes."""
+
+    stage: int
+    pipe: Pipe
+    known = False
+    """Whether torch has learnt the shapes that this stage gives, by a first call with meaningless numbers."""
+
+    def __init__(self, pipe: Pipe, stage: int) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(pipe.pieces[stage])
+        self.stage = stage
+        self.pipe = pipe
+
+    def forward(self, *received: Tensor, number: Tensor) -> Tensor:
+        if self.known:
+            return self._run(received, int(number))
+        self.known = True
+        with _without_trace(self.pipe.model, self.pipe.device):
+            return self._run(received, int(number))
+
+    def _run(self, received: Sequence[Tensor], at: int) -> Tensor:
+        pipe = self.pipe
+        window = pipe.window
+        assert window is not None
+        with pipe.running.at(self.stage, received[0] if received else None):
+            try:
+                loss, output = window.forward_loss(pipe.model, window.batches[at])
+            except Left as left:
+                return left.activation
+        if self.stage + 1 < pipe.stages:
+            raise AccelError(
+                f"pipeline: the forward ended in stage {self.stage} of {pipe.stages}, before the next began\n"
+                "forward_loss must call the model, and its forward all modules of fsdp.pp_split_points"
+            )
+        if isinstance(loss, DTensor):  # of logits that are left split
+            loss = loss.full_tensor()
+        window.outputs[at] = (loss.detach(), output)
+        return (loss * window.scale / window.divisor).view(1)  # schedules concatenate them
+
+
+@contextmanager
+def _without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Random streams and buffers, such as batch norm's statistics, are afterwards as they were."""
+    held = [(each, each.clone()) for each in model.buffers() if not each.is_meta]
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        yield
+    for buffer, before in held:
+        buffer.data.copy_(before)  # unseen by autograd, which has saved statistics that it does not use
