@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from accel_megatron.datasets import indexed_datasets, indexed_loaders
     from accel_megatron.exchange import export_checkpoint, import_checkpoint
     from accel_megatron.placeholders import MegatronLMDummyScheduler
-    from accel_megatron.provided import build_model, transformer_config
-    from accel_megatron.strategy import reconfigure
+    from accel_megatron.provided import build_model, reconfigure, transformer_config
 
 __all__ = [
     "MegatronLMDummyScheduler",
@@ -37,7 +36,7 @@ _HOMES: Final = {
     "import_checkpoint": "exchange",
     "indexed_datasets": "datasets",
     "indexed_loaders": "datasets",
-    "reconfigure": "strategy",
+    "reconfigure": "provided",
     "transformer_config": "provided",
 }
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, StepOutput
 from accel_megatron.datasets import inputs_of
 from accel_megatron.library import quiet
+from accel_megatron.microbatches import check_lengths, cut, shape
 from accel_megatron.twins.twin import LABELS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Engine(nn.Module):
     def _of_batch(self, inputs: Mapping[str, Any]) -> Any:
         training = self.training and torch.is_grad_enabled()
         count = self.plugin.micro_batches
-        batches = _cut(inputs, count, exact=training)
+        batches = cut(inputs, count, exact=training)
         assert self.unit is not None
         run, window = self.unit.run, self.unit.window
         own = self.plugin.custom_loss_function or self.plugin.custom_get_batch_function or self.train_step
@@ -191,11 +191,11 @@ class Engine(nn.Module):
                 f"megatron: {len(batches)} micro-batch(es) for {stages} stages, most of which would idle\n"
                 f"give at least pp_degree micro-batches: num_micro_batches, or microbatches={stages}"
             )
-        size, sequence = _shape(batches, stages)
+        size, sequence = shape(batches, stages)
         if forward_loss is None:  # reads a batch as it likes
             sequence = self.plugin.seq_length or sequence
         else:
-            self._check_length(sequence, _shape(batches, 1, decoded=True)[1])
+            check_lengths(self.plugin, batches)
         chunks = self.chunks.run
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
         with torch.set_grad_enabled(not forward_only), self.silence():
@@ -217,20 +217,6 @@ class Engine(nn.Module):
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(loss, source, group=parallel_state.get_pipeline_model_parallel_group())
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
-
-    def _check_length(self, sequence: int, decoded: int) -> None:
-        plugin = self.plugin
-        lengths = {
-            "seq_length": (sequence, plugin.seq_length),
-            "encoder_seq_length": (sequence, plugin.encoder_seq_length),
-            "decoder_seq_length": (decoded or sequence, plugin.decoder_seq_length),
-        }
-        for name, (length, longest) in lengths.items():
-            if longest is not None and length > longest:
-                raise AccelError(
-                    f"megatron: a sequence of {length} tokens, and {name} is {longest}\n"
-                    "cut sequences to that (truncation=True, max_length=...), or raise it"
-                )
 
     @contextmanager
     def silence(self) -> Iterator[None]:
@@ -289,53 +275,3 @@ def _inside(chunk: Any) -> Any:
     while not hasattr(chunk, "post_process"):
         chunk = chunk.module
     return chunk
-
-
-def _cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str, Any]]:
-    """The batch in parts of one size; in evaluation as many as there can be."""
-    sizes = {len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()}
-    if len(sizes) != 1:
-        raise AccelError(
-            f"megatron: the batch's tensors have {sorted(sizes)} rows, and micro-batches are cut by rows\n"
-            "give tensors with one row a sample"
-        )
-    (size,) = sizes
-    if size % count and exact:
-        raise AccelError(
-            f"megatron: a batch of {size} cannot be cut into num_micro_batches {count} of one size\n"
-            f"use a batch size that {count} divides, and drop_last=True"
-        )
-    count = count if size % count == 0 else 1
-    rows = size // count
-    return [
-        {
-            name: each[at * rows : (at + 1) * rows] if isinstance(each, Tensor) and each.dim() else each
-            for name, each in inputs.items()
-        }
-        for at in range(count)
-    ]
-
-
-def _shape(batches: Sequence[Any], stages: int, *, decoded: bool = False) -> tuple[int, int]:
-    """(rows, sequence length) of the micro-batches, which stages send each other activations of.
-
-    decoded: of the inputs of a decoder, beside those of its encoder; 0 where there are none.
-    """
-    shapes = [_of_rows(batch, decoded) for batch in batches]
-    if stages > 1 and len(set(shapes)) > 1:
-        raise AccelError(
-            f"megatron: micro-batches of {shapes[0]} and {next(s for s in shapes if s != shapes[0])} (rows,"
-            " length) in one window, and stages send each other one shape\n"
-            "pad them to one shape, and drop the last batch (drop_last=True)"
-        )
-    return shapes[0]
-
-
-def _of_rows(batch: Any, decoded: bool) -> tuple[int, int]:
-    if isinstance(batch, Mapping):
-        batch = [each for name, each in batch.items() if str(name).startswith("decoder_") == decoded]
-    elif decoded:
-        return 0, 0
-    found = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-    rows, length = next((tuple(leaf.shape[:2]) for leaf in found), (0, 0) if decoded else (1, 1))
-    return rows, length

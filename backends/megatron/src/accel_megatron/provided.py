@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from accel_core import ConfigError
-from accel_megatron import building, library
+from accel_megatron import building, library, settings
 from accel_megatron.building import Chunks
 from accel_megatron.pieces import Piece
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
+    from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["Answer", "Provided", "build_model", "plugin_of", "transformer_config"]
+__all__ = ["Answer", "Provided", "build_model", "plugin_of", "reconfigure", "transformer_config"]
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 """Of sharded_state_dict: layers and experts by their own global numbers, not stacked."""
@@ -59,8 +60,6 @@ def transformer_config(accelerator: Accelerator, *, num_layers: int, **what: Any
         num_layers: of the whole model.
         what: other fields that say what is computed.
     """
-    from accel_megatron import settings
-
     plugin = plugin_of(accelerator)
     virtual = building.chunk_numbers(plugin.config, num_layers)
     return settings.build(accelerator.run, plugin.config, virtual, num_layers=num_layers, **what)
@@ -112,6 +111,28 @@ def plugin_of(accelerator: Accelerator) -> Any:
         if isinstance(plugin, Megatron):
             return plugin
     raise ConfigError(f"the strategy of this run is {accelerator.run.stack.default}\nset strategy: megatron")
+
+
+def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
+    """Set options before a model is prepared: any but the degrees, by which the ranks are divided already.
+
+    For libraries that learn them late. Gives all of the run's.
+
+    Raises:
+        ConfigError: a degree was given, or a value is refused.
+    """
+    plugin = plugin_of(accelerator)
+    changed: MegatronLMPlugin = evolve(plugin.config, **options)
+    if library.Layout.of(changed, None) != library.Layout.of(plugin.config, None):
+        raise ConfigError(
+            f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
+            f" already, not into {library.Layout.of(changed, None)}\n"
+            "give degrees to the Accelerator when it is made"
+        )
+    if reasons := list(settings.refuse_unknown(changed)):
+        raise ConfigError(reasons[0])
+    plugin.config = changed
+    return changed
 
 
 def _pieces(chunk: Any) -> Iterator[tuple[nn.Parameter, Piece]]:

@@ -19,7 +19,6 @@ from accel_megatron.groups import by_conditions
 from accel_megatron.layers import has_transformer_engine
 from accel_megatron.layout import of_model, of_world
 from accel_megatron.placeholders import MegatronLMDummyScheduler, Schedule
-from accel_megatron.provided import plugin_of
 from accel_megatron.state import MegatronState
 from accel_megatron.stepping import Stepper
 
@@ -27,31 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core import Accelerator, Run, RunConfig, Unit, World
+    from accel_core import Run, RunConfig, Unit, World
 
-__all__ = ["Megatron", "reconfigure"]
-
-
-def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
-    """Set options before a model is prepared: any but the degrees, by which the ranks are divided already.
-
-    For libraries that learn them late. Gives all of the run's.
-
-    Raises:
-        ConfigError: a degree was given, or a value is refused.
-    """
-    plugin: Megatron = plugin_of(accelerator)
-    changed = evolve(plugin.config, **options)
-    if library.Layout.of(changed, None) != library.Layout.of(plugin.config, None):
-        raise ConfigError(
-            f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
-            f" already, not into {library.Layout.of(changed, None)}\n"
-            "give degrees to the Accelerator when it is made"
-        )
-    if reasons := list(settings.refuse_unknown(changed)):
-        raise ConfigError(reasons[0])
-    plugin.config = changed
-    return changed
+__all__ = ["Megatron"]
 
 
 class Megatron(MegatronState):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch.nn import functional
 from accel_megatron.layers import Norm, ignore_padding
 from accel_megatron.library import quiet
 from accel_megatron.losses import cover_padding
-from accel_megatron.pieces import Part, Piece, column, heads, row, same
 from accel_megatron.twins.twin import Twin
 
 if TYPE_CHECKING:
@@ -21,24 +20,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Bert"]
 
-_LAYER = {
-    "attention_norm": "attention.output.LayerNorm",
-    "output_norm": "output.LayerNorm",
-    "self_attention.linear_proj": "attention.output.dense",
-    "mlp.linear_fc1": "intermediate.dense",
-    "mlp.linear_fc2": "output.dense",
-}
-_REST = {
-    "embedding.position_embeddings": "bert.embeddings.position_embeddings",
-    "embedding.tokentype_embeddings": "bert.embeddings.token_type_embeddings",
-    "embedding.embedding_dropout.0": "bert.embeddings.LayerNorm",
-    "lm_head.dense": "cls.predictions.transform.dense",
-    "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
-}
-
 
 class Bert(Twin):
     """BertForMaskedLM."""
+
+    ends: ClassVar = {
+        "output_layer": "cls.predictions.decoder",
+        "output_layer.bias": "cls.predictions.bias",
+        "embedding.word_embeddings": "bert.embeddings.word_embeddings",
+        "embedding.position_embeddings": "bert.embeddings.position_embeddings",
+        "embedding.tokentype_embeddings": "bert.embeddings.token_type_embeddings",
+        "embedding.embedding_dropout.0": "bert.embeddings.LayerNorm",
+        "lm_head.dense": "cls.predictions.transform.dense",
+        "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
+    }
+    layer = "bert.encoder.layer"
+    parts: ClassVar = {
+        "attention_norm": "attention.output.LayerNorm",
+        "output_norm": "output.LayerNorm",
+        "self_attention.linear_qkv": "attention.self.query attention.self.key attention.self.value",
+        "self_attention.linear_proj": "attention.output.dense",
+        "mlp.linear_fc1": "intermediate.dense",
+        "mlp.linear_fc2": "output.dense",
+    }
 
     splits_sequences = False
 
@@ -90,25 +94,6 @@ class Bert(Twin):
             cover_padding(made.output_layer, self.theirs.vocab_size)
         model: nn.Module = made
         return model
-
-    def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
-        module, _, kind = name.rpartition(".")
-        if module in _REST:
-            return [same(f"{_REST[module]}.{kind}", tensor)]
-        if module == "output_layer":
-            whole = "cls.predictions.decoder.weight" if kind == "weight" else "cls.predictions.bias"
-            return [self.words(whole, tensor, part)]
-        if module == "embedding.word_embeddings":
-            return [self.words("bert.embeddings.word_embeddings.weight", tensor, part)]
-        number, _, inside = module.removeprefix("encoder.layers.").partition(".")
-        ours = f"bert.encoder.layer.{number}"
-        if inside == "self_attention.linear_qkv":
-            names = [f"{ours}.attention.self.{which}.{kind}" for which in ("query", "key", "value")]
-            return heads(names, tensor, part, groups=self.groups, queries=self.queries)
-        whole = f"{ours}.{_LAYER[inside]}.{kind}"
-        if inside == "mlp.linear_fc1":
-            return [column(whole, tensor, part)]
-        return [row(whole, tensor, part) if "linear" in inside and kind == "weight" else same(whole, tensor)]
 
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
         self.cover(inputs, ("input_ids", "attention_mask", "token_type_ids", "labels"))

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch.nn import functional
 
-from accel_megatron.pieces import Part, Piece, gated, heads, row, same
 from accel_megatron.twins.twin import Causal
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Llama"]
 
 
 class Llama(Causal):
     """LlamaForCausalLM."""
+
+    ends: ClassVar = {
+        "output_layer": "lm_head",
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.final_layernorm": "model.norm",
+    }
+    layer = "model.layers"
+    parts: ClassVar = {
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": "mlp.gate_proj mlp.up_proj",
+        "mlp.linear_fc2": "mlp.down_proj",
+    }
 
     rotary = True
     ignores_padding = True
@@ -55,35 +66,3 @@ class Llama(Causal):
 
     def rotation(self) -> Mapping[str, Any]:
         return {"rotary_base": self.theirs.rope_parameters["rope_theta"]}
-
-    def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
-        module, _, kind = name.rpartition(".")
-        if module == "output_layer":
-            return [self.words("lm_head.weight", tensor, part)]
-        if module == "embedding.word_embeddings":
-            return [self.words("model.embed_tokens.weight", tensor, part)]
-        if module == "decoder.final_layernorm":
-            return [same(f"model.norm.{kind}", tensor)]
-        number, _, inside = name.removeprefix("decoder.layers.").partition(".")
-        return self._of_layer(number, inside, tensor, part)
-
-    def _of_layer(self, number: str, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
-        module, _, kind = name.rpartition(".")
-        ours = f"model.layers.{number}"
-        before = {
-            "self_attention.linear_qkv": "input_layernorm",
-            "mlp.linear_fc1": "post_attention_layernorm",
-        }
-        norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-        if module in norms:
-            return [same(f"{ours}.{norms[module]}.{kind}", tensor)]
-        if kind.startswith("layer_norm_"):  # transformer-engine's layers have the norm before them inside
-            return [same(f"{ours}.{before[module]}.{kind.removeprefix('layer_norm_')}", tensor)]
-        if module == "self_attention.linear_qkv":
-            names = [f"{ours}.self_attn.{which}_proj.{kind}" for which in "qkv"]
-            return heads(names, tensor, part, groups=self.groups, queries=self.queries)
-        if module == "mlp.linear_fc1":
-            return gated([f"{ours}.mlp.gate_proj.{kind}", f"{ours}.mlp.up_proj.{kind}"], tensor, part)
-        mine = "self_attn.o_proj" if module == "self_attention.linear_proj" else "mlp.down_proj"
-        whole = f"{ours}.{mine}.{kind}"
-        return [row(whole, tensor, part) if kind == "weight" else same(whole, tensor)]

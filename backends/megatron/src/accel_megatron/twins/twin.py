@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from accel_core import AccelError
 from accel_megatron import losses
 from accel_megatron.layers import block_spec, has_transformer_engine, ignore_padding
-from accel_megatron.pieces import Part, Piece, vocabulary
+from accel_megatron.pieces import Part, Piece, gated, heads, row, same, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,9 +25,20 @@ LABELS: Final = ("labels", "shift_labels")
 """Inputs that a loss is computed from; the second ones are of the tokens that follow already."""
 
 
+_BEFORE: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+
+
 class Twin(ABC):
     """`theirs`: the config of the model of transformers."""
 
+    ends: ClassVar[Mapping[str, str]]
+    """Module before or behind the layers, or parameter of it, there -> here."""
+    layer: ClassVar[str]
+    """What layers here are called, but for the number."""
+    parts: ClassVar[Mapping[str, str]]
+    """Module of a layer there -> here; where several are one there, their names."""
+    transposed: ClassVar[bool] = False
+    """Whether weights of linear layers here are (in, out)."""
     splits_sequences = True
     """Whether its norms know that a sequence may be split."""
 
@@ -65,9 +77,29 @@ class Twin(ABC):
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
         """A part of the megatron-core model."""
 
-    @abstractmethod
     def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
         """What a parameter of a chunk is of the user's model; layers in `name` are numbered globally."""
+        module, _, kind = name.rpartition(".")
+        if name in self.ends or module in self.ends:
+            whole = self.ends.get(name) or f"{self.ends[module]}.{kind}"
+            split = module in ("output_layer", "embedding.word_embeddings")
+            return [self.words(whole, tensor, part) if split else same(whole, tensor)]
+        number, _, module = module.partition(".layers.")[2].partition(".")
+        if kind.startswith("layer_norm_"):  # transformer-engine's layers have the norm before them inside
+            module, kind = _BEFORE[module], kind.removeprefix("layer_norm_")
+        found = self._of_layer(module, kind, f"{self.layer}.{number}", tensor, part)
+        turned = self.transposed and kind == "weight" and "linear" in module
+        return [evolve(piece, transposed=turned) for piece in found]
+
+    def _of_layer(self, module: str, kind: str, layer: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
+        names = [f"{layer}.{each}.{kind}" for each in self.parts[module].split()]
+        if module == "self_attention.linear_qkv":
+            return heads(names, tensor, part, groups=self.groups, queries=self.queries)
+        if module == "mlp.linear_fc1":
+            return gated(names, tensor, part)
+        return [
+            row(names[0], tensor, part) if "linear" in module and kind == "weight" else same(names[0], tensor)
+        ]
 
     @abstractmethod
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
