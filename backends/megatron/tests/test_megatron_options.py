@@ -260,3 +260,22 @@ def taken() -> list[int]:
 
 def test_a_window_takes_as_many_micro_batches_as_a_step_of_a_loop() -> None:
     assert run_processes(taken, world=1) == [[3, 6, 1]]
+
+
+def contradicted() -> None:
+    from accel_megatron import reconfigure
+
+    ours = accelerator(custom_model_provider_function=len)
+    with pytest.raises(AccelError, match="prepare what accel_megatron.build_model"):
+        ours.prepare(MODELS["gpt2"]())
+    assert reconfigure(ours, seq_length=8).seq_length == 8
+    with pytest.raises(AccelError, match="give degrees to the Accelerator"):
+        reconfigure(ours, tp_degree=2)
+    with pytest.raises(AccelError, match="said by the model"):
+        reconfigure(ours, other_megatron_args={"hidden_size": 32})
+    with pytest.raises(AccelError, match="overlap_param_gather: it needs use_distributed_optimizer"):
+        reconfigure(ours, other_megatron_args={"overlap_param_gather": True})
+
+
+def test_options_that_contradict_the_model_or_each_other_are_refused() -> None:
+    run_processes(contradicted, world=1)
