@@ -18,7 +18,7 @@ END = VOCABULARY - 1
 pytestmark = pytest.mark.together
 
 
-def accelerate(**options: Any) -> Any:
+def installed() -> None:
     import cuda_on_cpu
 
     cuda_on_cpu.install()
@@ -27,6 +27,10 @@ def accelerate(**options: Any) -> Any:
     from accel_compat import install
 
     install()
+
+
+def accelerate(**options: Any) -> Any:
+    installed()
     from accelerate import Accelerator
     from accelerate.utils import MegatronLMPlugin
 
@@ -115,6 +119,30 @@ def test_the_documented_train_step_judges_by_its_own_loss() -> None:
     for found, wanted, size in run_processes(with_a_loss_of_its_own):
         assert size == 8
         assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def by_variables() -> tuple[Any, ...]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    (plugin,) = (each for each in accelerator.run.plugins.values() if hasattr(each, "steppers"))
+    config = plugin.config
+    return config.tp_degree, config.use_distributed_optimizer, dict(config.other_megatron_args)
+
+
+def with_variables() -> tuple[Any, ...]:
+    import os
+
+    names = {"TP_DEGREE": "2", "USE_DISTRIBUTED_OPTIMIZER": "true", "ATTENTION_DROPOUT": "0.25"}
+    os.environ |= {f"MEGATRON_LM_{name}": value for name, value in names.items()}
+    os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"
+    installed()
+    return by_variables()
+
+
+def test_variables_of_accelerates_launcher_choose_it_and_its_options() -> None:
+    wanted = (2, True, {"attention_dropout": 0.25})
+    assert run_processes(with_variables) == [wanted, wanted]
 
 
 def over_indexed_files(folder: str) -> tuple[list[float], int]:

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import BnbQuantizationConfig, MegatronLMPlugin, load_and_quantize_model
 
+from accel_compat.converting import convert
 from accel_compat.refusing import NotServedError
 from accel_core import PluginError
 
@@ -26,21 +27,32 @@ def test_megatrons_fields_come_from_its_variables(monkeypatch):
 def test_megatron_is_told_what_was_given_only():
     plugin = MegatronLMPlugin(tp_degree=2, context_parallel_size=2, lr_decay_style="cosine")
 
-    assert plugin.translation() == {"tp_degree": 2, "context_parallel_size": 2, "lr_decay_style": "cosine"}
+    told = plugin.translation()
+    assert told.pop("gradient_clipping") == 1.0, "Accelerate clips unasked"
+    assert told == {"tp_degree": 2, "context_parallel_size": 2, "lr_decay_style": "cosine"}
 
 
 def test_what_only_megatron_core_knows_is_handed_on_to_it():
     plugin = MegatronLMPlugin(recompute_granularity="selective", other_megatron_args={"rotary_base": 5})
 
-    assert plugin.translation() == {
-        "other_megatron_args": {"recompute_granularity": "selective", "rotary_base": 5}
-    }
+    handed = plugin.translation()["other_megatron_args"]
+    assert handed == {"recompute_granularity": "selective", "rotary_base": 5}
 
 
 def test_what_is_off_anyway_is_not_handed_on():
     plugin = MegatronLMPlugin(no_load_optim=False, use_custom_fsdp=False, attention_softmax_in_fp32=False)
 
-    assert plugin.translation() == {"other_megatron_args": {"attention_softmax_in_fp32": False}}
+    assert plugin.translation()["other_megatron_args"] == {"attention_softmax_in_fp32": False}
+
+
+def test_megatrons_part_of_a_config_file_is_its_section():
+    settings = {"use_megatron_lm": True, "megatron_lm_tp_degree": 2, "megatron_lm_no_load_optim": "false"}
+    settings |= {"megatron_lm_attention_dropout": 0.1}
+
+    found = convert(settings).config
+
+    assert found["strategy"] == "megatron"
+    assert found["megatron"] == {"tp_degree": 2, "other_megatron_args": {"attention_dropout": 0.1}}
 
 
 @pytest.mark.skipif(find_spec("accel_megatron") is None, reason="accel-megatron is not installed")

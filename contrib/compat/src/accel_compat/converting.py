@@ -7,9 +7,12 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.fields import MEGATRONS, is_off
 from accel_compat.settings import DROPPED
 
 __all__ = ["Converted", "convert"]
+
+_MEGATRON: Final = "megatron_lm_"
 
 PATHS: Final[Mapping[str, str]] = {
     "mixed_precision": "mixed_precision",
@@ -62,7 +65,8 @@ def convert(settings: Mapping[str, Any]) -> Converted:
     found: dict[str, Any] = {}
     for name, value in settings.items():
         path = _path(name)
-        if name not in dropped and path is not None:
+        off = name.startswith(_MEGATRON) and is_off(name.removeprefix(_MEGATRON), _value(name, value))
+        if name not in dropped and path is not None and not (off and ".other" in path):
             found[path] = _value(name, value)
     strategy = next((STRATEGIES[name] for name in STRATEGIES if settings.get(name)), None)
     found |= _world(settings)
@@ -84,7 +88,9 @@ def _section(path: str) -> str:
 def _path(name: str) -> str | None:
     if name in PATHS:
         return PATHS[name]
-    for start, section in (("fsdp_", "fsdp"), ("megatron_lm_", "megatron"), ("parallelism_config_", "fsdp")):
+    if (megatrons := MEGATRONS.get(name.removeprefix(_MEGATRON))) and name.startswith(_MEGATRON):
+        return f"megatron.other_megatron_args.{megatrons}"
+    for start, section in (("fsdp_", "fsdp"), (_MEGATRON, "megatron"), ("parallelism_config_", "fsdp")):
         if name.startswith(start):
             return f"{section}.{name[len(start) :]}"
     return None

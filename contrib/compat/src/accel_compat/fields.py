@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["FIELDS"]
+__all__ = ["FIELDS", "MEGATRONS", "is_off"]
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "fsdp_": (
@@ -73,3 +73,26 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         "use_rotary_position_embeddings",
     ),
 }
+
+_OURS: Final = (
+    "tp_degree",
+    "pp_degree",
+    "num_micro_batches",
+    "sequence_parallelism",
+    "recompute_activations",
+    "use_distributed_optimizer",
+    "gradient_clipping",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+)
+MEGATRONS: Final[Mapping[str, str]] = {
+    name: {"decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage"}.get(name, name)
+    for name in FIELDS["megatron_lm_"]
+    if name not in _OURS
+}
+"""Fields that are megatron-core's own -> their names there, which says what it no longer has."""
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Whether it is as Megatron-LM has it unasked, and so nothing to hand on."""
+    return value is False and name != "attention_softmax_in_fp32"

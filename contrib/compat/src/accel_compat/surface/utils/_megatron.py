@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
+from accel_compat.fields import MEGATRONS, is_off
 from accel_compat.translating import Translated
 
 from .environment import str_to_bool
@@ -41,30 +42,6 @@ _FILLED: Final[Mapping[str, Any]] = {
     "use_rotary_position_embeddings": True,
 }
 """Field that a MEGATRON_LM_ variable fills -> what it says where neither is given."""
-
-_BESIDES: Final = (
-    "use_custom_fsdp",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "no_load_optim",
-    "eod_mask_loss",
-    "no_save_optim",
-    "optimizer_cpu_offload",
-    "use_precision_aware_optimizer",
-    "decoder_last_pipeline_num_layers",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "attention_backend",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_softmax_in_fp32",
-    "expert_tensor_parallel_size",
-    "calculate_per_token_loss",
-    "use_rotary_position_embeddings",
-)
-"""Fields that are megatron-core's own: handed on by their names there, which says what it no longer has."""
-_MEGATRONS: Final = {"decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage"}
-
 
 _STEPS: Final = (
     "custom_train_step_class",
@@ -159,16 +136,12 @@ class MegatronLMPlugin(Translated):
     def translation(self) -> dict[str, Any]:
         """What was given, a value that is the default's too: ours are not all the same."""
         given = {**super().translation(), **{name: getattr(self, name) for name in self._given}}
-        # An option that is off, as Megatron-LM has it anyway, is nothing to hand on.
-        given = {
-            name: value
-            for name, value in given.items()
-            if value is not False or name not in _BESIDES or name == "attention_softmax_in_fp32"
-        }
+        given.setdefault("gradient_clipping", self.gradient_clipping)  # Accelerate clips unasked
         if any(getattr(self, name) is not None for name in _STEPS):
             given = {name: value for name, value in given.items() if name not in _STEPS}
             given["custom_train_step_class"] = self._chosen()
-        more = {_MEGATRONS.get(name, name): given.pop(name) for name in list(given) if name in _BESIDES}
+        more = {name: given.pop(name) for name in list(given) if name in MEGATRONS}
+        more = {MEGATRONS[name]: value for name, value in more.items() if not is_off(name, value)}
         if more:
             given["other_megatron_args"] = {**more, **given.get("other_megatron_args", {})}
         return given
