@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,17 +219,17 @@ def normed(options):
     return counts, drawn
 
 
-def begun_apart(options):
-    """The loss of tied models that each rank has drawn anew; the names under which they are saved."""
+def begun_apart(options, folder):
+    """The loss of tied models that each rank has drawn anew; what is in the file that they are saved to."""
     accelerator = accelerator_of(**options)
     model = Gpt(tied=True)
     with torch.no_grad():
         model.tokens.weight.normal_(generator=torch.Generator().manual_seed(accelerator.process_index))
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     found = accelerator.forward_backward(model, window(0), loss_of, microbatches=4).loss.item()
-    names = [name for name, _ in accelerator.iter_weights(model)]
+    accelerator.save_model(model, folder)
     accelerator.end_training()
-    return found, names
+    return found, load_file(f"{folder}/model.safetensors")
 
 
 def counted(options, steps=8):

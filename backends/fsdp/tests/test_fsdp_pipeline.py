@@ -78,12 +78,13 @@ def test_tied_weights_stay_one_weight(native_tied):
         assert_same(found, native_tied)
 
 
-def test_they_begin_as_those_of_the_first_stage():
-    ((loss, names),) = run_processes(problem.begun_apart, {}, world=1)
-    for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, world=2):
+def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path):
+    ((loss, weights),) = run_processes(problem.begun_apart, {}, str(tmp_path / "one"), world=1)
+    for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, str(tmp_path / "two"), world=2):
         assert found == pytest.approx(loss, rel=1e-4)
-        assert theirs == names
-        assert "head.weight" not in names
+        assert theirs.keys() == weights.keys()
+        assert "head.weight" not in weights
+        assert all(torch.equal(theirs[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("pipeline", "native"), ("native", "pipeline")])
@@ -100,11 +101,13 @@ def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader):
     "options",
     [
         {"pp_schedule": "Interleaved1F1B"},
+        {"pp_size": 4},
+        {"cpu_offload": True},
         {"pp_size": 2, "split": SPLIT},
         {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]},
         {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Embedding"]},
     ],
-    ids=["interleaved", "split", "sharded", "sharded apart"],
+    ids=["interleaved", "four ranks", "offloaded", "split", "sharded", "sharded apart"],
 )
 def test_so_they_do_however_stages_are_laid_out(native_tied, options):
     for found in run_processes(problem.trained, problem.tied, options, world=4, timeout=100):

@@ -35,6 +35,8 @@ class Ties:
     @torch.no_grad()
     def begin(self) -> None:
         """Once weights are sharded: one parameter each, with the values of its first stage. Collective."""
+        if self._places:  # NCCL makes its communicator with all of a group, not with some who send
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         for places in self._places:
             ranks = {stage: stage % self.group.size() for stage in places}
             here = next((places[stage][0] for stage in places if ranks[stage] == self.rank), None)
