@@ -100,6 +100,22 @@ def sums_over_items(stage: int) -> Pair:
     return whole_weights(ours, model), weights(plain)
 
 
+def sums_over_items_of_whole_windows(stage: int) -> Pair:
+    ours, (model, optimizer), (plain, by_hand), x, y = _pair(stage)
+
+    def loss_of(model: nn.Module, items: int) -> tuple[torch.Tensor, None]:
+        return mse_loss(model(x[:items]), y[:items], reduction="sum"), None
+
+    for _ in range(2):
+        ours.forward_backward(model, [3, 5], loss_of, microbatches=2, items=8)
+        ours.clip_grad_norm_(model.parameters(), 0.1)
+        for items in (3, 5):
+            loss_of(plain, items)[0].div(8).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        _step(optimizer, by_hand)
+    return whole_weights(ours, model), weights(plain)
+
+
 def inference_only(stage: int) -> Pair:
     ours, model, x = accelerator(DeepSpeedPlugin(zero_stage=stage)), network(), data()[0:8][0]
     with torch.no_grad():
@@ -179,6 +195,7 @@ SCENARIOS = [
     dropped_gradients,
     clipped_by_value,
     sums_over_items,
+    sums_over_items_of_whole_windows,
     inference_only,
     student_and_teacher,
     through_a_frozen_model_and_by_two_outputs,
