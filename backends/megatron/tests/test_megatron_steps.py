@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,3 +345,40 @@ def late(together: bool) -> list[float]:
 
 def test_an_optimizer_may_come_late() -> None:
     assert run_processes(late, False) == run_processes(late, True)
+
+
+def on_their_way(folder: str, overlap: bool) -> list[float]:
+    """Losses in evaluation at once after each of two steps, and after the first's state is loaded again."""
+    gathers = {"overlap_grad_reduce": True, "overlap_param_gather": True} if overlap else {}
+    ours = accelerator(use_distributed_optimizer=True, other_megatron_args=gathers)
+    model = MODELS["gpt2"]()
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5))
+    batch, found = batches(1)[0], []
+
+    def evaluated() -> float:
+        model.eval()
+        with torch.no_grad():
+            loss = float(model(**batch).loss)
+        model.train()
+        return loss
+
+    for step in range(2):
+        ours.backward(model(**batch).loss)
+        optimizer.step()
+        found.append(evaluated())
+        optimizer.zero_grad()
+        if step == 0:
+            ours.save_state(folder)
+    ours.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    ours.load_state(folder)
+    return [*found, evaluated()]
+
+
+def test_weights_that_are_gathered_beside_forward_are_waited_for(tmp_path: Path) -> None:
+    (wanted, _), (found, other) = (
+        run_processes(on_their_way, str(tmp_path / str(overlap)), overlap) for overlap in (False, True)
+    )
+    assert found == other == pytest.approx(wanted, rel=1e-6)
+    assert found[2] == found[0] > found[1]

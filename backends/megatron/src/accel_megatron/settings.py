@@ -143,8 +143,6 @@ def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
-        # All are begun when the optimizer has stepped: forward finds each on its way.
-        "align_param_gather": bool(config.other_megatron_args.get("overlap_param_gather")),
         **_chosen(config, 1),
     }
 

@@ -148,8 +148,6 @@ class Stepper:
                 self._clip(limit)
             self.follow()
             self.inner.step_with_ready_grads()
-            for chunk in self.chunks.run if self.chunks.run[0].ddp_config.overlap_param_gather else ():
-                chunk.start_param_sync()
         self.theirs._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
         return finite
@@ -202,7 +200,7 @@ class Stepper:
             if hasattr(each, "_copy_main_params_to_model_params"):
                 each._copy_main_params_to_model_params()
         how = self.chunks.run[0].ddp_config
-        # Where weights are still on their way from the last step, the first call only waits for those.
+        # Where a forward of a part of the model has left some on their way, the first only waits for them.
         for _ in range(how.use_distributed_optimizer + how.overlap_param_gather):
             for chunk in self.chunks.run:
                 chunk.start_param_sync(force_sync=True)
