@@ -190,6 +190,13 @@ class Accelerator(Ranks, Training, States):
             device_placement: for each object, whether to move it to the device.
             strategy: of the unit these objects make; default: the run's.
             name: of that unit, in checkpoints and messages.
+
+        Returns one object if one was given, else a tuple. Where it raises, units are as they were before.
+
+        Raises:
+            AccelError: an object of no known kind, an optimizer or scheduler whose model or optimizer is
+                not prepared, or the run has ended.
+            ConfigError: the strategy, a plugin or the `data` settings do not go with what was given.
         """
         prepared = prepare(self.run, objects, strategy=strategy, name=name, placement=device_placement)
         self._accumulations.clear()
@@ -241,9 +248,12 @@ class Accelerator(Ranks, Training, States):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module inside what `prepare` returned.
+        """The user's own module inside what `prepare` returned; a model that was not prepared, as it is.
 
-        `keep_fp32_wrapper` is accepted and without meaning here: forward is never replaced.
+        Args:
+            model: as `prepare` returned it, or as it was given.
+            keep_fp32_wrapper: accepted and without meaning here: forward is never replaced.
+            keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
         unit = self.run.unit_of_model(model)
         if unit is None:
@@ -285,6 +295,10 @@ class Accelerator(Ranks, Training, States):
             project_name: under which trackers keep what is logged.
             config: settings to keep with it, nested if you like.
             init_kwargs: tracker's name -> what that tracker is to be given.
+
+        Raises:
+            AccelError: the trackers are started already.
+            ConfigError: `init_kwargs` names a tracker that this run does not have.
         """
         self.run.trackers.start(project_name, config or {}, init_kwargs or {})
 
@@ -294,10 +308,16 @@ class Accelerator(Ranks, Training, States):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values to each tracker, on the main process. `log_kwargs`: more for each, by name.
+        """Log values to each tracker, on the main process; elsewhere a call does nothing. Not collective.
+
+        Args:
+            values: by name, nested if you like; tensors of one element are logged as numbers.
+            step: the number of the training step.
+            log_kwargs: tracker's name -> more for that tracker.
 
         Raises:
             AccelError: `init_trackers` was not called.
+            ConfigError: `log_kwargs` names a tracker that this run does not have.
         """
         self.run.trackers.log(values, step, log_kwargs or {})
 
@@ -305,6 +325,10 @@ class Accelerator(Ranks, Training, States):
         """A tracker, or with `unwrap` what it wraps: for what `log` cannot say, such as images.
 
         On ranks where it does not log: something that takes every call and does nothing.
+
+        Raises:
+            AccelError: `init_trackers` was not called.
+            ConfigError: this run has no such tracker.
         """
         return self.run.trackers.get(name, unwrap=unwrap)
 
@@ -314,18 +338,26 @@ class Accelerator(Ranks, Training, States):
         return self.run.trackers.started
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context that records what happens inside by torch's profiler, which it gives.
+        """A context that records what happens inside by torch's profiler, which it gives. Not collective.
 
         With `output_trace_dir` each rank leaves its trace there, as profile_RANK.json.
 
-        profile_handler: how; default: the ProfileKwargs given to Accelerator, or section `profile`.
+        Args:
+            profile_handler: how; default: the ProfileKwargs given to Accelerator, or section `profile`.
+
+        Raises:
+            ConfigError: torch cannot record one of its `activities` here.
         """
         return profiling(self.run, profile_handler or self.run.config.profile)
 
     # -- the end ---------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Release what the run holds; it cannot be used afterwards. Collective, idempotent."""
+        """Release what the run holds; it cannot be used afterwards. Collective, idempotent.
+
+        Raises:
+            CheckpointError: a save that was under way has failed.
+        """
         self.run.end()
 
     def __reduce__(self) -> Any:

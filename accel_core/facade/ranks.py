@@ -78,29 +78,73 @@ class Ranks:
     # -- collectives -----------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate each tensor of a nested structure over all ranks, along dim 0. Collective."""
+        """Each tensor (n, ...) of a nested structure of all readers, in order: (readers * n, ...). Collective.
+
+        Readers are the ranks, but for those that read the same data (tensor or pipeline parallel). A 0-dim
+        tensor counts as (1,). Shapes must be equal on all ranks: `pad_across_processes` makes them so.
+
+        Raises:
+            CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
+            TypeError: something in it is no tensor; `gather_for_metrics` takes objects too.
+        """
         return ops.gather(tensor, run=self.run)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that only padded the last batch. Collective."""
+        """As `gather`, without the samples that only padded the last batch. Collective.
+
+        Call it once for each batch of the loader that is being iterated. What holds other things than
+        tensors, or `use_gather_object`: a list of objects, in reader order.
+
+        Raises:
+            CollectiveError: as `gather`; also if ranks are not in the same batch of the same epoch.
+        """
         return ops.gather_for_metrics(input_data, use_gather_object=use_gather_object, run=self.run)
 
     def reduce(self, tensor: Any, reduction: ops.Reduction = "sum", scale: float = 1.0) -> Any:
-        """Reduce each tensor of a nested structure over all ranks ("sum", "mean" or "none"). Collective."""
+        """Each tensor of a nested structure reduced over the ranks with a loss of their own, times `scale`.
+
+        Collective. Shapes must be equal on all ranks, and stay; the tensors given are not changed.
+
+        Args:
+            tensor: the structure.
+            reduction: "sum", "mean", "min", "max", or "none".
+            scale: multiplies the result.
+
+        Raises:
+            CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
+            TypeError: something in it is no tensor, or its dtype has no such reduction.
+        """
         return ops.reduce(tensor, reduction, scale, run=self.run)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Each tensor of a nested structure as rank `from_process` has it. Collective."""
+        """Overwrite each tensor of a nested structure, in place, by that of rank `from_process`. Collective.
+
+        Returns the structure. Raises as `gather`, and ValueError if there is no such rank.
+        """
         return ops.broadcast(tensor, from_process, run=self.run)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad each tensor of a nested structure to the longest on any rank, along `dim`. Collective."""
+        """Each tensor of a nested structure padded along `dim` to the longest of all readers. Collective.
+
+        Args:
+            tensor: the structure; tensors without that dimension stay as they are.
+            dim: where lengths may differ.
+            pad_index: the value to pad with.
+            pad_first: pad at the start, not the end.
+
+        Raises:
+            CollectiveError: the structures differ between ranks.
+        """
         return ops.pad_across_processes(tensor, dim, pad_index, pad_first, run=self.run)
 
     def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective."""
+        """Return once every rank is here. Collective.
+
+        Raises:
+            CollectiveError: another rank calls something else, or does not come in time.
+        """
         ops.wait_for_everyone(run=self.run)
 
     def set_trigger(self) -> None:
@@ -169,7 +213,14 @@ class Ranks:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """A context that gives this process its share of a list, tuple, dict of these, or tensor."""
+        """A context that gives this reader its contiguous share of a list, tuple, tensor or dict of them.
+
+        The first readers get one more where it does not divide; with `apply_padding` the others' last item is
+        repeated, so that all have equally many. Not collective.
+
+        Raises:
+            ValueError: the values of a dict differ in length.
+        """
         return ops.split_between_processes(inputs, apply_padding=apply_padding, run=self.run)
 
 

@@ -26,7 +26,13 @@ class States:
     run: Run
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state."""
+        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state.
+
+        On all ranks, in the same order in each run.
+
+        Raises:
+            CheckpointError: one of them lacks these methods; none is registered then.
+        """
         unable = [
             thing
             for thing in objects
@@ -54,6 +60,10 @@ class States:
         With `wait=False` training stops only while the state is copied, and a thread writes the copy
         (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
         as do `wait_for_checkpoint` and `end_training`. Returns the directory.
+
+        Raises:
+            CheckpointError: gradients are not applied yet, something cannot be stored, the directory holds
+                something else, or a rank could not write. On all ranks; what was there is unchanged.
         """
         from accel_core.checkpoint.save import save  # late: start-up need not wait for it
 
@@ -76,6 +86,9 @@ class States:
         Call it on all ranks after each step, and leave the loops when it is true. The first call starts
         to watch; a call costs no communication until then, and all ranks stop after the same step.
         Inside an accumulation window it is False. Arguments as of `save_state`.
+
+        Raises:
+            CheckpointError: as `save_state`; or the ranks cannot agree when to stop, as one is gone.
         """
         from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
 
@@ -128,7 +141,14 @@ class States:
         return None
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write `obj` once per machine, replacing `f` only when it is complete on disk."""
+        """Write `obj` once (with `save_on_each_node` once a node), replacing `f` when it is complete on disk.
+
+        Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors. Else by
+        `torch.save`.
+
+        Raises:
+            CheckpointError: safetensors cannot hold it.
+        """
         if self._writes:
             write_object(obj, f, safe_serialization=safe_serialization)
 
@@ -194,7 +214,13 @@ class States:
     ) -> AbstractContextManager[Any]:
         """A context in which these parameters (default: all) of the model are whole. Collective.
 
-        writeback: keep what is written to them inside.
+        Args:
+            model: prepared, or not.
+            names: as in the user's own model.
+            writeback: keep what is written to them inside.
+
+        Raises:
+            AccelError: it has no such parameter.
         """
         from accel_core import weights  # late: start-up need not wait for it
 

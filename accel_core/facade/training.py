@@ -62,6 +62,12 @@ class Training:
                 their *sum*, and the gradients at the boundary are divided by the items of the whole
                 window on all ranks: exact for batches of any lengths, short last windows included.
             batch: the micro-batch, for extensions that work around its forward and backward.
+
+        Not collective by itself; all ranks enter it for each of their micro-batches.
+
+        Raises:
+            AccelError: a model is not prepared, the context is entered already, or `items` are given for some
+                micro-batches of a window and not for others.
         """
         found = self._accumulations.get(models)
         if found is None:
@@ -92,7 +98,11 @@ class Training:
         return context
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which this model's forward and backward do not reduce gradients."""
+        """A context in which this model's forward and backward do not reduce gradients.
+
+        It changes nothing where the strategy reduces at a window's end, or never. `accumulate` does it by
+        itself. Raises AccelError for a model that is not prepared.
+        """
         (unit,) = self._units([model])
         return step.quiet(unit, [model])
 
@@ -120,20 +130,37 @@ class Training:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip the parameters' gradients, after unscaling, to exactly this norm, over all ranks.
+        """Clip the parameters' gradients, after unscaling, to at most this norm over the whole model.
+
+        On all ranks: where they share the model's parts they sum their norms, collectively.
+
+        Args:
+            parameters: of one prepared model, or of several that one optimizer has made a unit.
+            max_norm: the total norm that stays.
+            norm_type: 2, any other p, or inf.
 
         Returns the total norm before clipping (0-dim), or None inside a window.
+
+        Raises:
+            AccelError: the parameters are of several units, or of none; or the strategy cannot clip so.
         """
         unit, mine = self._owner(parameters)
         return step.clip_norm(unit, mine, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clamp each gradient to [-clip_value, clip_value], after unscaling; nothing inside a window."""
+        """Clamp each gradient to [-clip_value, clip_value], after unscaling; nothing inside a window.
+
+        Raises:
+            AccelError: the parameters are of several units, or of none; or the strategy cannot clamp them.
+        """
         unit, mine = self._owner(parameters)
         step.clip_value(unit, mine, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale now, to look at or change them before the step."""
+        """Divide gradients by the loss scale now, to look at or change them before the step. On all ranks.
+
+        optimizer: as `prepare` returned it, or several; default: all. Those of its unit go with it.
+        """
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for unit in self.run.trained:
             mine = [proxy for _, proxy in self.run.optimizers if proxy.unit is unit]
@@ -165,6 +192,9 @@ class Training:
             forward_only: no backward, for evaluation.
             items: of the window's batches on this rank. Losses are then *sums*, as in `accumulate`, and so
                 is the output's.
+
+        On all ranks. Returns the loss of the micro-batches together (0-dim, detached) and what `forward_loss`
+        gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
         """
         (unit,) = self._units([model])
         several = zip(unit.wrapped, unit.models, unit.given, strict=True)
@@ -201,9 +231,14 @@ class Training:
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """A context in which ranks may run out of batches at different times.
+        """A context in which ranks may run out of batches at different times. On all ranks.
 
-        `even_batches`: what prepared loaders of map-style data do inside, instead of what is configured.
+        Args:
+            joinables: prepared models.
+            even_batches: what prepared loaders of map-style data do inside, instead of what is configured.
+
+        Raises:
+            ConfigError: their strategy cannot.
         """
         units = self._units(joinables)
         with ExitStack() as stack:
