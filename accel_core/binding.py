@@ -8,9 +8,7 @@ our layers (docs/decisions).
 from __future__ import annotations
 
 import inspect
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
@@ -20,11 +18,12 @@ import pluggy
 from attrs import frozen
 
 from accel_core import hookspecs
+from accel_core.combining import ANSWERS, Implementation, wrap
 from accel_core.errors import PluginError
 from accel_core.hookspecs import Spec
 from accel_core.plugins import near
 
-__all__ = ["LAYERS", "Binder", "Hooks", "Implementation", "Registered", "Steps", "no_op"]
+__all__ = ["LAYERS", "Binder", "Hooks", "Registered", "Steps", "no_op"]
 
 LAYERS: Final[Mapping[str, int]] = {
     "base": 0,
@@ -43,20 +42,6 @@ def no_op(method: F) -> F:
     """Mark a default that is what core does without asking: per-step calls to it are left out."""
     method.accel_no_op = True  # type: ignore[attr-defined]
     return method
-
-
-@frozen
-class Implementation:
-    """One plugin's method for one hook, with the spec's parameters."""
-
-    plugin: str
-    layer: int
-    call: Callable[..., Any]
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is marked as doing nothing."""
-        return getattr(self.call, "accel_no_op", False)
 
 
 @frozen
@@ -131,9 +116,9 @@ class Binder:
         if len(busy) == 1 and known.answer in ("Callable", "None"):
             return busy[0].call  # combining would not change its answer
         if known.spec.refines is not None:
-            combined = _wrap(hook, busy, known.parameters.index(known.spec.refines))
+            combined = wrap(hook, busy, known.parameters.index(known.spec.refines))
         else:
-            combined = _ANSWERS[known.answer](hook, busy)
+            combined = ANSWERS[known.answer](hook, busy)
         return _with_parameters(hook, known.parameters, known.parameters, combined)
 
     def _check(self, refuse: _Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
@@ -284,105 +269,6 @@ class Hooks:
         resolved = self._binder.combine(hook, found)
         setattr(self, hook, resolved)
         return resolved
-
-
-def _wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[..., Any]:
-    def refine(*arguments: Any) -> Any:
-        values = list(arguments)
-        for each in found:
-            values[position] = each.call(*values)
-            if values[position] is None:
-                raise PluginError(
-                    f"hook {hook}: {each.plugin} gave None; return what it was given, changed or not",
-                    plugin=each.plugin,
-                    hook=hook,
-                )
-        return values[position]
-
-    return refine
-
-
-def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[str, Any]]:
-    def call(*arguments: Any) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        source: dict[str, str] = {}
-        for implementation in found:
-            for key, value in (implementation.call(*arguments) or {}).items():
-                if key in merged and not _same(merged[key], value):
-                    raise _disagreement(
-                        hook, f"{key} = ", source[key], merged[key], implementation.plugin, value
-                    )
-                merged[key] = value
-                source[key] = implementation.plugin
-        return merged
-
-    return call
-
-
-def _concatenate(hook: str, found: Sequence[Implementation]) -> Callable[..., list[Any]]:
-    return lambda *arguments: [item for each in found for item in each.call(*arguments) or ()]
-
-
-@contextmanager
-def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _enter(hook: str, found: Sequence[Implementation]) -> Callable[..., AbstractContextManager[Any]]:
-    def call(*arguments: Any) -> AbstractContextManager[Any]:
-        contexts = [context for each in found if (context := each.call(*arguments)) is not None]
-        return contexts[0] if len(contexts) == 1 else _entered(contexts)
-
-    return call
-
-
-def _compose(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Callable[[], AbstractContextManager[Any]] | None:
-        factories = [factory for each in found if (factory := each.call(*arguments)) is not None]
-        if len(factories) < 2:
-            return factories[0] if factories else None
-        return lambda: _entered(factory() for factory in factories)
-
-    return call
-
-
-def _agree(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        answers = [(each.plugin, answer) for each in found if (answer := each.call(*arguments)) is not None]
-        for plugin, answer in answers[1:]:
-            if not _same(answers[0][1], answer):
-                raise _disagreement(hook, "", *answers[0], plugin, answer)
-        return answers[0][1] if answers else None
-
-    return call
-
-
-def _same(left: Any, right: Any) -> bool:
-    try:
-        return bool(left == right)
-    except (RuntimeError, ValueError):  # arrays compare element by element: not one answer
-        return False
-
-
-def _disagreement(hook: str, what: str, one: str, first: Any, other: str, second: Any) -> PluginError:
-    answers = f"{one} answers {what}{reprlib.repr(first)}, {other} answers {what}{reprlib.repr(second)}"
-    return PluginError(
-        f"hook {hook}: {answers}\nonly one of them can be right: leave {one} or {other} out of the stack",
-        plugin=other,
-        hook=hook,
-    )
-
-
-_ANSWERS: Final[Mapping[str, Callable[[str, Sequence[Implementation]], Callable[..., Any]]]] = {
-    "Mapping": _merge,
-    "Sequence": _concatenate,
-    "AbstractContextManager": _enter,
-    "Callable": _compose,
-    "None": _agree,
-}
 
 
 class Steps:

@@ -11,17 +11,16 @@ import difflib
 import importlib
 import os
 import re
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, get_args
 
 from attrs import Attribute, evolve, field, frozen
 
 from accel_core.errors import PluginError
+from accel_core.patience import HungError, Patience
 
 __all__ = ["CAPABILITIES", "SLOTS", "Card", "Discovery", "Record", "discover", "load", "plugin_status"]
 
@@ -30,8 +29,6 @@ SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
 GROUP: Final = "accel_core."
 CORE: Final = "accel-core"
 BLOCK_VARIABLE: Final = "ACCEL_PLUGINS_BLOCK"
-PATIENCE: Final = 4.0
-"""Seconds that importing a card, or its probe, may take."""
 
 CAPABILITIES: Final[Mapping[str, str]] = {
     "bf16": "trains under autocast to bfloat16",
@@ -51,9 +48,6 @@ CAPABILITIES: Final[Mapping[str, str]] = {
 """The closed vocabulary of `offers` and `needs`: word -> what a plugin that offers it promises."""
 
 Status = Literal["available", "unavailable", "broken", "blocked", "conflict", "incompatible"]
-
-
-T = TypeVar("T")
 
 
 def _words(value: Iterable[str]) -> frozenset[str]:
@@ -153,10 +147,10 @@ class Record:
         if self.fault or self.card is None or self.card.probe is None:
             return self.detail
         try:
-            answer: object = _Patience()(self.card.probe)
+            answer: object = Patience()(self.card.probe)
         except KeyboardInterrupt:
             raise
-        except _HungError as error:
+        except HungError as error:
             return f"its probe {error}"
         except BaseException as error:  # a probe is a stranger's code; listing must survive it
             return f"its probe raised {_summary(error)}"
@@ -221,7 +215,7 @@ def discover(environment: Mapping[str, str] = os.environ) -> Discovery:
     cannot be blocked.
     """
     blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
-    patience = _Patience()
+    patience = Patience()
     records = [
         evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
         if record.name in blocked and not target.startswith(GROUP)
@@ -275,7 +269,7 @@ def _read(distribution: metadata.Distribution, file: str) -> str:
         return ""
 
 
-def _with_card(record: Record, target: str, patience: _Patience) -> Record:
+def _with_card(record: Record, target: str, patience: Patience) -> Record:
     try:
         if record.slot not in SLOTS:
             raise PluginError(f"unknown slot {record.slot!r}{near(record.slot, SLOTS)}", plugin=record.name)
@@ -283,7 +277,7 @@ def _with_card(record: Record, target: str, patience: _Patience) -> Record:
         return _check_card(record, _resolve(target) if own else patience(lambda: _resolve(target)))
     except KeyboardInterrupt:
         raise
-    except _HungError as error:
+    except HungError as error:
         return evolve(record, fault="broken", detail=f"importing {target} {error}", traceback=error.where)
     except BaseException as error:  # SystemExit too: vendor packages quit while being imported
         lines = traceback.format_exception(type(error), error, error.__traceback__)
@@ -333,44 +327,6 @@ def _refuse_clashes(records: Sequence[Record]) -> Iterator[Record]:
         loser = record.distribution if any(rival.distribution == CORE for rival in rivals) else "one of them"
         detail = f"{record.name!r} is provided by {' and '.join(origins)}; uninstall {loser}"
         yield evolve(record, card=None, fault="conflict", detail=detail)
-
-
-class _HungError(Exception):
-    def __init__(self, seconds: float, where: str) -> None:
-        super().__init__(f"took longer than {seconds:g} s")
-        self.where = where
-
-
-class _Patience:
-    """Calls what may hang, on a daemon thread that does not keep the process from ending.
-
-    Each hang halves what is left for the others: a shelf of dead mounts costs twice one of them.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = PATIENCE
-
-    def __call__(self, call: Callable[[], T]) -> T:
-        answers: list[T] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                answers.append(call())
-            except BaseException as error:  # handed over to the caller's thread
-                errors.append(error)
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(self.seconds)
-        if errors:
-            raise errors[0]
-        if answers:
-            return answers[0]
-        where = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
-        error = _HungError(self.seconds, where)
-        self.seconds /= 2
-        raise error
 
 
 def _summary(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from accel_core.hookspecs import implements
 from accel_core.plugins import near
 
 if TYPE_CHECKING:
-    from accel_core.binding import Implementation
+    from accel_core.combining import Implementation
     from accel_core.run import Run
 
 __all__ = ["GeneralTracker", "Trackers", "sort_out"]

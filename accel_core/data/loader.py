@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_core.data import settings
 from accel_core.data.dispatch import SOURCE, dispatched
 from accel_core.data.draw import decode, encode, unmoved
-from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
+from accel_core.data.feed import IndexFeed, ShardedIterable
 from accel_core.data.moving import mover
 from accel_core.data.order import COMPLETE, UNSHARED, Deal
 from accel_core.data.position import Cursor, Position, Progress
@@ -53,10 +53,11 @@ class PreparedLoader(DataLoader[Any]):
         self._inner.__dict__["_iterator"] = None
         self._feed: IndexFeed | None = None
         self._kind = settings.kind_of(loader, self._inner)
-        if settings.is_iterable(loader):
-            self._shard_iterable(loader)
-        else:
-            self._feed_indices(loader)
+        if not settings.is_iterable(loader):
+            self._use(self._deal, settings.feed_of(loader, self._draw, self._deal, self._dispatches))
+        elif self._deal.readers > 1 or self._dispatches:
+            shards = settings.shards_of(loader, self._deal, self._dispatches, self._kind == "stateful")
+            self._inner.__dict__.update(shards)
         # Reading ahead in this very process would draw random numbers before their time.
         ahead = loader.num_workers > 0 and self._kind != "stateful"
         self._move = mover(run, moves=device_placement, ahead=ahead)
@@ -252,40 +253,9 @@ class PreparedLoader(DataLoader[Any]):
 
     # -- set-up -----------------------------------------------------------------------------------
 
-    def _feed_indices(self, loader: DataLoader[Any]) -> None:
-        single = loader.batch_sampler is None
-        size = loader.batch_sampler.batch_size if settings.cuts(loader) else None  # type: ignore[union-attr]
-        feed = IndexFeed(
-            draw=self._draw,
-            deal=self._deal,
-            batch_size=1 if single else size,
-            single=single,
-            everyone=self._dispatches,
-        )
-        self._use(self._deal, feed)
-
     def _use(self, deal: Deal, feed: IndexFeed) -> None:
         self._deal, self._feed = deal, feed
         self._inner.__dict__["sampler" if feed.single else "batch_sampler"] = feed
-
-    def _shard_iterable(self, loader: DataLoader[Any]) -> None:
-        if self._deal.readers == 1 and not self._dispatches:
-            return
-        shard = ShardedIterable(
-            loader.dataset,  # type: ignore[arg-type]
-            self._deal,
-            loader.batch_size or 1,
-            everyone=self._dispatches,
-            stateful=self._kind == "stateful",
-        )
-        self._inner.__dict__.update(
-            dataset=shard,
-            batch_size=None,
-            batch_sampler=None,
-            drop_last=False,
-            collate_fn=ShareCollate(loader.collate_fn, single=loader.batch_size is None),
-            worker_init_fn=ShareWorker(loader.worker_init_fn),
-        )
 
     @property
     def _sharded(self) -> bool:

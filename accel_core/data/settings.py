@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from accel_core.data.draw import Draw
+from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
 from accel_core.data.order import Deal
 from accel_core.data.position import Kind
 from accel_core.data.stateful import is_stateful, stateful
@@ -16,7 +17,18 @@ from accel_core.errors import ConfigError
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["check", "cuts", "deal_of", "dispatches", "draw_of", "inner_of", "is_iterable", "kind_of"]
+__all__ = [
+    "check",
+    "cuts",
+    "deal_of",
+    "dispatches",
+    "draw_of",
+    "feed_of",
+    "inner_of",
+    "is_iterable",
+    "kind_of",
+    "shards_of",
+]
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -65,6 +77,28 @@ def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
         seedable=data.use_seedable_sampler,
         data_seed=data.data_seed,
     )
+
+
+def feed_of(loader: DataLoader[Any], draw: Draw, deal: Deal, everyone: bool) -> IndexFeed:
+    """What takes the place of its (batch) sampler; `everyone`: this process reads for all."""
+    single = loader.batch_sampler is None
+    size = loader.batch_sampler.batch_size if cuts(loader) else None  # type: ignore[union-attr]
+    return IndexFeed(draw=draw, deal=deal, batch_size=1 if single else size, single=single, everyone=everyone)
+
+
+def shards_of(loader: DataLoader[Any], deal: Deal, everyone: bool, stateful: bool) -> dict[str, Any]:
+    """The attributes with which a loader of an iterable dataset gives this reader's share."""
+    dataset: Any = loader.dataset
+    return {
+        "dataset": ShardedIterable(
+            dataset, deal, loader.batch_size or 1, everyone=everyone, stateful=stateful
+        ),
+        "batch_size": None,
+        "batch_sampler": None,
+        "drop_last": False,
+        "collate_fn": ShareCollate(loader.collate_fn, single=loader.batch_size is None),
+        "worker_init_fn": ShareWorker(loader.worker_init_fn),
+    }
 
 
 def inner_of(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:

@@ -78,10 +78,11 @@ class Ranks:
     # -- collectives -----------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Each tensor (n, ...) of a nested structure of all readers, in order: (readers * n, ...). Collective.
+        """Each tensor (n, ...) of a nested structure, of all readers in order: (readers * n, ...).
 
-        Readers are the ranks, but for those that read the same data (tensor or pipeline parallel). A 0-dim
-        tensor counts as (1,). Shapes must be equal on all ranks: `pad_across_processes` makes them so.
+        Collective. Readers are the ranks, but those that read the same data (tensor or pipeline parallel) are
+        one. A 0-dim tensor counts as (1,). Shapes must be equal on all ranks: `pad_across_processes` makes
+        them so.
 
         Raises:
             CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, Entry, Leaf, OptimizerState
-from accel_core.binding import Implementation
 from accel_core.checkpoint import flight
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
+from accel_core.combining import Implementation
 
 
 class Job:

@@ -9,7 +9,8 @@ import pluggy
 import pytest
 
 from accel_core import hookspecs
-from accel_core.binding import _ANSWERS, Binder, Hooks, Steps, no_op
+from accel_core.binding import Binder, Hooks, Steps, no_op
+from accel_core.combining import ANSWERS
 
 SPECS = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "accel_spec")}
 STEPS = {name for name, function in SPECS.items() if function.accel_spec.per_step}
@@ -47,7 +48,7 @@ def test_it_has_a_kind_that_says_how_answers_combine(hook):
     if spec.kind == "wrapper":
         assert spec.refines in inspect.signature(SPECS[hook]).parameters
     elif spec.kind == "everyone":
-        assert answer in _ANSWERS
+        assert answer in ANSWERS
     else:
         assert spec.kind == "owner"
 
