@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -261,3 +263,49 @@ def test_an_accelerator_works_after_its_states_were_reset():
     assert (accelerator.num_processes, accelerator.is_main_process) == (1, True)
     accelerator.backward(model(torch.ones(1, 1)).sum())
     assert accelerator.gather(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_a_loader_goes_with_its_accelerator_at_once():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(torch.utils.data.DataLoader([1.0, 2.0]))
+    batches = iter(loader)
+    next(batches)
+    gone = weakref.ref(accelerator), weakref.ref(loader)
+    del accelerator, loader, batches
+
+    assert [each() for each in gone] == [None, None]
+
+
+def test_a_model_goes_with_its_accelerator_although_the_states_stay():
+    accelerator, model = Accelerator(), torch.nn.Linear(1, 1)
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    gone = weakref.ref(model)
+    del accelerator, model, prepared
+    gc.collect()
+
+    assert gone() is None
+    assert AcceleratorState().num_processes == 1
+
+
+def test_what_was_prepared_trains_on_without_its_accelerator():
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.item()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+
+    assert model.weight.item() != before
+
+
+def test_where_its_state_alone_was_reset_an_accelerator_does_not_know_the_world():
+    accelerator = Accelerator()
+    accelerator.state._reset_state()
+
+    with pytest.raises(AttributeError, match=r"This happens if `AcceleratorState\._reset_state\(\)`"):
+        _ = accelerator.num_processes
+
+
+def test_a_prepared_loader_comes_out_of_a_pickle_as_itself():
+    loader = Accelerator().prepare(torch.utils.data.DataLoader([1.0, 2.0]))
+
+    assert pickle.loads(pickle.dumps(loader)) is loader

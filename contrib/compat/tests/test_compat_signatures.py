@@ -6,7 +6,7 @@ import pytest
 from peers import needs_accelerate, said
 
 PEER = """
-import inspect, json, warnings
+import enum, inspect, json, warnings
 from importlib import import_module
 warnings.simplefilter("ignore")
 NAMES = %r
@@ -23,6 +23,9 @@ shown = {}
 for module, names in NAMES.items():
     for name in names:
         thing = getattr(import_module(module), name)
+        if inspect.isclass(thing) and issubclass(thing, enum.Enum):
+            shown[module + "." + name] = [[member.name, str(member.value), str(member)] for member in thing]
+            continue
         shown[module + "." + name] = arguments(thing)
         if inspect.isclass(thing):
             for method in dir(thing):
@@ -32,7 +35,36 @@ print(json.dumps(shown))
 """
 NAMES = {
     "accelerate": ["Accelerator", "PartialState", "ParallelismConfig", "debug_launcher", "notebook_launcher"],
+    "accelerate.commands.config.config_args": [
+        "BaseConfig",
+        "ClusterConfig",
+        "SageMakerConfig",
+        "load_config_from_file",
+    ],
+    "accelerate.commands.launch": ["launch_command", "launch_command_parser"],
+    "accelerate.commands.to_fsdp2": [
+        "convert_config_to_fsdp2",
+        "to_fsdp2_command",
+        "to_fsdp2_command_parser",
+    ],
+    "accelerate.commands.tpu": ["tpu_command_launcher", "tpu_command_parser"],
+    "accelerate.local_sgd": ["LocalSGD"],
+    "accelerate.logging": ["get_logger"],
     "accelerate.state": ["AcceleratorState", "GradientState"],
+    "accelerate.tracking": [
+        "AimTracker",
+        "ClearMLTracker",
+        "CometMLTracker",
+        "DVCLiveTracker",
+        "MLflowTracker",
+        "SwanLabTracker",
+        "TensorBoardTracker",
+        "TrackioTracker",
+        "WandBTracker",
+        "filter_trackers",
+        "get_available_trackers",
+        "register_tracker_class",
+    ],
     "accelerate.data_loader": [
         "BatchSamplerShard",
         "IterableDatasetShard",
@@ -56,12 +88,28 @@ NAMES = {
         "AORecipeKwargs",
         "TERecipeKwargs",
         "MSAMPRecipeKwargs",
+        "ComputeEnvironment",
+        "CustomDtype",
+        "DDPCommunicationHookType",
+        "DistributedType",
+        "DynamoBackend",
+        "FP8BackendType",
+        "LoggerType",
+        "PrecisionType",
+        "RNGType",
+        "SageMakerDistributedType",
     ],
     "accelerate.utils.environment": [
         "patch_environment",
         "str_to_bool",
         "parse_flag_from_env",
         "get_int_from_env",
+    ],
+    "accelerate.utils.launch": [
+        "env_var_path_add",
+        "prepare_extend_env_parallelism_config",
+        "prepare_multi_gpu_env",
+        "prepare_simple_launcher_cmd_env",
     ],
     "accelerate.utils.memory": ["find_executable_batch_size", "release_memory", "clear_device_cache"],
     "accelerate.utils.modeling": [
@@ -74,6 +122,12 @@ NAMES = {
         "gather",
         "reduce",
         "broadcast",
+        "broadcast_object_list",
+        "gather_object",
+        "is_torch_tensor",
+        "listify",
+        "honor_type",
+        "recursively_apply",
         "pad_across_processes",
         "send_to_device",
         "slice_tensors",

@@ -84,3 +84,9 @@ def test_a_strategy_that_only_variables_ask_for_gives_way_to_the_file(variables)
     variables("strategy: single\n")
 
     assert Accelerator().run.stack.default == "single"
+
+
+def test_a_devices_number_counts_for_a_process_that_is_alone(variables):
+    variables(ACCELERATE_TORCH_DEVICE="cpu:3")
+
+    assert str(Accelerator().device) == "cpu:3"

@@ -22,6 +22,7 @@ _pickled: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 def adopt(run: Run) -> None:
     """Make an Accelerator's run the newest."""
+    _place(run)
     _runs[:] = [*(known for known in _runs if not known.ended), run]
     while _hosts:
         _hosts.pop().end()
@@ -57,8 +58,21 @@ def host(cpu: bool, **group: Any) -> Run:
             python={} if asked is None else {"device": kind_of(asked)},
             objects=[InitProcessGroupKwargs(**options)] if options else [],
         )
+        _place(run)
         _hosts.append(run)
     return run
+
+
+def _place(run: Run) -> None:
+    """A process that is alone is put on the very device that ACCELERATE_TORCH_DEVICE numbers."""
+    kind, _, number = os.environ.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
+    if not number or run.world.size > 1 or run.device.type != kind:
+        return
+    import torch
+
+    run.device = torch.device(kind, int(number))
+    if kind != "cpu":
+        torch.accelerator.set_device_index(int(number))
 
 
 def kind_of(asked: str | device) -> str:
@@ -76,7 +90,7 @@ def reduced(thing: object) -> tuple[Any, ...]:
 def _itself(name: str) -> Any:
     if name not in _pickled:
         raise AccelError(
-            "an Accelerator that was pickled is read where it is not: it lives in one process\n"
-            "make an Accelerator there, or send accelerator.process_index instead"
+            "an Accelerator, or its dataloader, is unpickled where it is not: it lives in one process\n"
+            "make an Accelerator there, or send accelerator.process_index or the dataset instead"
         )
     return _pickled[name]

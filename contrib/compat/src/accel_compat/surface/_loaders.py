@@ -6,6 +6,7 @@ import types
 from functools import cache
 from typing import Any
 
+from accel_compat import runs
 from accel_core import PreparedLoader
 
 from ._samplers import get_sampler
@@ -16,6 +17,9 @@ __all__ = ["AcceleratedLoader", "dressed"]
 
 class AcceleratedLoader(PreparedLoader):
     """A prepared dataloader; `isinstance` counts it as DataLoaderShard or DataLoaderDispatcher."""
+
+    def __reduce__(self) -> Any:
+        return runs.reduced(self)
 
     @property
     def gradient_state(self) -> GradientState:

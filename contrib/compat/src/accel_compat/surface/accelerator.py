@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_compat import runs
 from accel_compat.refusing import NotServedError, unserved
 from accel_compat.saying import say_once
+from accel_core import Run
 
 from ._arguments import STATE_PLUGINS, Asked, read
 from ._tracking import Tracking
@@ -87,6 +89,7 @@ class Accelerator(Tracking):
         for name, value in asked.kept.items():
             setattr(self, name, value)
         self._record_states(asked)
+        weakref.finalize(self, _forget, self.run).atexit = False
         self.step = 0
         self.flag_tensor = None
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -112,6 +115,11 @@ class Accelerator(Tracking):
     def distributed_type(self) -> DistributedType:
         """A member of the closed enum."""
         return distributed_type(self.run)
+
+    @property
+    def num_processes(self) -> int:
+        """As the state has it; the run's where both states were reset, as TrainingArguments resets them."""
+        return int(self.state.num_processes) if PartialState._shared_state else self.run.world.size
 
     @property
     def multi_device(self) -> bool:
@@ -352,6 +360,13 @@ class Accelerator(Tracking):
         if input_dir is None:  # only now it is known which one that is
             for hook in self._load_hooks.values():
                 hook(self._models, str(loaded))
+
+
+def _forget(run: Run) -> None:
+    """With its Accelerator a run, which the states go on looking at, loses what only that could reach."""
+    for held in (run.units, run.trained, run.optimizers, run.loaders, run.registered):
+        held.clear()
+    run.homes.forget()
 
 
 def _ours(handler: Any) -> Any:

@@ -20,7 +20,6 @@ from .constants import TORCH_DISTRIBUTED_OPERATION_TYPES
 DistributedOperationException = CollectiveError
 concatenate, listify = ops.concatenate, ops.listify
 convert_to_fp32, convert_outputs_to_fp32 = ops.convert_to_fp32, ops.convert_outputs_to_fp32
-is_torch_tensor = ops.is_torch_tensor
 ConvertOutputsToFp32 = convert_outputs_to_fp32
 
 TENSOR_TYPE_TO_INT = {
@@ -36,6 +35,11 @@ TENSOR_TYPE_TO_INT = {
     torch.bool: 10,
 }
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(tensor, torch.Tensor)
 
 
 def recursively_apply(
