@@ -76,18 +76,17 @@ class Scheduled(Pair):
 
     @implements(hooks.forward_backward)
     def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
-        count = microbatches or unit.window.size
-        unit.window.index, unit.window.boundary = count - 1, True
         self.scheduling = True
         try:
-            found = [forward_loss(unit.wrapped[0], next(batches)) for _ in range(count)]
+            with unit.whole_window(batches, microbatches) as taken:
+                found = [forward_loss(unit.wrapped[0], batch) for batch in taken]
+                losses = torch.stack([loss for loss, _ in found]).sum() / unit.window.divisor
+                if not forward_only:
+                    self.below.backward(unit, losses, True, {})
         finally:
             self.scheduling = False
-        losses = torch.stack([loss for loss, _ in found])
-        if not forward_only:
-            self.below.backward(unit, losses.mean(), True, {})
         last = self.run.world.rank == self.run.world.size - 1
-        loss = losses.detach().mean() if last else losses.new_tensor(float("nan"))
+        loss = losses.detach() if last else losses.new_tensor(float("nan"))
         return StepOutput(loss=loss, valid=last, outputs=tuple(output for _, output in found))
 
 
