@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
-os.environ.setdefault("ACCEL_TEST_PRELOAD", "torch._inductor.compile_fx")
+if find_spec("deepspeed") is not None:
+    os.environ.setdefault("ACCEL_TEST_PRELOAD", "torch._inductor.compile_fx")
