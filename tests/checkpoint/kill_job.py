@@ -184,11 +184,12 @@ def kill_at_random(folder: str, how: str, count: int) -> dict[str, int]:
 
 
 def kill_ranks_at_random(folder: str, how: str, count: int) -> dict[str, int]:
-    """Two ranks, one of them killed at random, the other soon after."""
+    """Two ranks, one of them killed at random, the other soon after; until some save was cut short."""
     job, randomness = Job(folder, how), random.Random(how)
     seconds = job.seconds()
-    leftovers = 0
-    for _ in range(count):
+    kills = leftovers = 0
+    while kills < count or (not leftovers and kills < 4 * count):
+        kills += 1
         ready, told = os.pipe()
         ranks = fork_ranks(partial(_rank, folder, how, told))
         os.read(ready, 1)
@@ -202,7 +203,7 @@ def kill_ranks_at_random(folder: str, how: str, count: int) -> dict[str, int]:
         os.close(told)
         leftovers += bool(job.left_behind())
         step = job.check()
-    return {"kills": count, "leftovers": leftovers, "saves": step}
+    return {"kills": kills, "leftovers": leftovers, "saves": step}
 
 
 def _rank(folder: str, how: str, ready: int) -> None:

@@ -45,7 +45,7 @@ def test_one_rank_killed_at_random(folder, report, how):
 def test_two_ranks_killed_at_random(folder, report, how):
     (found,) = run_processes(kill_job.kill_ranks_at_random, folder, how, 10, world=1, timeout=110)
     report(found)
-    assert found["kills"] == 10
+    assert found["kills"] >= 10
     if not found["saves"]:
         pytest.skip("this machine is so busy that each kill came before the first save")
     assert found["leftovers"] > 0
