@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from inspect import CO_VARARGS, CO_VARKEYWORDS
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pluggy
@@ -137,7 +136,7 @@ class Binder:
 
     def _adapt(self, refuse: _Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
         wanted = self._hooks[hook].parameters
-        taken = _plain_parameters(method) or _signature(refuse, hook, method)
+        taken = _parameters(refuse, hook, method)
         for parameter in taken:
             if parameter not in wanted:
                 raise refuse(hook, f"the spec has no parameter {parameter!r}{near(parameter, wanted)}")
@@ -181,20 +180,7 @@ def _marks(cls: type, refuse: _Refusal) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _plain_parameters(method: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters of an ordinary method; nothing for any other callable, or if there are none."""
-    function = getattr(method, "__func__", None)
-    if not isinstance(function, FunctionType) or function.__defaults__:
-        return ()
-    code = function.__code__
-    varies = code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
-    if varies or code.co_kwonlyargcount or code.co_posonlyargcount:
-        return ()
-    return code.co_varnames[1 : code.co_argcount]
-
-
-def _signature(refuse: _Refusal, hook: str, method: Callable[..., Any]) -> tuple[str, ...]:
-    # Slower, but looks through decorators, and finds what is not plain.
+def _parameters(refuse: _Refusal, hook: str, method: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(method).parameters.values()
     for parameter in parameters:
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:

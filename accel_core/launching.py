@@ -39,7 +39,7 @@ def plan(**given: Any) -> Launch:
     """
     discovery = discover()
     resolved = load(**given, discovery=discovery)
-    problems = list(resolved.misnamed(discovery))
+    problems = list(resolved.misnamed())
     if problems:
         raise ConfigError("\n".join(problems), problems=problems)
     return Launch(resolved, discovery)

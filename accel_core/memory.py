@@ -7,13 +7,16 @@ import gc
 import inspect
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from accel_core.errors import AccelError
 from accel_core.run import live
+
+if TYPE_CHECKING:
+    from accel_core.run import Run
 
 __all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
@@ -80,7 +83,8 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
-        ranks, tried, size = _Ranks(), list[int](), starting_batch_size
+        run = next((run for run in live() if run.world.store is not None), None)
+        number, tried, size = next(_searches), list[int](), starting_batch_size
         reason = "memory ran out on another rank"
         while size >= 1 and (not tried or size < tried[-1]):
             tried.append(size)
@@ -92,7 +96,7 @@ def find_executable_batch_size(
                 if not is_out_of_memory(error):
                     raise
                 reason, mine = f"{type(error).__name__}: {error}", True
-            if not ranks.any_lacks(size, mine=mine):
+            if not (mine if run is None else _any_lacks(run, f"{number}/{len(tried)}", size, mine=mine)):
                 return result
             size = _next(size, reduce_batch_size_fn)
         raise AccelError(
@@ -110,34 +114,24 @@ def _next(size: int, rule: Callable[..., int] | None) -> int:
     return rule(size) if inspect.signature(rule).parameters else rule()
 
 
-class _Ranks:
-    """The ranks that take part in one search."""
-
-    def __init__(self) -> None:
-        self.run = next((run for run in live() if run.world.store is not None), None)
-        self.search, self.attempts = next(_searches), count()
-
-    def any_lacks(self, size: int, *, mine: bool) -> bool:
-        """Whether memory ran out on any rank. By the store: groups may be in the midst of something."""
-        if self.run is None:
-            return mine
-        world, limit = self.run.world, self.run.config.process_group.timeout or default_pg_timeout
-        store: Any = world.store
-        attempt = f"batch_size/{self.search}/{next(self.attempts)}"
-        store.set(f"{attempt}/{world.rank}", "lacks" if mine else "fits")
-        votes = []
-        for rank in range(world.size):
-            try:
-                store.wait([f"{attempt}/{rank}"], limit)
-                votes.append(store.get(f"{attempt}/{rank}"))
-            except RuntimeError as error:  # also of a store that went down with the rank that served it
-                raise AccelError(
-                    f"find_executable_batch_size: {'memory ran out' if mine else 'all was done'} on rank"
-                    f" {world.rank} at batch size {size}, but rank {rank} gave no answer in"
-                    f" {limit.total_seconds():g} s; maybe it waits for others inside a collective\n"
-                    "start with a smaller starting_batch_size"
-                ) from error
-        return b"lacks" in votes
+def _any_lacks(run: Run, attempt: str, size: int, *, mine: bool) -> bool:
+    """Whether memory ran out on any rank. By the store: groups may be in the midst of something."""
+    world, limit = run.world, run.config.process_group.timeout or default_pg_timeout
+    store: Any = world.store
+    store.set(f"batch_size/{attempt}/{world.rank}", "lacks" if mine else "fits")
+    votes = []
+    for rank in range(world.size):
+        try:
+            store.wait([f"batch_size/{attempt}/{rank}"], limit)
+            votes.append(store.get(f"batch_size/{attempt}/{rank}"))
+        except RuntimeError as error:  # also of a store that went down with the rank that served it
+            raise AccelError(
+                f"find_executable_batch_size: {'memory ran out' if mine else 'all was done'} on rank"
+                f" {world.rank} at batch size {size}, but rank {rank} gave no answer in"
+                f" {limit.total_seconds():g} s; maybe it waits for others inside a collective\n"
+                "start with a smaller starting_batch_size"
+            ) from error
+    return b"lacks" in votes
 
 
 def _give_back() -> None:

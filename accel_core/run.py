@@ -26,7 +26,7 @@ from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.joining import join, leave
 from accel_core.native.launcher import refuse_lonely_tasks
 from accel_core.pairing import Homes
-from accel_core.plugins import Discovery, discover
+from accel_core.plugins import discover
 from accel_core.stack import Stack, choose
 from accel_core.tracking import Trackers
 from accel_core.unit import Unit, Window
@@ -102,7 +102,7 @@ class Run:
         self.world = World.here()
         if self.world.size == 1:
             refuse_lonely_tasks(os.environ)
-        self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world, discover())
+        self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world)
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
@@ -298,11 +298,11 @@ def _decide(
     objects: Sequence[object],
     presets: Mapping[str, tuple[object, str]],
     world: World,
-    discovery: Discovery,
 ) -> tuple[Resolved, Stack]:
+    discovery = discover()
     resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, world.size, discovery)
-    return resolved.with_proposals([chosen.name for chosen in stack.members()], discovery), stack
+    return resolved.with_proposals([chosen.name for chosen in stack.members()]), stack
 
 
 @atexit.register

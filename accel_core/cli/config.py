@@ -41,7 +41,7 @@ def check(file: str | None, as_json: bool) -> None:
     else:
         from accel_core.launching import Launch
 
-        problems = list(resolved.misnamed(discover()))
+        problems = list(resolved.misnamed())
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         print(json.dumps({"file": _read(file), "problems": problems, "notes": notes}, indent=1))

@@ -72,8 +72,9 @@ class Resolved:
         """A short hash of `tree`."""
         return hashlib.sha256(json.dumps(self.tree, sort_keys=True).encode()).hexdigest()[:16]
 
-    def misnamed(self, discovery: Discovery) -> Iterator[str]:
+    def misnamed(self) -> Iterator[str]:
         """A line for each name that no installed plugin of its slot has."""
+        discovery = self._reader.discovery
         for path, slot, name in self.config.plugin_names():
             record = discovery.get(name)
             if record is None or record.slot != slot:
@@ -95,7 +96,7 @@ class Resolved:
         reader.finish()
         return config
 
-    def with_proposals(self, selected: Sequence[str], discovery: Discovery) -> Resolved:
+    def with_proposals(self, selected: Sequence[str]) -> Resolved:
         """The config after the chosen plugins (or named strategies) had their say.
 
         Raises:
@@ -104,17 +105,17 @@ class Resolved:
         reader = evolve(self._reader, settings=dict(self.settings), problems=[])
         reader.read(
             Given(tuple(proposal.path.split(".")), proposal.value, "proposal", f"{name}: {proposal.reason}")
-            for name, config in self._configs(selected, discovery)
+            for name, config in self._configs(selected)
             for proposal in getattr(config, "propose", lambda _: ())(self.config)
         )
         return _resolved(reader, self.file)
 
-    def _configs(self, selected: Sequence[str], discovery: Discovery) -> Iterator[tuple[str, object]]:
+    def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:
         """(name, config) of each config that is used; a plugin used by aliases only has only theirs."""
         for name in dict.fromkeys(selected):
             aliases = [alias for alias, plugin in self._reader.named.items() if name in (alias, plugin)]
             yield from ((alias, self._strategies.get(alias)) for alias in aliases)
-            record = discovery.get(name)
+            record = self._reader.discovery.get(name)
             if record is not None and (not aliases or self.config.strategy == name):
                 yield name, self.plugin_config(record)
 

@@ -154,43 +154,39 @@ def test_a_plugin_nobody_configured_has_its_defaults(resolve, toys):
     assert resolve().plugin_config(toys.get("shard")) == ShardConfig()
 
 
-def test_proposals_become_values_whose_origin_is_their_reason(resolve, toys):
-    found = resolve("shard: {stage: 3}\n").with_proposals(["shard"], toys)
+def test_proposals_become_values_whose_origin_is_their_reason(resolve):
+    found = resolve("shard: {stage: 3}\n").with_proposals(["shard"])
     assert found.config.accumulation.adjust_scheduler is False
     assert found.origins["accumulation.adjust_scheduler"] == "shard: stage 3 steps schedulers itself"
 
 
-def test_a_proposal_of_what_somebody_set_leaves_the_origin_as_it_is(resolve, toys):
+def test_a_proposal_of_what_somebody_set_leaves_the_origin_as_it_is(resolve):
     yaml = "shard: {stage: 3}\naccumulation: {adjust_scheduler: false}\n"
-    found = resolve(yaml).with_proposals(["shard"], toys)
+    found = resolve(yaml).with_proposals(["shard"])
     assert found.origins["accumulation.adjust_scheduler"] == "accel.yaml:2:16"
 
 
-def test_only_chosen_plugins_propose(resolve, toys):
-    found = resolve("shard: {stage: 3}\n").with_proposals(["plain"], toys)
+def test_only_chosen_plugins_propose(resolve):
+    found = resolve("shard: {stage: 3}\n").with_proposals(["plain"])
     assert found.config.accumulation.adjust_scheduler is True
 
 
-def test_a_named_strategy_proposes_by_its_own_options(resolve, toys):
-    found = resolve("strategies: {a: {plugin: shard, stage: 3}}\nstrategy: a\n").with_proposals(
-        ["shard"], toys
-    )
+def test_a_named_strategy_proposes_by_its_own_options(resolve):
+    found = resolve("strategies: {a: {plugin: shard, stage: 3}}\nstrategy: a\n").with_proposals(["shard"])
     assert found.origins["accumulation.adjust_scheduler"] == "a: stage 3 steps schedulers itself"
 
 
-def test_two_different_proposals_for_an_option_are_an_error_naming_both(resolve, toys):
+def test_two_different_proposals_for_an_option_are_an_error_naming_both(resolve):
     with pytest.raises(
         ConfigError, match=r"rival-one: rival-one needs them: .*wants True, but it is False by shard:"
     ):
-        resolve("shard: {stage: 3}\n", objects=[RivalConfig(level=1)]).with_proposals(
-            ["shard", "rival-one"], toys
-        )
+        resolve("shard: {stage: 3}\n", objects=[RivalConfig(level=1)]).with_proposals(["shard", "rival-one"])
 
 
-def test_a_proposal_contradicting_what_somebody_set_is_an_error(resolve, toys):
+def test_a_proposal_contradicting_what_somebody_set_is_an_error(resolve):
     yaml = "shard: {stage: 3}\naccumulation: {adjust_scheduler: true}\n"
     with pytest.raises(ConfigError, match=r"wants False, but it is True by accel.yaml:2:16"):
-        resolve(yaml).with_proposals(["shard"], toys)
+        resolve(yaml).with_proposals(["shard"])
 
 
 def test_the_digest_tells_configs_apart_but_not_machines(resolve):
