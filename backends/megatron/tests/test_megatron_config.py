@@ -57,6 +57,11 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], says: str) -
     assert any(name in str(caught.value) for name in options)
 
 
+def test_none_of_several_is_as_good_as_not_said() -> None:
+    nothing = dict.fromkeys(("consumed_samples", "custom_train_step_kwargs", "other_megatron_args"))
+    assert MegatronLMPlugin(**nothing) == MegatronLMPlugin()
+
+
 def test_a_batch_is_cut_into_one_micro_batch_a_stage_unless_told() -> None:
     assert MegatronLMPlugin().micro_batches == 1
     assert MegatronLMPlugin(pp_degree=4).micro_batches == 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from attrs import frozen
@@ -18,6 +18,11 @@ _GONE: Final[Mapping[str, str]] = {
     "set_all_logging_options": "megatron-core writes no logs; use log_with and accelerator.log",
 }
 """What megatron-core 0.16 has no place for -> what to do instead."""
+
+
+def _filled(kind: type) -> Callable[[Any], Any]:
+    """None, by which others say that there is nothing, is an empty one."""
+    return lambda value: kind(value or ())
 
 
 @frozen(kw_only=True)
@@ -93,10 +98,15 @@ class MegatronLMPlugin(KwargsHandler):
         None, python_only=True, help="(these options, **kwargs) -> object with megatron-core's forward_step."
     )
     custom_train_step_kwargs: Mapping[str, Any] = option(
-        {}, python_only=True, help="What custom_train_step_class is made with."
+        {},
+        converter=_filled(dict),
+        python_only=True,
+        help="What custom_train_step_class is made with.",
     )
     other_megatron_args: Mapping[str, Any] = option(
-        {}, help="Fields of megatron-core's transformer, optimizer and data-parallel configs, by name."
+        {},
+        converter=_filled(dict),
+        help="Fields of megatron-core's transformer, optimizer and data-parallel configs, by name.",
     )
     megatron_dataset_flag: bool = option(
         False, help="Batches are of megatron-core's datasets: tokens, labels and loss_mask; or text."
@@ -106,7 +116,7 @@ class MegatronLMPlugin(KwargsHandler):
     )
     consumed_samples: Sequence[int] = option(
         (),
-        converter=tuple,
+        converter=_filled(tuple),
         help="Samples of training, validation and test that indexed_loaders leaves out at the start.",
     )
     eval_iters: int = option(100, minimum=1, help="Batches that a pass of the validation loader has.")
