@@ -264,7 +264,7 @@ def _scheduler(run: Run, scheduler: Any) -> PreparedScheduler:
     unit.schedulers.append(inner)
     return PreparedScheduler(
         inner,
-        optimizer,
+        [optimizer],
         follows=run.config.step_scheduler_with_optimizer,
         each_micro_batch=not run.config.accumulation.adjust_scheduler,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -93,19 +93,25 @@ class PreparedScheduler(LRScheduler):
     """
 
     def __init__(
-        self, scheduler: Any, optimizer: PreparedOptimizer, *, follows: bool, each_micro_batch: bool = False
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        *,
+        follows: bool,
+        each_micro_batch: bool = False,
     ) -> None:
         # Not LRScheduler.__init__: it would step the inner optimizer's rate once more.
-        self.__dict__.update(scheduler=scheduler, _prepared=optimizer)
+        self.__dict__.update(scheduler=scheduler, _optimizers=tuple(optimizers))
         self.__dict__.update(_follows=follows, _each=each_micro_batch)
         if each_micro_batch:  # else torch warns that the optimizer has not stepped before the first
             scheduler.optimizer._opt_called = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the inner scheduler, if its optimizer was applied at this boundary."""
-        optimizer = self._prepared
-        if self._follows and not (optimizer.applied if optimizer.unit.window.boundary else self._each):
-            return
+        if self._follows:
+            for optimizer in self._optimizers:
+                if not (optimizer.applied if optimizer.unit.window.boundary else self._each):
+                    return
         self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +134,7 @@ class PreparedScheduler(LRScheduler):
         return rates
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("scheduler", "_prepared", "_follows", "_each"):
+        if name in ("scheduler", "_optimizers", "_follows", "_each"):
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
