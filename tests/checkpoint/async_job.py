@@ -257,6 +257,12 @@ def waited_for_on_a_terminal(folder: str) -> str:
     flight.PROGRESS_SECONDS = 0.01
     with writers_wait() as gate, redirect_stderr(shown):
         job.accelerator.save_state(Path(folder) / "here", wait=False)
-        threading.Timer(0.3, gate.set).start()
+
+        def write_when_shown() -> None:
+            while job.rank == 0 and not shown.getvalue():
+                time.sleep(0.01)
+            gate.set()
+
+        threading.Thread(target=write_when_shown, daemon=True).start()
         job.accelerator.wait_for_checkpoint()
     return shown.getvalue()

@@ -25,7 +25,7 @@ def _train(folder: str, kill_at: int | None, accumulate: int) -> dict[int, str]:
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2)])
 def test_digits_killed_and_resumed_is_bitwise_the_same(tmp_path, world, accumulate):
     whole = run(tmp_path / "whole", world, accumulate)
-    kill_at = random.Random().randrange(2 * SAVE_EVERY * accumulate, STEPS)
+    kill_at = random.Random(f"{world} {accumulate}").randrange(2 * SAVE_EVERY * accumulate, STEPS)
     with pytest.raises(ProcessError):
         run(tmp_path / "killed", world, accumulate, kill_at)
     resumed = run(tmp_path / "killed", world, accumulate)
