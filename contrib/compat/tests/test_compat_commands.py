@@ -43,6 +43,12 @@ commands: [ls]
 """
 
 
+@pytest.fixture(autouse=True)
+def nobody_has_a_config_of_ones_own(monkeypatch, tmp_path):
+    for module in (launch, test, tpu):
+        monkeypatch.setattr(module, "default_config_file", str(tmp_path / "none.yaml"))
+
+
 @pytest.fixture
 def file(tmp_path) -> str:
     path = tmp_path / "config.yaml"

@@ -72,6 +72,12 @@ def test_a_port_of_zero_is_any_free_one():
     assert command(parse(["--main_process_port", "0", "train.py"], None))[2:] == ["train.py"]
 
 
+def test_the_devices_asked_for_are_those_of_whatever_kind_there_is():
+    found = environment(parse(["--gpu_ids", "0,2", "train.py"], None).settings)
+
+    assert (found["CUDA_VISIBLE_DEVICES"], found["ASCEND_RT_VISIBLE_DEVICES"]) == ("0,2", "0,2")
+
+
 def test_a_program_that_is_no_python_is_refused():
     with pytest.raises(ConfigError, match="no_python: workers are Python programs here"):
         launch(parse(["--no_python", "train.sh"], None))

@@ -19,6 +19,16 @@ from accel_core import ConfigError
 __all__ = ["accel", "command", "environment", "launch"]
 
 _NAMES = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "HABANA_VISIBLE_MODULES",
+    "MLU_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "SDAA_VISIBLE_DEVICES",
+    "NEURON_RT_VISIBLE_CORES",
+)
 _STRATEGIES = {
     "use_fsdp": "ACCELERATE_USE_FSDP",
     "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
@@ -93,7 +103,7 @@ def environment(settings: Mapping[str, Any]) -> dict[str, str]:
         found["OMP_NUM_THREADS"] = str(settings["num_cpu_threads_per_process"])
     devices = settings.get("gpu_ids", "all")
     if devices != "all":
-        found["CUDA_VISIBLE_DEVICES"] = str(devices)
+        found |= dict.fromkeys(_VISIBLE, str(devices))  # each kind of device reads its own
     return found
 
 

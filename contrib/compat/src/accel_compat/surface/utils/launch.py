@@ -64,7 +64,8 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     Raises:
         ConnectionError: the port is in use, on the first of several machines.
     """
-    port = get_free_port() if args.main_process_port == 0 else args.main_process_port or 29500
+    chosen = args.main_process_port != 0
+    port = args.main_process_port or 29500 if chosen else get_free_port()
     args.main_process_port = port
     args.nproc_per_node = str(args.num_processes // max(args.num_machines, 1))
     if args.num_machines > 1:
@@ -75,7 +76,8 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
         args.master_addr, args.master_port = str(args.main_process_ip), str(port)
     else:
         args.rdzv_endpoint = f"{args.main_process_ip}:{port}"
-    if (args.num_machines <= 1 or int(args.machine_rank) == 0) and is_port_in_use(port):
+    listens = args.num_machines <= 1 or int(args.machine_rank) == 0
+    if chosen and listens and is_port_in_use(port):
         if args.num_machines > 1:
             raise ConnectionError(
                 f"Tried to launch distributed communication on port `{port}`, but another process is"

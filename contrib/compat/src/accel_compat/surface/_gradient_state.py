@@ -1,0 +1,124 @@
+"""Where the current run is in its accumulation window and in its dataloader, for all who ask."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+from accel_compat import runs
+from accel_core import PreparedLoader
+
+__all__ = ["GradientState", "SharedDict"]
+
+SharedDict = dict
+_END = "end_of_dataloader"
+
+
+class GradientState:
+    """Where the current run is in its accumulation window and in its dataloader."""
+
+    _shared_state: ClassVar[dict[str, Any]] = SharedDict()
+
+    plugin_kwargs: dict[str, Any]
+    _begun: list[Any]
+    """Weak references to the loaders made by hand that are being iterated."""
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.__dict__.update(plugin_kwargs={}, is_xla_gradients_synced=False, _alone=True, _begun=[])
+        if gradient_accumulation_plugin is not None:
+            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a state."""
+        return self._shared_state != {}
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is its window's last."""
+        run = runs.newest()
+        return bool(self.__dict__["_alone"]) if run is None else run.window.boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._set_sync_gradients(value)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        run = runs.newest()
+        self.__dict__["_alone"] = sync_gradients
+        if run is not None:
+            run.window.boundary = sync_gradients
+            for unit in run.units:
+                unit.window.boundary = sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of a window."""
+        run = runs.newest()
+        return int(self.plugin_kwargs.get("num_steps", 1)) if run is None else run.accumulation_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers step once a window."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the loader's last batch ends a window."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being iterated, the innermost last, after a None."""
+        run = runs.newest()
+        by_hand = [loader for loader in (each() for each in self._begun) if loader is not None]
+        return [None, *(run.active_loaders if run is not None else ()), *by_hand]
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        self._begun.append(weakref.ref(dataloader))
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        self._begun[:] = [each for each in self._begun if each() not in (None, dataloader)]
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader that is being iterated."""
+        return self.dataloader_references[-1]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the innermost loader handed out its last batch."""
+        loader = self.active_dataloader
+        return bool(loader.last if isinstance(loader, PreparedLoader) else getattr(loader, _END, False))
+
+    @property
+    def remainder(self) -> int:
+        """Samples of that loader's last round, over all ranks; 0 if it is a full one, -1 if nobody knows."""
+        loader = self.active_dataloader
+        if loader is None or loader.drop_last:
+            return -1
+        if loader.remainder >= 0 or not isinstance(loader, PreparedLoader):
+            return int(loader.remainder)
+        try:
+            return int(loader.total_dataset_length % (loader.total_batch_size or 0))
+        except (TypeError, ZeroDivisionError):  # it has no length, or batches of no fixed size
+            return -1
+
+    @staticmethod
+    def _reset_state() -> None:
+        GradientState._shared_state.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
