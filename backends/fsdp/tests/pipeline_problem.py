@@ -280,6 +280,16 @@ def sum_of(model, batch):
     return F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum"), None
 
 
+def halved():
+    """The loss of a model that is of bfloat16 altogether."""
+    accelerator = accelerator_of(pp_size=2)
+    model = Gpt().bfloat16()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = accelerator.forward_backward(model, window(0), loss_of, microbatches=4).loss.item()
+    accelerator.end_training()
+    return found
+
+
 def short(schedule, microbatches):
     """The loss of a window of few micro-batches; what is said where torch's schedule cannot have so many."""
     accelerator = accelerator_of(pp_size=2, pp_schedule=schedule)

@@ -157,6 +157,11 @@ def test_the_first_step_draws_and_counts_no_more_than_others():
         assert mine, "the stage has no buffers"
 
 
+def test_a_loss_in_16_bits_reaches_all_ranks(native):
+    first, last = run_processes(problem.halved, world=2)
+    assert first == last == pytest.approx(native["losses"][0], rel=2e-2)
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_a_window_may_be_shorter_than_the_pipeline(schedule):
     losses = run_processes(problem.short, schedule, 1, world=2)

@@ -51,7 +51,7 @@ class Pipelined(Sharded):
         if phase == "parallelize":
             assert unit.mesh is not None
             group = unit.mesh.device_mesh.get_group("pp")
-            self._pipes[unit] = Pipe.of(model, self.config, group, self.run.device)
+            self._pipes[unit] = Pipe(model, self.config, group, self.run.device)
         if phase == "checkpoint" and self.config.activation_checkpointing and not blocks(model, self.config):
             if not wraps(model, self.config):
                 raise ConfigError(

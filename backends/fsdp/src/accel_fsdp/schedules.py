@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, StepOutput
-from accel_fsdp.stages import Left, Running, cut, points_of
+from accel_fsdp.stages import Left, cut, points_of
 from accel_fsdp.ties import Ties
 
 if TYPE_CHECKING:
@@ -50,44 +50,37 @@ class Pipe:
     def __init__(
         self,
         model: nn.Module,
-        kind: type[Any],
-        running: Running,
-        pieces: Mapping[int, Sequence[nn.Module]],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self.model, self.kind, self.running, self.pieces = model, kind, running, pieces
-        self.group, self.device = group, device
-        self.rank, self.stages = dist.get_rank(group), len(pieces)
-        self.window: _Window | None = None
-        self.ties = Ties(pieces, group, device)
-        self._schedules: dict[Any, Any] = {}
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
         config: FullyShardedDataParallelPlugin,
         group: dist.ProcessGroup,
         device: torch.device,
-    ) -> Pipe:
+    ) -> None:
         """Cut the model as the config says; give up what is not this rank's.
 
         Raises:
             ConfigError: stages and ranks do not go together, or the model cannot be cut.
         """
-        kind, ranks, rank = get_schedule_class(config.pp_schedule), group.size(), dist.get_rank(group)
-        single = issubclass(kind, PipelineScheduleSingle)
-        points = points_of(model, config.pp_split_points, ranks if single else 2 * ranks)
-        stages = len(points) + 1
-        if stages % ranks or (stages == ranks) is not single:
-            wanted = f"{ranks} stages" if single else f"several times {ranks} stages"
+        self.model, self.group, self.device = model, group, device
+        self.kind, self.rank, ranks = (
+            get_schedule_class(config.pp_schedule),
+            dist.get_rank(group),
+            group.size(),
+        )
+        self.single = issubclass(self.kind, PipelineScheduleSingle)
+        points = points_of(model, config.pp_split_points, ranks if self.single else 2 * ranks)
+        self.stages = len(points) + 1
+        if self.stages % ranks or (self.stages == ranks) is not self.single:
+            wanted = f"{ranks} stages" if self.single else f"several times {ranks} stages"
             raise ConfigError(
                 f"fsdp.pp_schedule {config.pp_schedule!r} on {ranks} ranks needs {wanted}, and"
-                f" {', '.join(points)} make {stages}\nname other split points, or another schedule"
+                f" {', '.join(points)} make {self.stages}\nname other split points, or another schedule"
             )
-        running, pieces = cut(model, points, range(rank, stages, ranks))
-        return cls(model, kind, running, pieces, group, device)
+        self.mine = range(self.rank, self.stages, ranks)
+        self.last = (self.stages - 1) % ranks
+        """The rank that has the last stage."""
+        self.running, self.pieces = cut(model, points, self.mine)
+        self.ties = Ties(self.pieces, group, device)
+        self.window: _Window | None = None
+        self._schedules: dict[Any, Any] = {}
 
     def run(
         self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: int
@@ -97,7 +90,7 @@ class Pipe:
         self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches, forward_only)
-        last = (self.stages - 1) % self.group.size() == self.rank
+        last = self.rank == self.last
         self.ties.summed &= forward_only
         try:
             with torch.no_grad() if forward_only else nullcontext():
@@ -114,9 +107,9 @@ class Pipe:
 
     def _output(self, window: _Window, last: bool) -> StepOutput:
         found = [window.outputs[number] for number in range(len(window.batches))] if last else []
-        losses = [loss for loss, _ in found]
+        losses = [loss.float() for loss, _ in found]
         loss = torch.stack(losses).sum() / window.divisor if last else torch.empty((), device=self.device)
-        dist.broadcast(loss, group=self.group, group_src=(self.stages - 1) % self.group.size())
+        dist.broadcast(loss, group=self.group, group_src=self.last)
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
 
     def _schedule(self, batches: Sequence[Any], forward_only: bool) -> Any:
@@ -132,20 +125,19 @@ class Pipe:
             )
         key = len(batches), shapes[0], forward_only
         if key not in self._schedules:
-            mine = range(self.rank, self.stages, self.group.size())
             stages = [
                 PipelineStage(_Stage(self, number), number, self.stages, self.device, group=self.group)
-                for number in mine
+                for number in self.mine
             ]
             self._schedules[key] = self._made(stages, len(batches))
         return self._schedules[key]
 
     def _made(self, stages: Sequence[PipelineStage], microbatches: int) -> Any:
-        kind, single = self.kind, issubclass(self.kind, PipelineScheduleSingle)
+        kind: Any = self.kind
         if kind is Schedule1F1B and microbatches < self.stages:
             kind = ScheduleGPipe  # there is nothing to alternate: 1F1B, too, would begin with all forwards
         try:
-            return kind(stages[0] if single else stages, microbatches, loss_fn=_loss, scale_grads=False)
+            return kind(stages[0] if self.single else stages, microbatches, loss_fn=_loss, scale_grads=False)
         except ValueError as error:
             raise AccelError(
                 f"pipeline: {self.kind.__name__} cannot run {microbatches} micro-batches: {error}\n"
