@@ -27,6 +27,9 @@ NOT_RUN = (
     ("* + deepspeed", LEVELS, "wants the chip's own library"),
     ("xla*", ("processes",), "XLA's CPU device serves one process"),
     ("*size *", LEVELS[:3], "one process is no such grid"),
+    ("*, *", LEVELS[:2], "as without options"),
+    ("*_degree *", ("training",), "its ranks do not all share a model"),
+    ("*_degree *", LEVELS[3:], "with both degrees"),
     ("* + *", ("packaging", "device", "checkpoints"), "see its parts"),
 )
 """(stacks, levels, why): what the kit does not run, and the first reason that fits."""

@@ -18,7 +18,7 @@ test_2_training.py::test_forward_runs_in_the_precision[fp16]  # weights are in 1
 """
 SHARDED = "use_distributed_optimizer=true"
 OTHERS = f"ddp,fsdp,megatron@1,megatron@2:megatron.pp_degree=2,megatron@2:megatron.{SHARDED}"
-BESIDE = [pytest.mark.slow, pytest.mark.together]
+GRID = ("tp_degree=2", "pp_degree=2", SHARDED)
 INTERLEAVED = ("pp_degree=2", "num_layers_per_virtual_pipeline_stage=1")
 
 
@@ -54,25 +54,26 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("levels", "world", "settings", "partners"),
+    ("levels", "worlds", "settings", "partners"),
     [
-        ("2", 2, ("pp_degree=2",), ""),
-        ("2", 2, ("tp_degree=2",), ""),
-        ("3", 4, ("tp_degree=2", "pp_degree=2", SHARDED), ""),
-        pytest.param("2,3,4", 1, (), "ddp,fsdp", marks=BESIDE),
-        pytest.param("3,4", 2, ("pp_degree=2",), "ddp,fsdp", marks=BESIDE),
-        pytest.param("3,4", 2, ("tp_degree=2",), "ddp,fsdp", marks=BESIDE),
-        pytest.param("2,3,4", 2, ("tp_degree=2", "sequence_parallelism=true"), "", marks=pytest.mark.slow),
-        pytest.param("3,4", 2, (SHARDED,), "ddp,fsdp", marks=BESIDE),
-        pytest.param("2,3,4", 2, INTERLEAVED, "", marks=pytest.mark.slow),
-        pytest.param("2,4", 4, ("tp_degree=2", "pp_degree=2", SHARDED), OTHERS, marks=BESIDE),
-        pytest.param("3,4", 4, (*INTERLEAVED, SHARDED), "", marks=pytest.mark.slow),
-        pytest.param("3,4", 4, ("tp_degree=2", SHARDED), "", marks=pytest.mark.slow),
+        ("2", "2", ("pp_degree=2",), ""),
+        ("2", "2", ("tp_degree=2",), ""),
+        ("3", "4", GRID, ""),
+        *(
+            pytest.param(*each, "", marks=pytest.mark.slow)
+            for each in [
+                ("2,3,4", "2", INTERLEAVED),
+                ("2,3,4", "1,2", (SHARDED,)),
+                ("3,4", "4", (*INTERLEAVED, SHARDED)),
+                ("3,4", "4", ("tp_degree=2", SHARDED)),
+            ]
+        ),
+        pytest.param("2,4", "4", GRID, OTHERS, marks=[pytest.mark.slow, pytest.mark.together]),
     ],
 )
 @pytest.mark.timeout(600)
 def test_it_conforms_where_ranks_share_a_model(
-    tmp_path: Path, levels: str, world: int, settings: tuple[str, ...], partners: str
+    tmp_path: Path, levels: str, worlds: str, settings: tuple[str, ...], partners: str
 ) -> None:
-    options = ("--accel-level", levels, "--accel-world", str(world), "--accel-network", "megatron_network")
+    options = ("--accel-level", levels, "--accel-world", worlds, "--accel-network", "megatron_network")
     assert "0 failed, 0 xfailed" in kit(tmp_path, *options, settings=settings, partners=partners)
