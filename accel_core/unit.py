@@ -10,6 +10,7 @@ from attrs import define, field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.amp import GradScaler
@@ -124,12 +125,21 @@ class Unit:
         inside = not window.boundary and (window.index > 0 or not window.fresh)
         return inside or bool(self.waiting)
 
-    @contextmanager
-    def whole_window(self, batches: Iterator[Any], microbatches: int | None) -> Iterator[list[Any]]:
-        """The next batches as one window, in the context of its step: for schedules that take all at once."""
-        window, around = self.window, self.steps.step_context
+    def whole_window(
+        self, batches: Iterator[Any], microbatches: int | None
+    ) -> AbstractContextManager[list[Any]]:
+        """The next batches as one window, in the context of its step: for schedules that take all at once.
+
+        Raises StopIteration where there are fewer, as `next` does.
+        """
+        window = self.window
         taken = [next(batches) for _ in range(microbatches or window.size)]
         window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
+        return self._around(taken)
+
+    @contextmanager
+    def _around(self, taken: list[Any]) -> Iterator[list[Any]]:
+        around = self.steps.step_context
         with nullcontext() if around is None else around(self, taken[0]):
             yield taken
 

@@ -203,10 +203,11 @@ class Training:
         def of_chosen(first: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             return forward_loss(chosen, batch)
 
-        before, size = unit.window.items, unit.window.size
-        unit.window.items = items
+        window = unit.window
+        size, before = window.size, (window.index, window.boundary, window.items)
+        window.items = items
         unit.finishes |= items is not None
-        self.run.window = unit.window
+        self.run.window = window
         if self.run.refuse is not None:
             self.run.refuse(unit, not forward_only)
         try:
@@ -218,11 +219,11 @@ class Training:
                 forward_only,
             )
         finally:
-            unit.window.size = size  # of the next windows, whatever this one had
-            if forward_only:
-                unit.window.items = before
+            window.size = size  # of the next windows, whatever this one had
+            if forward_only:  # maybe in the midst of a window
+                window.index, window.boundary, window.items = before
         if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
-            unit.window.fresh = unit.reduced = False
+            window.fresh = unit.reduced = False
             unit.unscaled.clear()
             unit.waiting.update(unit.optimizers)
         return output

@@ -91,6 +91,18 @@ def test_an_evaluation_loop_inside_does_not_end_the_window(accelerator_of):
     assert seen == [False, True, False, True]
 
 
+def test_forward_only_inside_a_window_leaves_it_alone(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=3)
+    model, data, seen = accelerator.prepare(net()), batches(1), []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            seen.append(accelerator.sync_gradients)
+        accelerator.forward_backward(
+            model, data, lambda model, batch: (model(batch[0]).sum(), None), microbatches=1, forward_only=True
+        )
+    assert seen == [False, False, True] * 2
+
+
 def test_windows_of_two_units_do_not_disturb_each_other(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     a, b = accelerator.prepare(net(0), net(1))
@@ -243,3 +255,9 @@ def test_a_short_window_leaves_the_size_of_the_next_alone(accelerator_of):
         assert len(output.outputs) == found
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_whole_window_of_too_few_batches_stops_as_next_does(accelerator):
+    accelerator.prepare(net())
+    with pytest.raises(StopIteration), accelerator.run.units[0].whole_window(iter(batches(1)), 2):
+        pass
