@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_jobs import MODELS, VOCABULARY, accelerator, quiet
 
-from accel_core import AccelError
+from accel_core import AccelError, DataLoaderConfiguration
 from accel_core.testing import run_processes
 
 
@@ -124,6 +124,25 @@ def test_loaders_read_indexed_files(tmp_path: Path) -> None:
     for _, shapes, (length,), _ in run_processes(loaded, str(tmp_path), False):
         assert shapes == [(4, 12)] * 4
         assert length == 2
+
+
+def split() -> tuple[int, int, int]:
+    from accel_megatron import indexed_loaders
+
+    numbers = torch.arange(100)
+    ours = accelerator(
+        num_micro_batches=2,
+        train_iters=6,
+        eval_iters=3,
+        custom_megatron_datasets_provider_function=lambda counts: (numbers, numbers, None),
+        kwargs_handlers=[DataLoaderConfiguration(split_batches=True)],
+    )
+    train, valid, _ = indexed_loaders(ours, micro_batch_size=2)
+    return len(train), len(valid), len(next(iter(train)))
+
+
+def test_loaders_of_batches_that_are_split_have_as_many() -> None:
+    assert run_processes(split) == [(6, 3, 4)] * 2
 
 
 def consumed_elsewhere() -> None:

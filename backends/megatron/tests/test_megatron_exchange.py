@@ -108,3 +108,22 @@ def test_any_model_is_exported_by_its_own_names(tmp_path: Path) -> None:
 
 def test_without_its_own_steps_a_distributed_optimizer_is_left_out(tmp_path: Path) -> None:
     assert run_processes(distributed, str(tmp_path / "weights")) == [0.0, 0.0]
+
+
+def stepped_just_now(folder: str) -> float:
+    from accel_megatron import export_checkpoint, import_checkpoint
+
+    gathers = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    ours = accelerator(use_distributed_optimizer=True, other_megatron_args=gathers)
+    model = MODELS["gpt2"]()
+    model, optimizer = ours.prepare(model, optimizer_of(model))
+    step(ours, model, optimizer, 0)
+    export_checkpoint(ours, model, folder, optimizer=False)
+    wanted = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    import_checkpoint(ours, model, folder, optimizer=False)
+    found = ours.get_state_dict(model)
+    return max(float((found[name] - each).abs().max()) for name, each in wanted.items())
+
+
+def test_weights_that_are_still_on_their_way_are_waited_for(tmp_path: Path) -> None:
+    assert run_processes(stepped_just_now, str(tmp_path / "new")) == [0.0, 0.0]

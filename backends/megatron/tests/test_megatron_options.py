@@ -279,3 +279,31 @@ def contradicted() -> None:
 
 def test_options_that_contradict_the_model_or_each_other_are_refused() -> None:
     run_processes(contradicted, world=1)
+
+
+def too_late() -> None:
+    from accel_megatron import reconfigure
+
+    ours = accelerator(num_micro_batches=2)
+    ours.prepare(MODELS["gpt2"]())
+    assert reconfigure(ours, num_micro_batches=2, eval_iters=5).eval_iters == 5
+    with pytest.raises(AccelError, match="num_micro_batches: a model is prepared already, with 2, not 4"):
+        reconfigure(ours, num_micro_batches=4)
+
+
+def test_what_a_prepared_model_was_made_with_stays() -> None:
+    run_processes(too_late, world=1)
+
+
+def divided_again() -> None:
+    ours = accelerator(tp_degree=2)
+    model = MODELS["llama"]()
+    groups = [{"params": [each]} for each in model.parameters()]
+    with pytest.raises(AccelError, match="one tensor in megatron-core"):
+        ours.prepare(model, torch.optim.AdamW(groups))
+    ours.end_training()
+    accelerator(pp_degree=2).prepare(MODELS["llama"]())
+
+
+def test_a_model_that_could_not_be_prepared_leaves_the_ranks_to_others() -> None:
+    run_processes(divided_again)

@@ -75,7 +75,11 @@ def trained(options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tp_degree": 2}, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "seq_length": 11}],
+    [
+        {"tp_degree": 2},
+        {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "seq_length": 11},
+        {"pp_degree": 2, "encoder_seq_length": 11},
+    ],
 )
 def test_it_reads_computes_and_judges_each_micro_batch(options: dict[str, Any]) -> None:
     for found, wanted, shape in run_processes(trained, options):

@@ -172,8 +172,8 @@ def indexed_loaders(
     from accel_megatron.provided import plugin_of
 
     config: MegatronLMPlugin = plugin_of(accelerator).config
-    rows = micro_batch_size * config.micro_batches
-    counts = _counts(config, rows * accelerator.run.topology.readers)
+    rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
+    counts = _counts(config, rows * readers)
     provide, made = config.custom_megatron_datasets_provider_function, None
     if provide is None:
         made = indexed_datasets(data_path, samples=counts, **options)
@@ -183,7 +183,7 @@ def indexed_loaders(
             "leave out data_path and what else describes them"
         )
     starts = (*config.consumed_samples, 0, 0, 0)
-    passes = (counts[0] - starts[0], *(config.eval_iters * rows * accelerator.run.topology.readers,) * 2)
+    passes = (counts[0] - starts[0], *(config.eval_iters * rows * readers,) * 2)
     if passes[0] <= 0:
         raise ConfigError(
             f"megatron: of {counts[0]} samples to train on consumed_samples leaves none\n"
@@ -195,7 +195,7 @@ def indexed_loaders(
         else accelerator.prepare_data_loader(
             DataLoader(
                 dataset,
-                rows,
+                rows * readers if accelerator.run.config.data.split_batches else rows,
                 sampler=Onward(len(dataset), start, each),
                 num_workers=num_workers,
                 drop_last=True,

@@ -193,7 +193,7 @@ class Engine(nn.Module):
             )
         size, sequence = shape(batches, stages)
         if forward_loss is None:  # reads a batch as it likes
-            sequence = self.plugin.seq_length or sequence
+            sequence = self.plugin.seq_length or self.plugin.encoder_seq_length or sequence
         else:
             check_lengths(self.plugin, batches)
         chunks = self.chunks.run

@@ -82,6 +82,8 @@ def _described(
     unit = _unit(accelerator, model)
     engine, stepper = unit.plugin.engines[unit], unit.plugin.steppers.get(unit)
     chunks = engine.chunks.raw
+    if stepper is not None and not loading:
+        stepper.refresh()  # what was stepped may still be on its way to the other ranks
     found: dict[str, Any] = {"checkpoint_version": 3.0}
     for number, chunk in enumerate(chunks):
         found[_key(number, len(chunks))] = chunk.sharded_state_dict(metadata=dict(_METADATA))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor, nn
 
 from accel_core import ConfigError
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Provided", "build_model", "plugin_of", "reconfigure", "transformer_config"]
 
+_LATE: Final = frozenset(
+    {
+        "custom_megatron_datasets_provider_function",
+        "consumed_samples",
+        "eval_iters",
+        "eval_interval",
+        "train_iters",
+        "train_samples",
+    }
+)
+"""Options of loaders, which may be made when a model is there already."""
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 """Of sharded_state_dict: layers and experts by their own global numbers, not stacked."""
 
@@ -116,10 +127,10 @@ def plugin_of(accelerator: Accelerator) -> Any:
 def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
     """Set options before a model is prepared: any but the degrees, by which the ranks are divided already.
 
-    For libraries that learn them late. Gives all of the run's.
+    For libraries that learn them late. Gives all of the run's. Those of `indexed_loaders` may come later.
 
     Raises:
-        ConfigError: a degree was given, or a value is refused.
+        ConfigError: a degree was given, a value is refused, or it is too late.
     """
     plugin = plugin_of(accelerator)
     changed: MegatronLMPlugin = evolve(plugin.config, **options)
@@ -128,6 +139,13 @@ def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
             f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
             f" already, not into {library.Layout.of(changed, None)}\n"
             "give degrees to the Accelerator when it is made"
+        )
+    before, after = asdict(plugin.config, recurse=False), asdict(changed, recurse=False)
+    late = [name for name in after if after[name] != before[name] and name not in _LATE]
+    if late and plugin.engines:
+        raise ConfigError(
+            f"megatron.{late[0]}: a model is prepared already, with {before[late[0]]!r}, not"
+            f" {after[late[0]]!r}\nset it before, or when the Accelerator is made"
         )
     if reasons := list(settings.refuse_unknown(changed)):
         raise ConfigError(reasons[0])

@@ -119,6 +119,17 @@ class Megatron(MegatronState):
                 "leave it out, and say accelerator.skip_first_batches(loader, batches)"
             )
         new = unit not in self.engines
+        try:
+            self._prepare(unit, new)
+        except BaseException:  # of any kind: it goes on
+            if new and hasattr(unit.models[0], "chunks"):  # which may be prepared again
+                self.engines.pop(unit, None)
+                self.steppers.pop(unit, None)
+            elif new:
+                self.release(unit)
+            raise
+
+    def _prepare(self, unit: Unit, new: bool) -> None:
         weights = {
             name: each.detach() for name, each in unit.models[0].named_parameters()
         }  # before they are cast
