@@ -309,3 +309,18 @@ def test_a_prepared_loader_comes_out_of_a_pickle_as_itself():
     loader = Accelerator().prepare(torch.utils.data.DataLoader([1.0, 2.0]))
 
     assert pickle.loads(pickle.dumps(loader)) is loader
+
+
+@pytest.mark.parametrize("which", ["on_process", "on_local_process"])
+def test_a_process_that_is_alone_runs_what_is_for_another(which):
+    accelerator = Accelerator(cpu=True)
+    index = {which.removeprefix("on_") + "_index": 3}
+
+    assert getattr(accelerator, which)(**index)(lambda: "ran")() == "ran"
+
+
+def test_it_says_what_it_was_made_with():
+    accelerator = Accelerator(cpu=True, device_placement=False, step_scheduler_with_optimizer=False)
+
+    assert (accelerator.device_placement, accelerator.step_scheduler_with_optimizer) == (False, False)
+    assert (accelerator.has_fp8_handler, accelerator.delayed_fp8_autocast) == (False, False)

@@ -77,12 +77,12 @@ def read(given: dict[str, Any]) -> Asked:
         "megatron_lm_plugin": chosen.megatron,
         "has_lomo_optimizer": False,
         "fp8_enabled": False,
+        "delayed_fp8_autocast": False,
+        "has_fp8_handler": any(kept[name] for name in HANDLERS.values() if "recipe" in name),
     }
-    kept["dataloader_config"] = given["dataloader_config"]
-    kept["rng_types"] = given["rng_types"]
-    core = {
-        name: given[name] for name in ("device_placement", "project_dir", "step_scheduler_with_optimizer")
-    }
+    alike = {name: given[name] for name in ("device_placement", "step_scheduler_with_optimizer")}
+    kept |= {**alike, **{name: given[name] for name in ("dataloader_config", "rng_types")}}
+    core = {**alike, "project_dir": given["project_dir"]}
     core |= {
         "split_batches": bool(given["split_batches"]),
         "mixed_precision": _precision(given["mixed_precision"]),

@@ -19,7 +19,7 @@ from accel_compat.saying import say_once
 from accel_core import Run
 
 from ._arguments import STATE_PLUGINS, Asked, read
-from ._tracking import Tracking
+from ._ranks import Ranks
 from .state import AcceleratorState, GradientState, PartialState, distributed_type
 from .utils._enums import DistributedType
 from .utils._handlers import (
@@ -42,10 +42,8 @@ from .utils.constants import (
 )
 from .utils.operations import all_tensors, recursively_apply
 
-_MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 
-
-class Accelerator(Tracking):
+class Accelerator(Ranks):
     """As Accelerate documents it. `run`, and what else accel-core's Accelerator has, is there too."""
 
     autocast_handler: AutocastKwargs | None
@@ -112,21 +110,6 @@ class Accelerator(Tracking):
     # -- who and where ---------------------------------------------------------------------------
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """A member of the closed enum."""
-        return distributed_type(self.run)
-
-    @property
-    def num_processes(self) -> int:
-        """As the state has it; the run's where both states were reset, as TrainingArguments resets them."""
-        return int(self.state.num_processes) if PartialState._shared_state else self.run.world.size
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several processes have a device each, under no strategy with a name of its own."""
-        return self.use_distributed and self.distributed_type in _MULTI
-
-    @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP version 2 shards this run's models."""
         return bool(self.state.is_fsdp2)
@@ -140,39 +123,6 @@ class Accelerator(Tracking):
     def fp8_backend(self) -> None:
         """None: there is no fp8 yet."""
         return None
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """torch's mesh of the run, if it has one."""
-        return None if self.run.mesh is None else self.run.mesh.device_mesh
-
-    def _rank_along(self, dim: str) -> int:
-        return 0 if self.run.mesh is None else self.run.mesh.index(dim)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This process's rank among those that share tensors."""
-        return self._rank_along("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This process's stage."""
-        return self._rank_along("pp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This process's rank among those that share sequences."""
-        return self._rank_along("cp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This process's rank among the replicas."""
-        return self._rank_along("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This process's rank among those that shard one replica."""
-        return self._rank_along("dp_shard")
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
