@@ -123,6 +123,27 @@ def test_an_optimizer_can_be_told_that_it_was_skipped():
     assert schedule.get_last_lr() == [0.5]
 
 
+def test_an_optimizer_of_ones_own_class_is_of_that_class_and_runs_its_methods():
+    class Counting(AcceleratedOptimizer):
+        def __init__(self, optimizer):
+            super().__init__(optimizer)
+            self.steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            super().step(closure)
+
+    model = torch.nn.Linear(1, 1, bias=False)
+    mine = Counting(torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.item()
+    model(torch.ones(1)).backward()
+    mine.step()
+
+    assert isinstance(mine, Counting)
+    assert type(mine).__name__ == "Counting"
+    assert (mine.steps, model.weight.item()) == (1, before - 1.0)
+
+
 def test_a_prepared_loader_says_where_it_is():
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(list(range(10)), batch_size=4))

@@ -50,6 +50,7 @@ NAMES = {
     "accelerate.commands.tpu": ["tpu_command_launcher", "tpu_command_parser"],
     "accelerate.local_sgd": ["LocalSGD"],
     "accelerate.logging": ["get_logger"],
+    "accelerate.optimizer": ["AcceleratedOptimizer"],
     "accelerate.state": ["AcceleratorState", "GradientState"],
     "accelerate.tracking": [
         "AimTracker",
@@ -149,8 +150,8 @@ MORE = {
 """What has more arguments here than there."""
 MEGATRON = ("mixed_precision", "network_size_args", "optimizer_type", "scheduler_args")
 MEGATRON += ("tensorboard_logging_options", "training_args")
-NOT_COMPARED = {"init_trackers", "log", "print", "on_main_process", "on_local_main_process", "on_process"}
-NOT_COMPARED |= {"on_local_process", "validate_cpu_offload", "build_device_mesh", "get_device_mesh"}
+NOT_COMPARED = {"init_trackers", "log", "print", "on_main_process", "on_local_main_process"}
+NOT_COMPARED |= {"validate_cpu_offload", "build_device_mesh", "get_device_mesh"}
 NOT_COMPARED |= {f"MegatronLMPlugin.set_{what}" for what in MEGATRON}
 """Decorated there, so that their arguments do not show; or helpers of another one's own methods."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from accel_compat.refusing import unserved
@@ -26,14 +27,15 @@ class AcceleratedOptimizer(PreparedOptimizer):
     scaler: Any
     device_placement: bool
 
-    def __new__(cls, *_: Any, **__: Any) -> AcceleratedOptimizer:  # noqa: PYI034  it is of a subclass
-        """What a program makes has no unit; a run's own are made without this."""
-        return super().__new__(_ByHand)
-
     def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
-        # Not PreparedOptimizer.__init__: there is no unit (yet).
+        # Not PreparedOptimizer.__init__: there is no unit (yet). A run's own are made without this.
+        self.__class__ = _by_hand(type(self))  # type: ignore[arg-type]  # mypy takes its __hash__ for its type's
         self.__dict__.update(optimizer=optimizer, unit=None, applied=True)
         self.scaler, self.device_placement = scaler, device_placement
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless a window still has to apply them. None: as True."""
+        super().zero_grad(set_to_none is not False)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -78,6 +80,17 @@ class _ByHand(AcceleratedOptimizer):
         """Clear the gradients, unless a window still has to apply them."""
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none is not False)
+
+
+@cache
+def _by_hand(kind: type[AcceleratedOptimizer]) -> type[AcceleratedOptimizer]:
+    """The class for what a program makes, of this one or of its own subclass, whose methods come first."""
+    if kind is AcceleratedOptimizer:
+        return _ByHand
+    if issubclass(kind, _ByHand):
+        return kind
+    called = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind, _ByHand), called)
 
 
 def move_to_device(state: Any, device: Any) -> Any:
