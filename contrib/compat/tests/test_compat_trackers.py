@@ -186,8 +186,7 @@ def test_what_is_for_a_tracker_that_is_not_used_is_left_out():
     accelerator.init_trackers("project", init_kwargs={"wandb": {"name": "x"}})
     accelerator.log({"loss": 1.0}, log_kwargs={"wandb": {}})
 
-    with pytest.raises(ValueError, match="wandb is not an available tracker"):
-        accelerator.get_tracker("wandb")
+    assert type(accelerator.get_tracker("wandb")) is tracking.GeneralTracker, "it does nothing"
 
 
 def test_a_tracker_is_not_started_before_the_accelerator_is_there():
@@ -195,3 +194,32 @@ def test_a_tracker_is_not_started_before_the_accelerator_is_there():
 
     tracking.WandBTracker("run")
     assert PartialState._shared_state == {}
+
+
+def test_a_subclass_may_have_a_name_and_a_start_of_its_own(library):
+    made = library("wandb")
+
+    class Mine(tracking.WandBTracker):
+        name = "mine"
+
+        def start(self):
+            self.run = made.attached
+
+    accelerator = started(Mine("run"), config={"lr": 1})
+    assert made.config.update.call_args == call({"lr": 1}, allow_val_change=True)
+    assert accelerator.get_tracker("mine", unwrap=True) is made.attached
+
+
+def test_among_trackers_one_that_is_not_there_is_refused(library):
+    library("wandb")
+    with pytest.raises(ValueError, match="aim is not an available tracker"):
+        started(tracking.WandBTracker("run")).get_tracker("aim")
+
+
+def test_a_folder_is_asked_for_only_by_what_is_installed(monkeypatch):
+    monkeypatch.setattr(imports, "is_aim_available", lambda: False)
+    assert tracking.filter_trackers(["aim"]) == []
+
+    monkeypatch.setattr(imports, "is_aim_available", lambda: True)
+    with pytest.raises(ValueError, match="requires a `logging_dir`"):
+        tracking.filter_trackers(["aim"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,11 +114,17 @@ class _Hosted(_Wrapping):
     """Of the libraries that copy wandb's way: `init`, `config`, `run.log`, `run.finish`, on each process."""
 
     main_process_only = False
+    _library: ClassVar[str]
+    """Its name; `name` is a subclass's to choose."""
+
+    @cached_property
+    def library(self) -> Any:
+        """The module."""
+        return import_module(self._library)
 
     @on_main_process
     def start(self) -> None:
         """Begin the run; the project is called as the tracker's run."""
-        self.library: Any = import_module(self.name)
         self.run = self.library.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
@@ -147,7 +154,7 @@ class _WithImages(_Hosted):
 class WandBTracker(_WithImages):
     """Weights & Biases. Further arguments are `wandb.init`'s."""
 
-    name = "wandb"
+    name = _library = "wandb"
 
     @on_main_process
     def log_table(
@@ -167,13 +174,13 @@ class WandBTracker(_WithImages):
 class TrackioTracker(_Hosted):
     """Trackio. Further arguments are `trackio.init`'s."""
 
-    name = "trackio"
+    name = _library = "trackio"
 
 
 class SwanLabTracker(_WithImages):
     """SwanLab. Further arguments are `swanlab.init`'s."""
 
-    name = "swanlab"
+    name = _library = "swanlab"
 
 
 class CometMLTracker(_Wrapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cached_property
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -40,10 +41,14 @@ class MLflowTracker(GeneralTracker):
         self.nested_run = str_to_bool(nested) == 1 if isinstance(nested, str) else nested
         self.logging_dir, self.run_name, self.description = logging_dir, run_name, description
 
+    @cached_property
+    def library(self) -> Any:
+        """The module."""
+        return import_module("mlflow")
+
     @on_main_process
     def start(self) -> None:
         """Begin the run, in the experiment of that name."""
-        self.library: Any = import_module("mlflow")
         known = self.library.search_experiments(filter_string=f"name = '{self.experiment_name}'")
         experiment = (
             known[0].experiment_id

@@ -40,10 +40,11 @@ class Tracking(Preparing):
         """A tracker, or with `unwrap` what it wraps.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is none of that name, but others.
         """
-        if name not in self.run.trackers.names:
-            if not self.is_main_process:
+        names = self.run.trackers.names
+        if name not in names:
+            if not names or not self.is_main_process:
                 return GeneralTracker(_blank=True)
             raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
         made = super().get_tracker(name)

@@ -77,19 +77,21 @@ def filter_trackers(
         return [*(each for each in several if isinstance(each, GeneralTracker)), *get_available_trackers()]
     kept: list[LoggerType | str | GeneralTracker] = []
     for each in several:
-        asked = each if isinstance(each, GeneralTracker) else _known(each, logging_dir)
+        asked = each if isinstance(each, GeneralTracker) else _known(each)
         missing = isinstance(asked, LoggerType) and asked not in get_available_trackers()
-        if not missing and asked not in kept:
-            kept.append(asked)
+        if missing or asked in kept:
+            continue
+        if not isinstance(asked, GeneralTracker):
+            _require_folder(_word(asked), logging_dir)
+        kept.append(asked)
     return kept
 
 
-def _known(asked: Any, folder: Any) -> LoggerType | str:
+def _known(asked: Any) -> LoggerType | str:
     word = _word(asked)
     if word not in LOGGER_TYPE_TO_CLASS:
         known = [kind.value for kind in LoggerType]
         raise ValueError(f"Unsupported logging capability: {asked}. Choose between {known}")
-    _require_folder(word, folder)
     return LoggerType(word) if word in LoggerType.list() else word
 
 
