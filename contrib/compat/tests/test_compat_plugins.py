@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import BnbQuantizationConfig, MegatronLMPlugin, load_and_quantize_model
+from accelerate.utils import BnbQuantizationConfig, DeepSpeedPlugin, MegatronLMPlugin, load_and_quantize_model
 
 from accel_compat.converting import convert
 from accel_compat.refusing import NotServedError
@@ -122,6 +124,32 @@ def test_a_tracker_without_what_it_needs_cannot_be_made():
 
     with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
         GeneralTracker()
+
+
+def test_classes_that_deepspeed_fetches_whole_are_those_of_the_model(monkeypatch):
+    deepspeed = MagicMock()
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", deepspeed)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    DeepSpeedPlugin().set_moe_leaf_modules(model)
+    deepspeed.set_z3_leaf_modules.assert_not_called()
+    DeepSpeedPlugin(transformer_moe_cls_names="Linear,ReLU").set_moe_leaf_modules(model)
+    deepspeed.set_z3_leaf_modules.assert_called_once_with(model, [torch.nn.Linear, torch.nn.ReLU])
+
+    with pytest.raises(ValueError, match="Could not find a transformer layer class called 'Experts'"):
+        DeepSpeedPlugin(transformer_moe_cls_names="Experts").set_moe_leaf_modules(model)
+
+
+def test_transformers_can_be_told_the_deepspeed_config(monkeypatch):
+    theirs = MagicMock()
+    monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", theirs)
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    plugin.set_deepspeed_weakref()
+
+    (told,) = theirs.set_hf_deepspeed_config.call_args.args
+    assert told is plugin.dschf, "they hold it weakly"
+    assert told.is_zero3()
+    assert told.config["train_micro_batch_size_per_gpu"] == told.config["gradient_accumulation_steps"] == 1
+    assert "train_batch_size" not in told.config
 
 
 def test_quantizing_is_refused():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
 from accel_compat.saying import say_once
@@ -191,6 +193,41 @@ class DeepSpeedPlugin(Translated):
             section = config.setdefault(name, {"enabled": name == mixed_precision})
             if section.get("enabled") == "auto":
                 section["enabled"] = name == mixed_precision
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers know the config from now on: its `from_pretrained` shards under ZeRO 3.
+
+        Raises:
+            ImportError: transformers is not installed.
+        """
+        config = deepcopy(self.deepspeed_config)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(key, "auto") == "auto":
+                config[key] = 1
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        theirs: Any = import_module("transformers.integrations.deepspeed")
+        self.dschf = HfDeepSpeedConfig(config)  # they keep a weak reference
+        theirs.set_hf_deepspeed_config(self.dschf)
+
+    def set_moe_leaf_modules(self, model: Any) -> None:
+        """Let ZeRO 3 gather modules of the classes in `transformer_moe_cls_names` each as a whole.
+
+        Raises:
+            ValueError: the model has none of such a class.
+        """
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = os.environ.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        if self.transformer_moe_cls_names is None:
+            return
+        known = {type(module).__name__: type(module) for module in model.modules()}
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"Could not find a transformer layer class called '{name}' to wrap in the model."
+                )
+        import_module("deepspeed.utils").set_z3_leaf_modules(model, [known[name] for name in names])
 
     def is_zero3_init_enabled(self) -> bool | None:
         """Whether models are sharded while they are built."""
