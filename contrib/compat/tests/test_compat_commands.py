@@ -202,11 +202,28 @@ def parsed(*words: str) -> Namespace:
     return launch._validate_launch_command(args)[0]
 
 
+@pytest.mark.parametrize("called", [launch._validate_launch_command, launch.launch_command])
+def test_one_device_is_too_few_for_a_config_of_several(tmp_path, called):
+    written = tmp_path / "several.yaml"
+    written.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '0'\n")
+    args = launch.launch_command_parser().parse_args(["--config_file", str(written), "x.py"])
+
+    with pytest.raises(ValueError, match="Less than two GPU ids were configured"):
+        called(args)
+
+
 def test_one_processs_command_and_variables():
     command, found = launching.prepare_simple_launcher_cmd_env(parsed("--cpu", "--mixed_precision", "bf16"))
 
     assert command == [sys.executable, "x.py", "--lr", "1"]
     assert (found["ACCELERATE_USE_CPU"], found["ACCELERATE_MIXED_PRECISION"]) == ("True", "bf16")
+    assert (found["ACCELERATE_DYNAMO_BACKEND"], found["KMP_BLOCKTIME"]) == ("NO", "1")
+
+
+def test_affinity_is_asked_for_by_its_variable():
+    args = parsed("--cpu", "--enable_cpu_affinity")
+
+    assert launching.prepare_simple_launcher_cmd_env(args)[1]["ACCELERATE_CPU_AFFINITY"] == "1"
 
 
 def test_with_a_hostfile_mpirun_starts_it(monkeypatch):

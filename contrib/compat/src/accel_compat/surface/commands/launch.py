@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,8 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 def launch_command(args: Namespace) -> None:
     """Start what was parsed, wait for it, and exit as it did if it failed."""
-    _require_one(args)
     known = Namespace(**{name: value for name, value in vars(args).items() if name != "func"})
-    file = args.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
-    if file is not None:
-        load_config_from_file(file)  # its keys are checked as Accelerate does
+    _validate_launch_command(copy(args))  # the file is checked as Accelerate does
     code = launch(asked_by(known, Path(default_config_file)))
     if code:
         sys.exit(code)
@@ -60,6 +58,16 @@ def _require_one(args: Namespace) -> None:
         )
 
 
+def _require_devices(args: Namespace, defaults: Any) -> None:
+    ids = str(args.gpu_ids or defaults.gpu_ids or "all")
+    machines = args.num_machines or defaults.num_machines
+    if args.multi_gpu and ids != "all" and "," not in ids and machines <= 1:
+        raise ValueError(
+            "Less than two GPU ids were configured and tried to run on multiple GPUs. "
+            "Please ensure at least two are specified for `--gpu_ids`, or use `--gpu_ids='all'`."
+        )
+
+
 def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
     """The arguments, with the config file's for those not given; that file; whether its precision counts."""
     _require_one(args)
@@ -68,13 +76,14 @@ def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
         defaults = load_config_from_file(args.config_file)
         if not any(given(args).get(name) for name in (*STRATEGIES.values(), "multi_gpu")):
             _choose(args, defaults)
+        _require_devices(args, defaults)
         if defaults.compute_environment == ComputeEnvironment.LOCAL_MACHINE:
             _fill(args, defaults)
-        args.debug = bool(args.debug or defaults.debug)
         if args.num_processes == -1:
             raise ValueError("You need to manually pass in `--num_processes` using this config yaml.")
     elif args.num_processes is None:
         args.num_processes = torch.accelerator.device_count()
+    args.debug = bool(args.debug or getattr(defaults, "debug", False))
     from_file = not args.mixed_precision and getattr(defaults, "mixed_precision", None) is not None
     args.mixed_precision = args.mixed_precision or getattr(defaults, "mixed_precision", None) or "no"
     plain = {"num_machines": 1, "dynamo_backend": "no", "gpu_ids": "all", "use_cpu": args.cpu}
@@ -91,7 +100,7 @@ def _choose(args: Namespace, defaults: Any) -> None:
     if kind in STRATEGIES:
         setattr(args, STRATEGIES[kind], True)
     args.multi_gpu = kind.startswith("MULTI_") and kind != "MULTI_CPU"
-    args.use_parallelism_config = bool(defaults.parallelism_config)
+    args.use_parallelism_config = bool(getattr(defaults, "parallelism_config", None))
 
 
 def _fill(args: Namespace, defaults: Any) -> None:

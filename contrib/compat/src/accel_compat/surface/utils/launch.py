@@ -34,6 +34,8 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
         command += [sys.executable, *(["-m"] if args.module else [])]
     found = _environment(args)
     found["ACCELERATE_USE_CPU"] = str(bool(args.cpu or args.use_cpu))
+    if args.cpu or args.use_cpu:
+        found |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
     several = (args.num_processes or 1) > 1 or args.num_machines > 1
     if args.num_machines > 1 and None in (args.main_process_ip, args.main_process_port):
         raise ValueError("When using multiple machines, you need to specify the main process IP and port.")
@@ -118,7 +120,8 @@ def _environment(args: Namespace) -> dict[str, str]:
     idle = tuple(start for start, used in strategies.items() if not used)
     said = vars(args).items()
     told = {name: value for name, value in said if value is not None and not name.startswith(idle)}
-    return {**os.environ, **environment(told)}
+    found = {**os.environ, **environment(told), "ACCELERATE_DYNAMO_BACKEND": args.dynamo_backend.upper()}
+    return {**found, "ACCELERATE_CPU_AFFINITY": "1"} if args.enable_cpu_affinity else found
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
