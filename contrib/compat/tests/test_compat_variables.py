@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from peers import said
 
 needs_fsdp = pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
 
@@ -90,3 +91,20 @@ def test_a_devices_number_counts_for_a_process_that_is_alone(variables):
     variables(ACCELERATE_TORCH_DEVICE="cpu:3")
 
     assert str(Accelerator().device) == "cpu:3"
+
+
+def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    code = """
+    import json
+    from accelerate import Accelerator
+    from accel_compat.saying import _said
+
+    device = str(Accelerator().device)
+    print(json.dumps([device, [text for text in _said if "TORCH_DEVICE" in text]]))
+    """
+    variable = {"ACCELERATE_TORCH_DEVICE": "cpu:3"}
+    device, told = said(code, ours=True, environment=variable, processes=2)
+
+    assert device == "cpu"
+    assert told == ["ACCELERATE_TORCH_DEVICE=cpu:3: the number is left out; several processes share none"]

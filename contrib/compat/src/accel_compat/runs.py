@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+from accel_compat.saying import say_once
 from accel_core import AccelError, InitProcessGroupKwargs, Run
 
 if TYPE_CHECKING:
@@ -65,8 +66,12 @@ def host(cpu: bool, **group: Any) -> Run:
 
 def _place(run: Run) -> None:
     """A process that is alone is put on the very device that ACCELERATE_TORCH_DEVICE numbers."""
-    kind, _, number = os.environ.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
-    if not number or run.world.size > 1 or run.device.type != kind:
+    asked = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
+    kind, _, number = asked.partition(":")
+    if not number or run.device.type != kind:
+        return
+    if run.world.size > 1:
+        say_once(f"ACCELERATE_TORCH_DEVICE={asked}: the number is left out; several processes share none")
         return
     import torch
 
