@@ -191,7 +191,8 @@ class Accelerator(Ranks, Training, States):
             strategy: of the unit these objects make; default: the run's.
             name: of that unit, in checkpoints and messages.
 
-        Returns one object if one was given, else a tuple. Where it raises, units are as they were before.
+        Returns one object if one was given, else a tuple. Where it raises, the unit that it is about is as it
+        was before; units that were ready by then stay prepared.
 
         Raises:
             AccelError: an object of no known kind, an optimizer or scheduler whose model or optimizer is

@@ -154,3 +154,12 @@ def consumed_elsewhere() -> None:
 
 def test_samples_of_a_dataloader_of_ones_own_are_not_left_out_unsaid() -> None:
     run_processes(consumed_elsewhere, world=1)
+
+
+def nothing_consumed() -> int:
+    ours = accelerator(consumed_samples=[0, 0, 0])
+    return len(ours.prepare(MODELS["gpt2"](), torch.utils.data.DataLoader(list(range(8))))[1])
+
+
+def test_no_samples_are_nothing_to_leave_out() -> None:
+    assert run_processes(nothing_consumed, world=1) == [8]

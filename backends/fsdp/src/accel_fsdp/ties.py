@@ -34,7 +34,7 @@ class Ties:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Once weights are sharded: one parameter each, with the values of its first stage. Collective."""
+        """Once weights are sharded: one parameter each, with the values of its first rank. Collective."""
         if self._places:  # NCCL makes its communicator with all of a group, not with some who send
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         for places in self._places:

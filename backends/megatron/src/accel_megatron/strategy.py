@@ -113,7 +113,8 @@ class Megatron(MegatronState):
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Collective: weights become rank 0's. A late optimizer is made for the chunks that are there."""
-        if self.config.consumed_samples and any(not isinstance(each.sampler, Onward) for each in loaders):
+        skips = any(self.config.consumed_samples)
+        if skips and any(not isinstance(each.sampler, Onward) for each in loaders):
             raise ConfigError(
                 "megatron.consumed_samples is of accel_megatron.indexed_loaders; this is another DataLoader\n"
                 "leave it out, and say accelerator.skip_first_batches(loader, batches)"
