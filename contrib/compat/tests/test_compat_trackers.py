@@ -186,7 +186,9 @@ def test_what_is_for_a_tracker_that_is_not_used_is_left_out():
     accelerator.init_trackers("project", init_kwargs={"wandb": {"name": "x"}})
     accelerator.log({"loss": 1.0}, log_kwargs={"wandb": {}})
 
-    assert type(accelerator.get_tracker("wandb")) is tracking.GeneralTracker, "it does nothing"
+    blank = accelerator.get_tracker("wandb")
+    assert type(blank) is tracking.GeneralTracker
+    blank.log({"loss": 1.0}, step=1)  # and nothing happens
 
 
 def test_a_tracker_is_not_started_before_the_accelerator_is_there():

@@ -38,6 +38,9 @@ class GeneralTracker(accel_core.GeneralTracker):
                 f" Please define them in the class definition: {', '.join(missing)}"
             )
 
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """For subclasses to write; a blank one, of a process that does not log, does nothing."""
+
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.project, self._started = project, True
