@@ -117,6 +117,14 @@ def test_importing_the_package_imports_no_torch():
     )
 
 
+def test_importing_accelerate_leaves_out_what_takes_a_second():
+    rare = ["sympy", "torch.distributed.fsdp", "torch.distributed.tensor", "deepspeed"]
+    code = "import sys, accel_compat; accel_compat.install(); import accelerate, accelerate.utils"
+
+    done = python(f"{code}; print([name for name in {rare} if name in sys.modules])")
+    assert (done.stdout, done.returncode) == ("[]\n", 0)
+
+
 @pytest.mark.parametrize(
     "module", [name for name in inventory() if not name.startswith("accelerate.commands")]
 )

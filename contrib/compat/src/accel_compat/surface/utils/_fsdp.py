@@ -7,18 +7,11 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    ShardingStrategy,
-    StateDictType,
-)
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accel_compat.translating import Translated
 
@@ -30,7 +23,25 @@ from .constants import (
 )
 from .environment import parse_flag_from_env, str_to_bool
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        ShardingStrategy,
+        StateDictType,
+    )
+
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _torchs(name: str) -> Any:
+    """What torch.distributed.fsdp has: a second to import, which only those who shard wait for."""
+    return getattr(import_module("torch.distributed.fsdp"), name)
+
+
+def _policies() -> Any:
+    return import_module("torch.distributed.fsdp.wrap")
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
@@ -108,7 +119,7 @@ class FullyShardedDataParallelPlugin(Translated):
                 )
             asked = self.sharding_strategy or again or os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
             self.sharding_strategy = _member(
-                ShardingStrategy, FSDP_SHARDING_STRATEGY, asked, "sharding_strategy"
+                _torchs("ShardingStrategy"), FSDP_SHARDING_STRATEGY, asked, "sharding_strategy"
             )
             return
         if again is None and self.sharding_strategy is None:
@@ -128,7 +139,7 @@ class FullyShardedDataParallelPlugin(Translated):
             if self.forward_prefetch is not None:
                 raise ValueError("forward_prefetch is for fsdp_version=1; leave it unset")
         self.backward_prefetch = asked and _member(
-            BackwardPrefetch, FSDP_BACKWARD_PREFETCH, asked, "backward_prefetch"
+            _torchs("BackwardPrefetch"), FSDP_BACKWARD_PREFETCH, asked, "backward_prefetch"
         )
 
     def _set_wrapping(self) -> None:
@@ -143,11 +154,11 @@ class FullyShardedDataParallelPlugin(Translated):
             )
         self.auto_wrap_policy = None
         if policy.upper() == "TRANSFORMER_BASED_WRAP":
-            self.auto_wrap_policy = transformer_auto_wrap_policy
+            self.auto_wrap_policy = _policies().transformer_auto_wrap_policy
             names: Any = self.transformer_cls_names_to_wrap or os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
             self.transformer_cls_names_to_wrap = names.split(",") if isinstance(names, str) else names
         elif policy.upper() == "SIZE_BASED_WRAP":
-            self.auto_wrap_policy = size_based_auto_wrap_policy
+            self.auto_wrap_policy = _policies().size_based_auto_wrap_policy
             if self.min_num_params is None:
                 self.min_num_params = int(os.environ.get("FSDP_MIN_NUM_PARAMS", "0"))
 
@@ -171,30 +182,32 @@ class FullyShardedDataParallelPlugin(Translated):
         """Turn a bool into torch's object for this version."""
         if isinstance(self.cpu_offload, bool):
             if self.fsdp_version == 1:
-                self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
+                self.cpu_offload = _torchs("CPUOffload")(offload_params=self.cpu_offload)
             else:
-                self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else None
+                self.cpu_offload = _torchs("CPUOffloadPolicy")() if self.cpu_offload else None
 
     def validate_cpu_offload(self) -> None:
         """Raises ValueError if the offload object is of another version than this."""
-        if self.fsdp_version == 1 and isinstance(self.cpu_offload, CPUOffloadPolicy):
+        if self.fsdp_version == 1 and isinstance(self.cpu_offload, _torchs("CPUOffloadPolicy")):
             raise ValueError("cpu_offload must be a bool or CPUOffload with fsdp_version=1")
-        if self.fsdp_version == 2 and isinstance(self.cpu_offload, CPUOffload):
+        if self.fsdp_version == 2 and isinstance(self.cpu_offload, _torchs("CPUOffload")):
             raise ValueError("cpu_offload must be a bool or CPUOffloadPolicy with fsdp_version=2")
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
         """Choose what `state_dict` of a prepared model gives."""
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         asked = state_dict_type or self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE", default)
-        self.state_dict_type = _member(StateDictType, FSDP_STATE_DICT_TYPE, asked, "state_dict_type")
-        if self.fsdp_version == 2 and self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        self.state_dict_type = _member(
+            _torchs("StateDictType"), FSDP_STATE_DICT_TYPE, asked, "state_dict_type"
+        )
+        if self.fsdp_version == 2 and self.state_dict_type is _torchs("StateDictType").LOCAL_STATE_DICT:
             raise ValueError(
                 "state_dict_type LOCAL_STATE_DICT is for fsdp_version=1; take SHARDED_STATE_DICT"
             )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Find the classes of a transformer-based policy in this model."""
-        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+        if self.auto_wrap_policy is _policies().transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or ())
             found = {
@@ -205,11 +218,11 @@ class FullyShardedDataParallelPlugin(Translated):
                     raise ValueError(f"Could not find the transformer layer class {name} in the model.")
             classes = {cls for cls in found.values() if cls is not None}
             self.auto_wrap_policy = functools.partial(
-                transformer_auto_wrap_policy, transformer_layer_cls=classes
+                _policies().transformer_auto_wrap_policy, transformer_layer_cls=classes
             )
-        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+        elif self.auto_wrap_policy is _policies().size_based_auto_wrap_policy:
             self.auto_wrap_policy = (
-                functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+                functools.partial(_policies().size_based_auto_wrap_policy, min_num_params=self.min_num_params)
                 if self.min_num_params
                 else None
             )
@@ -218,9 +231,7 @@ class FullyShardedDataParallelPlugin(Translated):
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
         """Make torch's policy object for this version out of a name, a dtype or a dict."""
-        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        kind = _torchs("MixedPrecision" if self.fsdp_version == 1 else "MixedPrecisionPolicy")
         third = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
         if isinstance(mixed_precision, dict):
             self.mixed_precision_policy = kind(**mixed_precision)
@@ -235,9 +246,7 @@ class FullyShardedDataParallelPlugin(Translated):
 
     def validate_mixed_precision_policy(self) -> None:
         """Raises ValueError if the policy is of another version than this."""
-        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        kind = _torchs("MixedPrecision" if self.fsdp_version == 1 else "MixedPrecisionPolicy")
         if not isinstance(self.mixed_precision_policy, kind):
             raise ValueError(
                 f"mixed_precision_policy must be a torch.distributed.fsdp.{kind.__name__} with"
@@ -248,9 +257,9 @@ class FullyShardedDataParallelPlugin(Translated):
         """Policies are named again, so that ours find the model's classes themselves."""
         given = {"fsdp_version": self.fsdp_version, **super().translation()}
         policy = getattr(self.auto_wrap_policy, "func", self.auto_wrap_policy)
-        if policy is transformer_auto_wrap_policy:
+        if policy is _policies().transformer_auto_wrap_policy:
             given["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
-        elif policy is size_based_auto_wrap_policy:
+        elif policy is _policies().size_based_auto_wrap_policy:
             given["auto_wrap_policy"] = "SIZE_BASED_WRAP"
         return {
             name: getattr(self, name) if name == "cpu_offload" else value for name, value in given.items()

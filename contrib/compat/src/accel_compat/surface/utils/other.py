@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accel_compat import runs
 from accel_compat.refusing import unserved
@@ -61,6 +60,8 @@ compile_regions_fsdp2 = compile_regions
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether any parameter is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
