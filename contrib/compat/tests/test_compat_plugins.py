@@ -9,7 +9,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import BnbQuantizationConfig, DeepSpeedPlugin, MegatronLMPlugin, load_and_quantize_model
+from accelerate.utils import (
+    BnbQuantizationConfig,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    load_and_quantize_model,
+)
 
 from accel_compat.converting import convert
 from accel_compat.refusing import NotServedError
@@ -150,6 +156,15 @@ def test_transformers_can_be_told_the_deepspeed_config(monkeypatch):
     assert told.is_zero3()
     assert told.config["train_micro_batch_size_per_gpu"] == told.config["gradient_accumulation_steps"] == 1
     assert "train_batch_size" not in told.config
+
+
+def test_offloading_is_torchs_object_of_the_version():
+    made = [FullyShardedDataParallelPlugin(fsdp_version=version) for version in (1, 2)]
+
+    assert [type(each.cpu_offload).__name__ for each in made] == ["CPUOffload", "OffloadPolicy"]
+    for version in (1, 2):
+        with pytest.raises(ValueError, match="cpu_offload must be"):
+            FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload="all")
 
 
 def test_quantizing_is_refused():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import (
         BackwardPrefetch,
         CPUOffload,
-        CPUOffloadPolicy,
+        OffloadPolicy,
         ShardingStrategy,
         StateDictType,
     )
@@ -73,7 +73,7 @@ class FullyShardedDataParallelPlugin(Translated):
     backward_prefetch: str | BackwardPrefetch | None = None
     mixed_precision_policy: Any = None
     auto_wrap_policy: Callable[..., Any] | str | None = None
-    cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
+    cpu_offload: bool | CPUOffload | OffloadPolicy | None = None
     ignored_modules: Iterable[nn.Module] | str | None = None
     state_dict_type: str | StateDictType | None = None
     state_dict_config: Any = None
@@ -184,14 +184,16 @@ class FullyShardedDataParallelPlugin(Translated):
             if self.fsdp_version == 1:
                 self.cpu_offload = _torchs("CPUOffload")(offload_params=self.cpu_offload)
             else:
-                self.cpu_offload = _torchs("CPUOffloadPolicy")() if self.cpu_offload else None
+                self.cpu_offload = _torchs("CPUOffloadPolicy" if self.cpu_offload else "OffloadPolicy")()
 
     def validate_cpu_offload(self) -> None:
-        """Raises ValueError if the offload object is of another version than this."""
-        if self.fsdp_version == 1 and isinstance(self.cpu_offload, _torchs("CPUOffloadPolicy")):
-            raise ValueError("cpu_offload must be a bool or CPUOffload with fsdp_version=1")
-        if self.fsdp_version == 2 and isinstance(self.cpu_offload, _torchs("CPUOffload")):
-            raise ValueError("cpu_offload must be a bool or CPUOffloadPolicy with fsdp_version=2")
+        """Raises ValueError if the offload object is not of this version."""
+        name = "CPUOffload" if self.fsdp_version == 1 else "OffloadPolicy"
+        if not isinstance(self.cpu_offload, _torchs(name)):
+            raise ValueError(
+                f"cpu_offload must be a bool or a torch.distributed.fsdp.{name} with"
+                f" fsdp_version={self.fsdp_version}, not {self.cpu_offload!r}"
+            )
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
         """Choose what `state_dict` of a prepared model gives."""
@@ -261,6 +263,8 @@ class FullyShardedDataParallelPlugin(Translated):
             given["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         elif policy is _policies().size_based_auto_wrap_policy:
             given["auto_wrap_policy"] = "SIZE_BASED_WRAP"
+        if type(self.cpu_offload) is _torchs("OffloadPolicy"):
+            given.pop("cpu_offload", None)  # so that a file may ask for it, as where nothing was said
         return {
             name: getattr(self, name) if name == "cpu_offload" else value for name, value in given.items()
         }
