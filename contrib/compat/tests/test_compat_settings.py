@@ -169,3 +169,9 @@ def test_the_command_writes_a_file_that_accel_reads(tmp_path):
     again = CliRunner().invoke(compat, ["import", written(tmp_path, OLD), "-o", str(target)])
     assert again.exit_code == 1
     assert "is there already" in again.output
+
+
+def test_a_bare_no_is_the_word(tmp_path):
+    (tmp_path / "bare.yaml").write_text("mixed_precision: no\ndynamo_backend: NO\n")
+
+    assert read_file(str(tmp_path / "bare.yaml")) == {"mixed_precision": "no", "dynamo_backend": "no"}

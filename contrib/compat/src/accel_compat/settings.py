@@ -159,4 +159,5 @@ def _meant(settings: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"distributed_type {kind} is none of {known}\nchoose one of these")
     if settings.pop("use_cpu", False):
         settings["cpu"] = True
-    return settings
+    bare = [name for name in ("mixed_precision", "dynamo_backend") if settings.get(name) is False]
+    return {**settings, **dict.fromkeys(bare, "no")}
