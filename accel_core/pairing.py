@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import AccelError, ConfigError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from accel_core.run import Run
     from accel_core.unit import Unit
+
+    _Known = tuple[weakref.ref[nn.Parameter], Unit, str]
 
 __all__ = ["Group", "Homes", "check_schedulers", "paired"]
 
@@ -46,9 +48,21 @@ class Homes:
         """The canonical name of a parameter that has a unit."""
         return self._names[id(parameter)]
 
-    def forget(self, *, but: Collection[Unit] = ()) -> None:
-        """Drop everything, but what is of these units."""
-        for key in [key for key, unit in self._units.items() if unit not in but]:
+    def copy(self) -> list[_Known]:
+        """What is known now, for `restore`."""
+        return [(alive, self._units[key], self._names[key]) for key, alive in self._alive.items()]
+
+    def restore(self, known: Iterable[_Known]) -> None:
+        """Know what was known when this copy was made, and nothing else."""
+        self.forget()
+        for alive, unit, name in known:
+            parameter = alive()
+            if parameter is not None:
+                self.add(parameter, unit, name)
+
+    def forget(self) -> None:
+        """Drop everything."""
+        for key in list(self._alive):
             self._drop(key)
 
     def _drop(self, key: int) -> None:

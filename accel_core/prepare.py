@@ -94,7 +94,7 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
 @contextmanager
 def _all_or_nothing(run: Run, unit: Unit) -> Iterator[None]:
     """A unit that could not be built is what it was before; what plugins did to the objects stays done."""
-    known, config = list(run.units), unit.config
+    known, config, homes = list(run.units), unit.config, run.homes.copy()
     before = {name: list(getattr(unit, name)) for name in _GROWING}
     try:
         yield
@@ -106,9 +106,7 @@ def _all_or_nothing(run: Run, unit: Unit) -> Iterator[None]:
         unit.config = config
         unit.record_aliases()
         run.units[:] = known
-        run.homes.forget(but=known)
-        for each in known:
-            run.homes.settle(each)
+        run.homes.restore(homes)
         raise
     run.trained = [unit for unit in run.units if unit.optimizers]
 

@@ -122,6 +122,18 @@ def test_a_model_that_was_refused_late_is_not_half_known(accelerator_of, monkeyp
         accelerator.prepare(SGD(model.parameters(), lr=0.1))
 
 
+def test_a_model_that_could_not_join_a_unit_is_not_known(accelerator):
+    first, second = net(0), net(1)
+    optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    accelerator.prepare(first)
+    (unit,) = accelerator.run.units
+    unit.hooks.wrap_optimizer = refusing
+    with pytest.raises(ValueError, match="not this one"):
+        accelerator.prepare(second, optimizer)
+    assert accelerator.run.homes.units_of(first.parameters()) == {unit}
+    assert accelerator.run.homes.units_of(second.parameters()) == {None}
+
+
 def test_a_loader_that_cannot_be_had_is_refused_before_anything_is_prepared(accelerator_of):
     accelerator = accelerator_of(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
 
