@@ -195,7 +195,16 @@ class Training:
 
         On all ranks. Returns the loss of the micro-batches together (0-dim, detached) and what `forward_loss`
         gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
+
+        Raises:
+            AccelError: `microbatches` is less than 1, or the model is not prepared.
+            StopIteration: there are fewer batches.
         """
+        if microbatches is not None and microbatches < 1:
+            raise AccelError(
+                f"forward_backward: microbatches is {microbatches}, and a window has at least 1\n"
+                "leave it out for gradient_accumulation_steps, or what the strategy says"
+            )
         (unit,) = self._units([model])
         several = zip(unit.wrapped, unit.models, unit.given, strict=True)
         chosen = next(known[0] for known in several if any(model is each for each in known))

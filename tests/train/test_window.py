@@ -257,6 +257,12 @@ def test_a_short_window_leaves_the_size_of_the_next_alone(accelerator_of):
         optimizer.zero_grad()
 
 
+def test_a_window_of_no_batches_is_refused(accelerator):
+    model = accelerator.prepare(net())
+    with pytest.raises(AccelError, match="microbatches is 0, and a window has at least 1"):
+        accelerator.forward_backward(model, [], lambda *_: None, microbatches=0)
+
+
 def test_a_whole_window_of_too_few_batches_stops_as_next_does(accelerator):
     accelerator.prepare(net())
     with pytest.raises(StopIteration), accelerator.run.units[0].whole_window(iter(batches(1)), 2):
