@@ -45,7 +45,7 @@ class TestedStack:
         settings: Mapping[str, str] | None = None,
         network: str | None = None,
     ) -> TestedStack:
-        """The stack that `text` names, such as sim+ddp+bf16.
+        """The stack that `text` names, such as sim+acme+bf16.
 
         Raises:
             PluginError: a name is unknown, cannot be used here, or two are of one slot.
