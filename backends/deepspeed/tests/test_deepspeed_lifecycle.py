@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from accel_core import ConfigError
 from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
 
@@ -144,6 +145,23 @@ def released(stage: int) -> dict[str, bool]:
     optimizer.step()
     ours.end_training()
     return found
+
+
+def refused() -> bool:
+    """Whether DeepSpeed is still in use after a model that it could not take."""
+    from accel_deepspeed.library import _users
+
+    ours = accelerator(
+        DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}})
+    )
+    module = network()
+    with pytest.raises(ConfigError, match="stage 0"):
+        ours.prepare(module, sgd(module.parameters()))
+    return bool(_users)
+
+
+def test_a_refused_model_leaves_nothing_of_deepspeed() -> None:
+    assert run_processes(refused, world=1, timeout=120) == [False]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

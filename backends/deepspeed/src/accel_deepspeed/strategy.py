@@ -125,7 +125,13 @@ class DeepSpeed(SharedSequences, EngineState):
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Collective: weights become rank 0's. A late optimizer has the engine built anew, in its place."""
-        engine = self._engine(unit)
+        new = unit not in self._units
+        try:
+            engine = self._engine(unit)
+        except BaseException:  # of any kind: it goes on
+            if new and unit in self._units:
+                self.release(unit)
+            raise
         unit.gathers = engine.zero_optimization_partition_weights()
         if unit.wrapped:
             held: Any = unit.wrapped[0]
