@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_jobs import MODELS, VOCABULARY, accelerator, quiet
 
-from accel_core import AccelError, DataLoaderConfiguration
+from accel_core import AccelError, ConfigError, DataLoaderConfiguration
 from accel_core.testing import run_processes
 
 
@@ -143,6 +143,18 @@ def split() -> tuple[int, int, int]:
 
 def test_loaders_of_batches_that_are_split_have_as_many() -> None:
     assert run_processes(split) == [(6, 3, 4)] * 2
+
+
+def two_of_three() -> None:
+    from accel_megatron import indexed_loaders
+
+    ours = accelerator(train_iters=6, custom_megatron_datasets_provider_function=lambda counts: counts[:2])
+    with pytest.raises(ConfigError, match=r"gave 2 dataset\(s\)\nreturn three"):
+        indexed_loaders(ours, micro_batch_size=2)
+
+
+def test_a_provider_of_other_than_three_datasets_is_refused() -> None:
+    run_processes(two_of_three, world=1)
 
 
 def consumed_elsewhere() -> None:

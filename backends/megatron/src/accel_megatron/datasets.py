@@ -182,6 +182,12 @@ def indexed_loaders(
             "indexed_loaders: custom_megatron_datasets_provider_function makes the datasets itself\n"
             "leave out data_path and what else describes them"
         )
+    datasets = made or tuple(provide(counts))
+    if len(datasets) != 3:
+        raise ConfigError(
+            f"custom_megatron_datasets_provider_function gave {len(datasets)} dataset(s)\n"
+            "return three, to train, validate and test on; None for what there is not"
+        )
     starts = (*config.consumed_samples, 0, 0, 0)
     passes = (counts[0] - starts[0], *(config.eval_iters * rows * readers,) * 2)
     if passes[0] <= 0:
@@ -201,7 +207,7 @@ def indexed_loaders(
                 drop_last=True,
             )
         )
-        for dataset, start, each in zip(made or provide(counts), starts, passes, strict=False)
+        for dataset, start, each in zip(datasets, starts, passes, strict=False)
     ]
     train, valid, test = loaders
     return train, valid, test
