@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
@@ -72,6 +73,8 @@ def accel() -> None:
 
 def main() -> None:
     """The console script: errors of ours are printed without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         accel(prog_name="accel", windows_expand_args=False)
     except AccelError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from attrs import Attribute, define, evolve, field
@@ -36,6 +36,7 @@ class Reader:
     """Sections kept unread, and why. A dict, for the order."""
     _classes: dict[str, type | None] = field(factory=dict)
     _faults: dict[str, str] = field(factory=dict)
+    _within_of: tuple[int, dict[Path, list[Path]]] = field(default=(-1, {}))
 
     def read(self, givens: Iterable[Given]) -> None:
         """Read what sources gave, the weakest first."""
@@ -74,6 +75,17 @@ class Reader:
         for name in (*CORE, *(record.name for record in self.discovery.records)):
             if (cls := self.section(name)) is not None:
                 yield name, cls
+
+    def within(self, path: Path) -> Sequence[Path]:
+        """The options and objects given for a section or for anything in it."""
+        given = len(self.settings) + len(self.objects)
+        if self._within_of[0] != given:  # indexed once: a look at all of them for each section is quadratic
+            held: dict[Path, list[Path]] = {}
+            for place in (*self.settings, *self.objects):
+                for depth in range(len(place) + 1):
+                    held.setdefault(place[:depth], []).append(place)
+            self._within_of = (given, held)
+        return self._within_of[1].get(path, ())
 
     # -- the walk down to single options -------------------------------------------------------------
 
@@ -131,7 +143,7 @@ class Reader:
         name, depth = given.path[0], 1
         if name == "strategies":
             name, depth = self.named.get(given.path[1], ""), 2
-        if not name:
+        if depth == 2 and not name:
             self.refuse(given, "needs a key 'plugin' that names its strategy", given.path[:2])
         elif depth == 2 and given.path[2:] == ("plugin",):
             self._merge(evolve(given, value=str(given.value)))

@@ -174,7 +174,8 @@ def find_file(
 ) -> str | None:
     """The file that is read: `file`, else what ACCEL_CONFIG names, else accel.yaml where there is one."""
     named = file or environment.get(FILE_VARIABLE)
-    return named or (FILE_NAME if FilePath(directory, FILE_NAME).exists() else None)
+    # A link to a file that is gone was meant to be read: reading it says so.
+    return named or (FILE_NAME if os.path.lexists(FilePath(directory, FILE_NAME)) else None)
 
 
 # -- from settings to objects ------------------------------------------------------------------------
@@ -210,13 +211,13 @@ def _check_accumulation(reader: Reader) -> None:
 
 def _built(cls: type, path: Path, reader: Reader, **values: Any) -> Any:
     """The section's object: the one that Python gave where nobody else has a say, else with all settings."""
-    touched = [place for place in (*reader.settings, *reader.objects) if place[: len(path)] == path]
+    touched = reader.within(path)
     origin = next((reader.settings[place].origin for place in touched if place in reader.settings), "")
     for alias, (attribute, kind) in options_of(cls).items():
         place, inner = (*path, alias), section_class(kind)
         if place in reader.settings:
             values[alias] = reader.settings[place].value
-        elif inner and any(each[: len(place)] == place for each in touched):
+        elif inner and reader.within(place):
             values[alias] = _built(inner, place, reader)
         elif attribute.default is NOTHING:
             message = f"required key missing; set it in section {spell(path)}"

@@ -6,6 +6,7 @@ type it is meant for. Imported when the first value has to be read: cattrs costs
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,7 +18,7 @@ import attrs
 from cattrs import BaseValidationError, Converter
 
 from accel_core.config.options import options_of
-from accel_core.config.sources import NUMBER, Text, show
+from accel_core.config.sources import Text, decimal, show
 from accel_core.plugins import near
 
 __all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape"]
@@ -79,11 +80,18 @@ def _exact(raw: Any, kind: Any) -> Any:
     if kind is float and type(raw) is int:
         return float(raw)
     if kind is timedelta and type(raw) in (int, float):
-        return timedelta(seconds=raw)
+        return _seconds(raw)
     plain_type = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a type too
     if plain_type and isinstance(raw, kind) and (type(raw) is not bool or kind is bool):
         return raw
     raise _mismatch(raw, kind)
+
+
+def _seconds(raw: float) -> timedelta:
+    try:
+        return timedelta(seconds=raw)
+    except (OverflowError, ValueError):  # .inf and what is longer than 2.7 million years; .nan
+        raise MismatchError(f"expected a number of seconds, got {raw!r}; unset means the default") from None
 
 
 def _union(raw: Any, kind: Any) -> Any:
@@ -175,8 +183,9 @@ _CONVERTER.register_unstructure_hook_func(attrs.has, _section)
 def _from_text(text: Text, kind: Any) -> Any:
     # What the text looks like first, then the text itself: `no` is False for a bool, "no" for a
     # str, and both for neither a list, where a shell's `a,b` is meant.
-    parts = [Text(part.strip()) for part in text.split(",") if part.strip()] if "[" not in text else []
-    attempts = [text.looks_like(), str(text), [part.looks_like() for part in parts], list(map(str, parts))]
+    attempts = [text.looks_like(), str(text)]
+    if parts := text.parts():  # no items: the text is not a list, rather than the empty one
+        attempts += [[part.looks_like() for part in parts], list(map(str, parts))]
     return _first_fit(((attempt, kind) for attempt in attempts), _mismatch(text, kind))
 
 
@@ -202,17 +211,30 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
     hint = near(raw, [str(word) for word in words]) if isinstance(raw, str) else ""
     if isinstance(raw, bool) and (str in accepted or words):
         hint = "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
-    elif type(raw) is str:  # of a file; the text of a shell has no quotes
+    elif isinstance(raw, Text):  # has no quotes, where the text of a file has
+        hint = _plainly(raw, accepted) or hint
+    elif isinstance(raw, str):
         hint = _hint(raw, accepted) or hint
     return MismatchError(f"expected {' or '.join(names)}, got {show(raw)}{hint}")
 
 
+def _plainly(raw: str, accepted: Sequence[Any]) -> str:
+    numbers = {int, float, timedelta}.intersection(it for it in accepted if isinstance(it, type))
+    return f"; write {plainly}" if numbers and (plainly := decimal(raw)) else ""
+
+
+def _is_number(raw: str) -> bool:
+    try:
+        return math.isfinite(float(raw))
+    except ValueError:
+        return False
+
+
 def _hint(raw: str, accepted: Sequence[Any]) -> str:
-    if NUMBER.fullmatch(raw) and (int in accepted or float in accepted):
-        if "e" not in raw.lower():
-            return "; remove the quotes"
-        number = repr(float(raw))
-        return f"; YAML reads {raw} as text: write {number if '.' in number else number.replace('e', '.0e')}"
+    if plainly := _plainly(raw, accepted):
+        return plainly
+    if _is_number(raw) and (int in accepted or float in accepted):
+        return "; remove the quotes"
     if raw in ("true", "false") and bool in accepted:
         return "; remove the quotes"
     return f"; write [{raw}]" if list in accepted else ""

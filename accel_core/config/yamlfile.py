@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path as FilePath
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
 from accel_core.config.options import Path
-from accel_core.config.sources import Given, Keys, Problem
+from accel_core.config.sources import Given, Keys, Problem, decimal
 
-__all__ = ["read_yaml"]
+__all__ = ["read_yaml", "value_of"]
 
 _TAG: Final = "tag:yaml.org,2002:"
 
@@ -20,7 +21,11 @@ def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Iterat
     """What one file gives; what is not YAML, or not keys and values, is added to `problems`."""
     message, mark = "is empty; `accel config init` writes one to start from", None
     try:
-        loader = _Loader((directory / name).read_text(encoding="utf-8-sig"), name, problems)
+        path = directory / name
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            problems.append(Problem(name, (), "is not an ordinary file; write the settings into one"))
+            return
+        loader = _Loader(path.read_text(encoding="utf-8-sig"), name, problems)
         root = loader.get_single_node()
         if isinstance(root, yaml.MappingNode):
             keys: Keys = loader.construct_document(root)
@@ -37,6 +42,8 @@ def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Iterat
         message, mark = f"is not YAML: {error.problem}", error.problem_mark
     except yaml.YAMLError as error:  # a character that no YAML may hold
         message = f"is not YAML: {str(error).partition(chr(10))[0]}"
+    except RecursionError:
+        message = "holds too many brackets within brackets"
     problems.append(Problem(_at(name, mark), (), message))
 
 
@@ -44,7 +51,49 @@ def _at(name: str, mark: yaml.Mark | None) -> str:
     return f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
 
 
-class _Loader(yaml.SafeLoader):
+def value_of(text: str) -> Any:
+    """What one value of a file would be; `text` itself where no file could hold it."""
+    try:
+        return yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
+    except (yaml.YAMLError, *_UNREADABLE, RecursionError):
+        return str(text)
+
+
+_UNREADABLE: Final = (KeyError, TypeError, ValueError)
+"""What PyYAML raises where a tag does not fit its value: `!!bool x`, `!!int x`."""
+
+
+class _Values(yaml.SafeLoader):
+    """Reads what JSON can hold too: no dates, bytes or sets; and no number that has two meanings."""
+
+    # A date would be text by the time that workers get it from the launcher.
+    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own class attributes
+        letter: [(tag, pattern) for tag, pattern in found if tag != _TAG + "timestamp"]
+        for letter, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def number(self, node: yaml.ScalarNode) -> int | float:
+        plainly = decimal(str(node.value))
+        if plainly:
+            problem = f"{node.value} may mean two numbers: write {plainly}, or {node.value!r} in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        whole = node.tag == _TAG + "int"
+        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+
+
+# YAML 1.1 wants a point and a sign, 1.0e-4, and takes 1e-4 for text.
+_EXPONENT: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_Values.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+.0123456789"))
+for _kind in ("int", "float"):
+    _Values.add_constructor(_TAG + _kind, _Values.number)
+
+
+class _Loader(_Values):
     """Keeps marks; of each mapping it leaves out what cannot be read, and goes on."""
 
     def __init__(self, text: str, name: str, problems: list[Problem]) -> None:
@@ -57,7 +106,7 @@ class _Loader(yaml.SafeLoader):
 
     def keys(self, node: yaml.MappingNode) -> Keys:
         found, above, first = Keys(), self._path, dict[str, yaml.Mark]()
-        own = [key for key, _ in node.value if key.tag != _TAG + "merge"]
+        own = {id(key) for key, _ in node.value if key.tag != _TAG + "merge"}
         self.flatten_mapping(node)  # `<<: *defaults`; own keys come last, and win
         for key, value in node.value:
             self._path, mark = above, key.start_mark
@@ -68,15 +117,15 @@ class _Loader(yaml.SafeLoader):
             if key.tag != _TAG + "str":
                 self._refuse(mark, f"keys are text; write {key.value!r} in quotes")
                 continue
-            if key in own and first.setdefault(key.value, mark) is not mark:
+            if id(key) in own and first.setdefault(key.value, mark) is not mark:
                 self._refuse(mark, f"given again; it is already on line {first[key.value].line + 1}")
             try:
                 found[key.value] = self.construct_object(value, deep=True)
                 found.origins[key.value] = _at(self._file, mark)
             except yaml.MarkedYAMLError as error:  # a tag that is not YAML's own, an alias inside its anchor
                 self._refuse(error.problem_mark, f"cannot be read: {error.problem}")
-            except ValueError as error:  # the 30th of February
-                self._refuse(value.start_mark, f"cannot be read: {error}")
+            except _UNREADABLE as error:
+                self._refuse(value.start_mark, f"cannot be read: {type(error).__name__}: {error}")
         self._path = above
         return found
 

@@ -100,7 +100,7 @@ launch:
   nodes: 3
 project: {projct_dir: out}
 grad_scaler:
-  init_scale: 1e-4
+  init_scale: "2.0"
   enabled: "false"
 shard:
   stage: 4

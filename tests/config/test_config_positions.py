@@ -8,7 +8,6 @@ from config_toys import TEN_MISTAKES
 from accel_core import ConfigError
 
 BARE_NO = "YAML reads bare yes, no, on and off as true or false: write it in quotes"
-BARE_EXPONENT = "YAML reads 1e-4 as text: write 0.0001"
 
 
 def mistakes(resolve, yaml: str) -> tuple[str, ...]:
@@ -24,7 +23,7 @@ def test_ten_mistakes_are_ten_lines_in_the_order_of_the_file(resolve):
         "accel.yaml:3:1: strategi: unknown key; did you mean 'strategies'?",
         "accel.yaml:6:3: launch.nodes: given again; it is already on line 5",
         "accel.yaml:7:11: project.projct_dir: unknown key; did you mean 'project_dir'?",
-        f"accel.yaml:9:3: grad_scaler.init_scale: expected a number, got '1e-4'; {BARE_EXPONENT}",
+        "accel.yaml:9:3: grad_scaler.init_scale: expected a number, got '2.0'; remove the quotes",
         "accel.yaml:10:3: grad_scaler.enabled: expected true or false, got 'false'; remove the quotes",
         "accel.yaml:12:3: shard.stage: expected one of 1, 2, 3, got 4",
         "accel.yaml:13:1: rng_types: expected a list, got 'generator'; write [generator]",
