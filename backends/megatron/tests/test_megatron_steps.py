@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_jobs import MODELS, VOCABULARY, accelerator, batches, quiet
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_core import AccelError
 from accel_core.testing import run_processes
@@ -270,6 +271,44 @@ def accumulated(overlap: bool) -> float:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_calls_accumulate_in_a_window(overlap: bool) -> None:
     assert all(far < 1e-6 for far in run_processes(accumulated, overlap))
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def unread(items: bool) -> tuple[int, list[float]]:
+    """How often backward waits for the device, and norms of windows of two."""
+    ours = accelerator(num_micro_batches=2)
+    ours.run.accumulation_steps = 2
+    model = MODELS["gpt2"]()
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    reads, norms = 0, []
+    for batch in batches(1) * 2:
+        with ours.accumulate(model, items=0.5) if items else ours.accumulate(model):
+            loss = model(**batch).loss
+            with Reads() as counted:
+                ours.backward(loss)
+            reads += counted.count
+            norms += [float(each) for each in [ours.clip_grad_norm_(model.parameters(), 1e9)] if each]
+            optimizer.step()
+            optimizer.zero_grad()
+    return reads, norms
+
+
+@pytest.mark.parametrize("items", [False, True])
+def test_backward_of_the_models_own_loss_waits_for_nothing(items: bool) -> None:
+    ((reads, norms),) = run_processes(unread, items, world=1)
+    ((_, again),) = run_processes(unread, not items, world=1)
+    assert reads == 0
+    # Two losses by two micro-batches, or by two halves of an item.
+    assert norms == pytest.approx([again[0] * (2 if items else 0.5)])
 
 
 def read() -> list[list[float]]:

@@ -85,6 +85,24 @@ class Engine(nn.Module):
         """That of the user's model."""
         return self.module.config
 
+    @property
+    def scale(self) -> float:
+        """By which core multiplies the loss of this micro-batch."""
+        assert self.unit is not None
+        return 1.0 if self.unit.run.accumulation is None else 1.0 / self.unit.window.divisor
+
+    def is_own(self, loss: Tensor) -> bool:
+        """Whether `loss`, after its backward, is the last that forward gave, as core scales it.
+
+        Its graph says so in the plain case. Reading its scale would wait for the device.
+        """
+        node: Any = loss.grad_fn
+        if node is not None and self.scale != 1.0:  # core has divided it
+            ((node, _), *_) = node.next_functions
+        if getattr(node, "engine", None) is self:
+            return True
+        return self.scaled is not None and abs(float(self.scaled) - self.scale) <= 1e-6
+
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
@@ -116,8 +134,6 @@ class Engine(nn.Module):
         training = self.training and torch.is_grad_enabled()
         count = self.plugin.micro_batches
         batches = cut(inputs, count, exact=training)
-        assert self.unit is not None
-        run, window = self.unit.run, self.unit.window
         own = self.plugin.custom_loss_function or self.plugin.custom_get_batch_function or self.train_step
         judges = own or any(name in inputs for name in LABELS)
         if training and not judges:
@@ -125,9 +141,8 @@ class Engine(nn.Module):
                 "megatron: in training the model computes its loss itself, and the batch has no labels\n"
                 "add labels, or call accelerator.forward_backward(model, batches, forward_loss)"
             )
-        scale = 1.0 / window.size if run.accumulation is not None else 1.0
         forward_loss = self._judged if self.train_step is None else None
-        found = self.run(batches, forward_loss, forward_only=not training, scale=scale)
+        found = self.run(batches, forward_loss, forward_only=not training, scale=self.scale)
         given = self._everywhere(found)
         logits = (
             None if given[0] is None else torch.cat([each for each in given if each is not None]).detach()

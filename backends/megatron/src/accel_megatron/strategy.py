@@ -225,11 +225,10 @@ class Megatron(MegatronState):
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         """Of a twin's loss gradients exist already, and any other is refused; a plain model's are made."""
-        engine, window = self.engines[unit], unit.window
-        scale = 1.0 / window.size if self.run.accumulation is not None else 1.0
+        engine = self.engines[unit]
         if isinstance(engine, plain.PlainEngine):
             with engine.silence():
-                self.steppers[unit].inner.scale_loss(loss * scale).backward(**options)
+                self.steppers[unit].inner.scale_loss(loss).backward(**options)
             return
         engine.scaled = None
         if options:
@@ -237,7 +236,7 @@ class Megatron(MegatronState):
                 f"backward({', '.join(options)}=...): megatron-core's schedule takes none\nleave it out"
             )
         loss.backward()
-        if engine.scaled is None or abs(float(engine.scaled) - scale) > 1e-6:
+        if not engine.is_own(loss):
             raise AccelError(
                 "backward: megatron-core has done backward with the model's forward, of the model's own loss,"
                 " and this is another\n"

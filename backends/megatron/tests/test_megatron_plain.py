@@ -1,0 +1,46 @@
+"""Any model where each rank has all of it: plain SGD steps, to the digit; its buffers; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron_jobs import accelerator
+from torch import nn
+
+from accel_core.testing import run_processes
+
+
+def stepped(strategy: str, options: dict[str, Any], items: bool) -> list[float]:
+    """Weights and gradient norms of SGD in windows of four, of a model whose gradient is its input."""
+    ours = accelerator(strategy=strategy, **options)
+    ours.run.accumulation_steps = 4
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    found = []
+    for number in range(8):
+        batch = torch.full((2, 3), float(number % 4 + 1))
+        with ours.accumulate(model, items=2) if items else ours.accumulate(model):
+            losses = model(batch)
+            ours.backward(losses.sum() if items else losses.mean())
+            norm = ours.clip_grad_norm_(model.parameters(), 1e9)
+            found += [] if norm is None else [float(norm)]
+            optimizer.step()
+            optimizer.zero_grad()
+    return found + [float(each) for name in ("weight", "bias") for each in whole(ours, model)[name].flatten()]
+
+
+def whole(ours: Any, model: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = ours.get_state_dict(model)
+    return found
+
+
+@pytest.mark.parametrize("items", [False, True])
+@pytest.mark.parametrize("options", [{}, {"other_megatron_args": {"overlap_grad_reduce": True}}])
+def test_a_plain_loop_steps_by_the_gradients_of_native(options: dict[str, Any], items: bool) -> None:
+    (wanted,) = run_processes(stepped, "single", {}, items, world=1)
+    assert wanted[-4:] == [-5.0, -5.0, -5.0, wanted[-1]]  # two windows of a mean input of 2.5
+    for found in run_processes(stepped, "megatron", options, items):
+        assert found == wanted
