@@ -44,3 +44,45 @@ def test_a_plain_loop_steps_by_the_gradients_of_native(options: dict[str, Any], 
     assert wanted[-4:] == [-5.0, -5.0, -5.0, wanted[-1]]  # two windows of a mean input of 2.5
     for found in run_processes(stepped, "megatron", options, items):
         assert found == wanted
+
+
+class Buffers(nn.Module):
+    """State of many dtypes that differs by rank, which forward does not read."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        values = {"real": 3.0 + 30.0 * rank, "int": 1002 + rank, "small": 5 + rank, "flag": rank == 0}
+        dtypes = {"real": torch.float32, "int": torch.int64, "small": torch.int16, "flag": torch.bool}
+        self.start = {name: torch.tensor(value, dtype=dtypes[name]) for name, value in values.items()}
+        self.start["complex"] = torch.tensor([1 + 2j * rank])
+        for name, value in self.start.items():
+            self.register_buffer(name, torch.zeros_like(value))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for name, value in self.start.items():
+            getattr(self, name).copy_(value)
+        return (self.weight * batch).sum()
+
+
+def buffered(precision: str) -> dict[str, Any]:
+    ours = accelerator(mixed_precision=precision)
+    model = Buffers(ours.process_index)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    ours.backward(model(torch.ones(2)))
+    optimizer.step()
+    return {name: (str(each.dtype), each.tolist()) for name, each in whole(ours, model).items()}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_buffers_are_rank_zeros_in_their_own_dtype(precision: str) -> None:
+    dtype = {"no": "torch.float32", "bf16": "torch.bfloat16"}[precision]  # forward's copy of the weights
+    for found in run_processes(buffered, precision):
+        assert found.pop("weight") == (dtype, [0.0, 0.0])
+        assert found.pop("real") == (dtype, 3.0)
+        assert found == {
+            "int": ("torch.int64", 1002),
+            "small": ("torch.int16", 5),
+            "flag": ("torch.bool", True),
+            "complex": ("torch.complex64", [1 + 0j]),
+        }

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from accel_megatron.config import MegatronLMPlugin
     from accel_megatron.twins.twin import Twin
 
-__all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "share_buffers", "wrap"]
+__all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "first_ranks", "share_buffers", "wrap"]
 
 Make = Callable[..., nn.Module]
 
@@ -108,11 +107,7 @@ def fill(shards: Mapping[str, Any], named: Mapping[str, Tensor], run: Run) -> No
     held = control.broadcast_object([name for name, each in named.items() if not each.is_meta])
     for name in held:
         mine = named[name]
-        tensor = (
-            torch.empty_like(mine, device=run.device) if mine.is_meta else mine.to(run.device)
-        ).contiguous()
-        if run.world.size > 1:
-            dist.broadcast(tensor, 0)
+        tensor = first_ranks(mine, run)
         for offset, view in shards[name].shards:
             view.copy_(tensor[tuple(slice(a, a + n) for a, n in zip(offset, view.shape, strict=True))])
 
@@ -121,7 +116,20 @@ def fill(shards: Mapping[str, Any], named: Mapping[str, Tensor], run: Run) -> No
 def share_buffers(model: nn.Module, run: Run) -> None:
     """Rank 0's, on each rank. Collective."""
     for each in model.buffers() if run.world.size > 1 else ():
-        dist.broadcast(each, 0)
+        each.copy_(first_ranks(each, run))
+
+
+def first_ranks(tensor: Tensor, run: Run) -> Tensor:
+    """Rank 0's `tensor`, on the device of the run. Collective.
+
+    It travels as bytes, because no backend sends every dtype.
+    """
+    held = torch.empty_like(tensor, device=run.device) if tensor.is_meta else tensor.detach().to(run.device)
+    held = held.contiguous()
+    if run.world.size > 1:
+        held = held.clone() if held.data_ptr() == tensor.data_ptr() else held
+        run.collectives("world").broadcast(held.view(-1).view(torch.uint8))
+    return held
 
 
 def empty(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_core import AccelError, CheckpointError, Entry, Leaf, OptimizerState, hooks, implements, whole
+from accel_megatron.building import first_ranks
 from accel_megatron.pieces import boxes
 
 if TYPE_CHECKING:
@@ -197,14 +198,22 @@ class MegatronState:
         self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
     ) -> Iterator[tuple[str, Tensor]]:
         computed = self.engines[unit].chunks.config.params_dtype
+        parameters = unit.named_parameters()
         for name, leaf in self.model_state(unit).items():
-            tensor = torch.zeros(leaf.global_shape, dtype=dtype or computed, device=self.run.device)
-            for offset, view in leaf.shards:
-                box = tuple(slice(at, at + size) for at, size in zip(offset, view.shape, strict=True))
-                tensor[box] = view
-            # Each byte comes from one rank, or is the same on several: the largest is the right one.
-            self.run.collectives("world").all_reduce(tensor.view(-1).view(torch.uint8), "max")
-            yield name, tensor.to(to or self.run.device)
+            if name in parameters:
+                own = parameters[name].dtype
+                tensor = self._put_together(leaf, dtype or computed if own.is_floating_point else own)
+            else:  # a buffer, which forward may have changed on each rank
+                tensor = first_ranks(leaf.shards[0][1], self.run)
+            yield name, tensor.to(to or self.run.device, dtype if tensor.is_floating_point() else None)
+
+    def _put_together(self, leaf: Leaf, dtype: torch.dtype) -> Tensor:
+        tensor = torch.zeros(leaf.global_shape, dtype=dtype, device=self.run.device)
+        for offset, view in leaf.shards:
+            tensor[tuple(slice(at, at + size) for at, size in zip(offset, view.shape, strict=True))] = view
+        # Each byte comes from one rank, or is the same on several: the largest is the right one.
+        self.run.collectives("world").all_reduce(tensor.view(-1).view(torch.uint8), "max")
+        return tensor
 
 
 def _names(unit: Unit, pieces: Sequence[Piece]) -> list[str]:
