@@ -5,12 +5,13 @@ Everything that can be wrong with what was given is found before anything is cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.autocasting import attach
 from accel_core.binding import LAYERS
+from accel_core.carrying import carry
 from accel_core.data.loader import prepare_loader
 from accel_core.errors import AccelError, ConfigError
 from accel_core.hookspecs import PHASES
@@ -132,10 +133,12 @@ def _build(
     else:
         unit.optimizers += group.optimizers
         unit.config = hooks.complete(run.configs[unit.strategy], unit, loaders)
+        stateful = [each for each in group.optimizers if each.state] if group.models else []
+        carried = {each: carry(unit, each) for each in stateful}
         if group.models:
             _add_models(run, unit, first, placed)
         for optimizer in group.optimizers:
-            _follow(run, unit, optimizer)
+            _follow(run, unit, optimizer, carried.get(optimizer))
             unit.optimizers[unit.optimizers.index(optimizer)] = hooks.wrap_optimizer(unit, optimizer)
     made = unit.optimizers[len(unit.optimizers) - len(group.optimizers) :]
     for optimizer, inner in zip(group.optimizers, made, strict=True):
@@ -222,7 +225,7 @@ def _renamed(before: Sequence[tuple[str, Tensor]], model: nn.Module) -> dict[str
     return {name: names[id(tensor)].pop(0) for name, tensor in new if names.get(id(tensor))}
 
 
-def _follow(run: Run, unit: Unit, optimizer: Optimizer) -> None:
+def _follow(run: Run, unit: Unit, optimizer: Optimizer, carried: Callable[[], None] | None = None) -> None:
     """Have the optimizer hold the parameters that took the place of those it was made with."""
     now = dict(unit.all_names())
     for group in optimizer.param_groups:
@@ -233,12 +236,14 @@ def _follow(run: Run, unit: Unit, optimizer: Optimizer) -> None:
                 " taken away\nmake the optimizer from the prepared model's parameters"
             )
         if any(now[name] is not old for name, old in zip(names, group["params"], strict=True)):
-            if optimizer.state:
+            if optimizer.state and carried is None:
                 raise AccelError(
                     f"prepare: the {type(optimizer).__name__} already has state, and preparing its model"
-                    " replaced the parameters\nprepare the optimizer before its first step, then load_state"
+                    " replaced the parameters\nprepare both in one call"
                 )
             group["params"] = [now[name] for name in names]
+    if carried is not None:
+        carried()
 
 
 def _prepared(run: Run, kind: str | None, thing: Any) -> Any:

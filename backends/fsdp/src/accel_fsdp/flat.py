@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -17,7 +17,7 @@ from accel_core import AccelError, flat_range, hooks, implements
 from accel_fsdp.norms import Layout, clip_norm
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
-from accel_fsdp.wrapping import groups, ignored, replace
+from accel_fsdp.wrapping import groups, ignored, memory_order, replace
 
 if TYPE_CHECKING:
     import torch
@@ -140,13 +140,19 @@ class Flat(FullyShardedDataParallel):
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        """A rank without elements of a parameter never steps it: what it has of its counters is not told."""
         state: OptimizerState = self.below.optimizer_state(unit, optimizer)
         parts, parameters = _parts(unit), unit.named_parameters()
+        of = {key: parameters[key.rpartition("/")[0]] for key in state.leaves}
+        leaves = {key: self._leaf(leaf, parts.get(of[key])) for key, leaf in state.leaves.items()}
         leaves = {
-            key: self._leaf(leaf, parts.get(parameters[key.rpartition("/")[0]]))
-            for key, leaf in state.leaves.items()
+            key: evolve(leaf, shards=()) if _is_elsewhere(of[key], parts) else leaf
+            for key, leaf in leaves.items()
         }
-        return evolve(state, leaves=leaves)
+        plain = {
+            name: values for name, values in state.plain.items() if not _is_elsewhere(parameters[name], parts)
+        }
+        return evolve(state, leaves=leaves, plain=plain)
 
     @implements(hooks.iter_weights)
     def iter_weights(
@@ -173,13 +179,11 @@ class Flat(FullyShardedDataParallel):
         holding = [module for module in _modules(unit) if wanted.intersection(_parameters(module))]
         return _all(FSDP.summon_full_params(module, recurse=False, writeback=writeback) for module in holding)
 
-    def _leaf(self, leaf: Leaf, part: tuple[Sequence[int], int] | None) -> Leaf:
+    def _leaf(self, leaf: Leaf, part: _Part | None) -> Leaf:
         """A parameter's leaf, or one like it: the range of the whole that this rank has."""
         if part is None or leaf.kind != "like_param":
             return leaf
-        shape, start = part
-        hybrid = self.mesh.ndim > 1
-        return flat_range(leaf.shards[0][1].flatten(), shape, start, replicated=hybrid)
+        return part.leaf(leaf.shards[0][1].flatten(), replicated=self.mesh.ndim > 1)
 
 
 def _modules(unit: Unit) -> list[FSDP]:
@@ -236,17 +240,44 @@ def _parameters(module: FSDP) -> list[nn.Parameter]:
     return list(flat._params)
 
 
-def _parts(unit: Unit) -> dict[nn.Parameter, tuple[Sequence[int], int]]:
-    """Sharded parameter -> shape of the whole, and where in it, flattened, this rank's part begins."""
+@frozen
+class _Part:
+    """What a rank has of a parameter: elements from `start` on, in the order in which they lie in memory.
+
+    order: the dimensions of the whole, the one with the largest stride first.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    start: int
+
+    def leaf(self, elements: Tensor, *, replicated: bool) -> Leaf:
+        """elements (n,): this rank's, of the parameter or of something like it."""
+        lying = flat_range(elements, [self.shape[dim] for dim in self.order], self.start)
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        shards = tuple(
+            (tuple(offset[at] for at in back), tensor.permute(back)) for offset, tensor in lying.shards
+        )
+        return evolve(lying, global_shape=self.shape, shards=shards, replicated=replicated)
+
+
+def _is_elsewhere(parameter: nn.Parameter, parts: Mapping[nn.Parameter, _Part]) -> bool:
+    """Whether only other ranks have elements of it."""
+    return parameter in parts and not parameter.numel() and 0 not in parts[parameter].shape
+
+
+def _parts(unit: Unit) -> dict[nn.Parameter, _Part]:
+    """What this rank has of each sharded parameter."""
     found = {}
     for module in _modules(unit):
         handle: Any = module._handle
         if handle.uses_sharded_strategy:
             flat = handle.flat_param
-            for parameter, shape, shard in zip(
-                flat._params, flat._shapes, flat._shard_param_infos, strict=True
+            for parameter, shape, strides, shard in zip(
+                flat._params, flat._shapes, flat._strides, flat._shard_param_infos, strict=True
             ):
-                found[parameter] = (shape, shard.intra_param_start_idx or 0)
+                start = shard.intra_param_start_idx or 0
+                found[parameter] = _Part(tuple(shape), memory_order(strides), start)
     return found
 
 

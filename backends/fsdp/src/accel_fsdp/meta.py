@@ -66,8 +66,11 @@ def _is_first(mesh: DeviceMesh) -> bool:
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, twins: Sequence[dist.ProcessGroup]) -> None:
     split = isinstance(tensor, DTensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    sent = local.contiguous()  # NCCL takes no transposed tensor
     for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else twins)):
-        dist.broadcast(local, group=group, group_src=0)
+        dist.broadcast(sent, group=group, group_src=0)
+    if sent is not local:
+        local.copy_(sent)
 
 
 def _own(module: nn.Module) -> list[Tensor]:

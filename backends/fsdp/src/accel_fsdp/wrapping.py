@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["Group", "blocks", "checkpointed", "groups", "ignored", "wraps"]
+__all__ = ["Group", "blocks", "checkpointed", "groups", "ignored", "memory_order", "replace", "wraps"]
 
 
 @frozen(eq=False)
@@ -49,7 +49,8 @@ def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Gro
     """The blocks, experts that are spread and, last, the model around them; inner ones before outer ones.
 
     Raises:
-        ConfigError: the policy names no module of this model, or parts tied weights.
+        ConfigError: the policy names no module of this model, or parts tied weights; torch cannot shard
+            one of the parameters.
     """
     names = {module: name for name, module in model.named_modules()}
     outermost = [_outermost(block, model) for block in blocks(model, config)]
@@ -63,6 +64,7 @@ def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Gro
         taken.update(mine)
         found.append(Group(names[root], root, mine))
     _refuse_parted(model, found)
+    _refuse_unfit(model, found, config.fsdp_version)
     return found
 
 
@@ -185,6 +187,43 @@ def _refuse_parted(model: nn.Module, found: Sequence[Group]) -> None:
                     f" {group.name or 'the model'}, one with {home[module].name or 'the model'}\n"
                     "choose fsdp.auto_wrap_policy so that both are in one block, or both in none"
                 )
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a tensor, the one with the largest stride first."""
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> None:
+    """Parameters that torch's FSDP cannot shard: by name, before anything is sharded."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in found:
+        mine = group.parameters
+        for parameter in mine:
+            if reason := _unfit(parameter, version):
+                raise ConfigError(f"{names[parameter]}, {list(parameter.shape)}: {reason}")
+        alike = mine if version == 1 else [p for p in mine if p.requires_grad]
+        odd = next((p for p in alike if p.dtype != alike[0].dtype), None)
+        if odd is not None:
+            raise ConfigError(
+                f"{names[alike[0]]} is {alike[0].dtype} and {names[odd]} is {odd.dtype}, but both are sharded"
+                f" with {group.name or 'the model'}, as one tensor\n"
+                "give them one dtype, or choose fsdp.auto_wrap_policy so that they are in different blocks"
+            )
+
+
+def _unfit(parameter: nn.Parameter, version: int) -> str | None:
+    if not parameter.dim():
+        return "a parameter without dimensions cannot be sharded\nmake it one of shape (1,)"
+    if version == 1 and not parameter.is_floating_point():
+        return f"fsdp_version 1 cannot shard {parameter.dtype}\nset fsdp.fsdp_version: 2, or make it a buffer"
+    lying = parameter.permute(memory_order(parameter.stride())) if version == 1 else parameter
+    if not lying.is_contiguous():
+        return (
+            f"fsdp_version {version} cannot shard a parameter with strides {parameter.stride()}\n"
+            "before prepare: parameter.data = parameter.data.contiguous()"
+        )
+    return None
 
 
 def _no_match(option: str, asked: str, known: Iterable[str]) -> ConfigError:
