@@ -253,7 +253,7 @@ class Accelerator(Ranks, Training, States):
 
         Args:
             model: as `prepare` returned it, or as it was given.
-            keep_fp32_wrapper: accepted and without meaning here: forward is never replaced.
+            keep_fp32_wrapper: accepted and without meaning here: what is unwrapped runs under autocast too.
             keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
         unit = self.run.unit_of_model(model)

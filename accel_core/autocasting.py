@@ -1,14 +1,16 @@
-"""How a model's forward comes under the stack's autocast contexts: by hooks on the user's module.
+"""How a model's forward comes under the stack's autocast contexts: by a method of the module, `forward`.
 
-Never by replacing `forward`: that breaks pickling, and a deep copy of the model (EMA) would run
-the original's weights.
+The method is bound to this one module: a deep copy of the model (EMA) has its own, a pickle has the class's.
+Hooks would not do: torch runs none when a forward ends by KeyboardInterrupt or another exception that is
+no `Exception`, and autocast would stay on for all that follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import wraps
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,70 +26,52 @@ Factory = Callable[[], AbstractContextManager[Any]]
 
 
 def attach(
-    model: nn.Module, factory: Factory | None, outputs_to_fp32: bool = False
+    model: nn.Module, factory: Factory | None, outputs_to_fp32: str | None
 ) -> Callable[[], None] | None:
     """Enter `factory()` around each forward of `model`; the result takes it off again.
 
-    outputs_to_fp32: what the forward gives is converted to float32, on leaving.
+    outputs_to_fp32: a device type; outputs under its autocast are converted to float32. None: none are.
     """
     if factory is None:
         return None
-    _hide_from_compilers()
-    around = _Around(factory)
-    handles = (
-        model.register_forward_pre_hook(_Enter(around), prepend=True),
-        # always_call: an exception in forward must leave autocast too.
-        model.register_forward_hook(_Exit(around, outputs_to_fp32), always_call=True),
-    )
+    before, forward = model.__dict__.get("forward"), _function(model)
+
+    def compilable(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # a frame that compilers look at, where `forward` is torch's own
+        return forward(*args, **kwargs)
+
+    # Contexts may do anything, which no compiler follows: they are entered around what is compiled.
+    converted = torch.compiler.disable(convert_to_fp32)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @wraps(forward)
+    def under_contexts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with factory():
+            output = compilable(self, *args, **kwargs)
+            if outputs_to_fp32 is not None and torch.is_autocast_enabled(outputs_to_fp32):
+                output = converted(output)
+        return output
+
+    under_contexts.__name__ = "forward"  # by this name a pickle finds the class's
+    model.__dict__["forward"] = mine = MethodType(under_contexts, model)
 
     def detach() -> None:
-        for handle in handles:
-            handle.remove()
+        if model.__dict__.get("forward") is mine:
+            del model.__dict__["forward"]
+            if before is not None:
+                model.__dict__["forward"] = before
 
     return detach
 
 
-class _Around:
-    """The contexts entered by forwards that are running. A pickled copy enters none."""
+def _function(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward, as a function of the module too: a copy of the model runs its own weights."""
+    bound: Any = model.forward
+    if isinstance(bound, MethodType) and bound.__self__ is model:
+        return bound.__func__
 
-    def __init__(self, factory: Factory | None) -> None:
-        self.factory = factory
-        self.entered: list[AbstractContextManager[Any]] = []
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Around:
-        copied = memo[id(self)] = _Around(self.factory)
-        return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Around, (None,)
-
-
-class _Enter:
-    def __init__(self, around: _Around) -> None:
-        self.around = around
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.around.factory is not None:
-            context = self.around.factory()
-            context.__enter__()
-            self.around.entered.append(context)
-
-
-class _Exit:
-    def __init__(self, around: _Around, outputs_to_fp32: bool) -> None:
-        self.around, self.outputs_to_fp32 = around, outputs_to_fp32
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.around.entered:
-            return None
-        self.around.entered.pop().__exit__(None, None, None)
-        return convert_to_fp32(output) if self.outputs_to_fp32 else None
-
-
-@cache
-def _hide_from_compilers() -> None:
-    # A context entered in one traced frame and left in another is more than dynamo follows: the hooks
-    # run as they are, the forward between them is compiled, whoever asks for it and whenever.
-    why = "autocast is entered around what is compiled"
-    for hook in (_Enter, _Exit):
-        hook.__call__ = torch.compiler.disable(hook.__call__, reason=why)  # type: ignore[method-assign]
+    return wraps(bound)(forward) if isinstance(bound, FunctionType) else forward

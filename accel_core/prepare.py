@@ -195,7 +195,8 @@ def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, Tenso
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.models[number] = inner = inside(hooks.unwrap_model(unit, wrapped, True))
     unit.renamed[inner] = {**_renamed(before, inner), **unit.renamed.get(inner, {})}
-    detach = attach(inner, hooks.autocast(unit), run.config.autocast.outputs_to_fp32)
+    converted = run.device.type if run.config.autocast.outputs_to_fp32 else None
+    detach = attach(inner, hooks.autocast(unit), converted)
     if detach is not None:
         unit.detach.append(detach)
 

@@ -123,8 +123,8 @@ def without_collecting_garbage() -> Iterator[None]:
     and takes as long as the rest.
     """
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

@@ -49,7 +49,9 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = option(True, help="Whether autocast regions are active.")
     cache_enabled: bool | None = option(None, help="Cache cast weights; unset: torch decides.")
-    outputs_to_fp32: bool = option(False, help="Convert what prepared models return to float32.")
+    outputs_to_fp32: bool = option(
+        True, help="Convert the 16-bit outputs of prepared models to float32, for losses and metrics."
+    )
 
 
 @frozen(kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,9 @@ def _eager(module: nn.Module, views: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in views:
         # A copy is never compiled (nn.Module.__getstate__), and shares the tables of its tensors.
         views[module] = view = copy.copy(inside(module))
+        forward = view.__dict__.get("forward")
+        if isinstance(forward, MethodType):  # bound to the module that is viewed
+            view.__dict__["forward"] = MethodType(forward.__func__, view)
         children = {
             name: child if child is None else _eager(child, views) for name, child in view._modules.items()
         }

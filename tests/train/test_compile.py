@@ -79,7 +79,7 @@ def test_aot_autograd_trains_too(accelerator_of, graphs):
 def test_the_forward_is_one_graph(accelerator_of, graphs, precision):
     accelerator = compiled(accelerator_of, precision=precision, fullgraph=True)
     output = accelerator.prepare(Block())(X)
-    assert output.dtype == (torch.bfloat16 if precision else torch.float32)
+    assert output.dtype == torch.float32
     assert graphs == [precision == "bf16"]
 
 
@@ -164,7 +164,7 @@ def test_copies_and_pickles_of_a_compiled_model_run(accelerator_of, graphs):
     model = compiled(accelerator_of, precision="bf16").prepare(Stack(2))
     output = model(X)
     copied = copy.deepcopy(model)
-    assert copied(X).dtype == torch.bfloat16
+    assert torch.equal(copied(X), output)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -185,7 +185,7 @@ def test_a_model_that_the_user_compiles_runs_under_autocast(accelerator_of, grap
 
     model = Block()
     model = accelerator.prepare(compile_it(model)) if before else compile_it(accelerator.prepare(model))
-    assert model(X).dtype == torch.bfloat16
+    assert model(X).dtype == torch.float32
     assert graphs == [True]
 
 

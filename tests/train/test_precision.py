@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import io
 import pickle
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -113,7 +116,7 @@ def test_a_refused_model_is_not_touched_and_leaves_no_unit(accelerator_of):
     with pytest.raises(ConfigError, match="is float16"):
         accelerator.prepare(sound, half)
     assert accelerator.run.units == []
-    assert not sound._forward_hooks
+    assert "forward" not in sound.__dict__
 
 
 def test_frozen_float16_parameters_may_stay(accelerator_of):
@@ -243,13 +246,106 @@ def test_autocast_can_be_disabled(accelerator_of):
     assert not model.active
 
 
-def test_outputs_keep_their_precision_unless_float32_is_asked_for(accelerator_of):
-    assert accelerator_of(mixed_precision="bf16").prepare(net())(X).dtype == torch.bfloat16
-    handler = AutocastKwargs(outputs_to_fp32=True)
-    model = accelerator_of(mixed_precision="bf16", kwargs_handlers=[handler]).prepare(Outputs())
-    found = model(X)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_outside_the_forward_is_that_of_plain_autocast(accelerator_of, precision):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    with torch.autocast("cpu", dtype=dtype):
+        expected = net()(X)
+    loss = accelerator_of(mixed_precision=precision).prepare(net())(X).square().mean()
+    assert loss.dtype == torch.float32
+    assert loss.item() == expected.float().square().mean().item()
+
+
+def test_outputs_become_float32_within_any_structure(accelerator_of):
+    found = accelerator_of(mixed_precision="bf16").prepare(Outputs())(X)
     assert type(found) is Found
     assert (found.low.dtype, found.number.dtype, found.text) == (torch.float32, torch.int64, "text")
+
+
+def test_outputs_can_keep_their_16_bits(accelerator_of):
+    handler = AutocastKwargs(outputs_to_fp32=False)
+    model = accelerator_of(mixed_precision="bf16", kwargs_handlers=[handler]).prepare(net())
+    assert model(X).dtype == torch.bfloat16
+
+
+def test_a_16_bit_model_without_autocast_keeps_its_outputs(accelerator_of):
+    assert accelerator_of().prepare(net().bfloat16())(X.bfloat16()).dtype == torch.bfloat16
+
+
+class Stopped(BaseException):
+    """No `Exception`, as the KeyboardInterrupt of a notebook's stop button."""
+
+
+class Stoppable(nn.Module):
+    def __init__(self, depth=0):
+        super().__init__()
+        self.inner, self.stop = net(), None
+        self.within = Stoppable(depth - 1) if depth else None
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.stop is not None:
+            error, self.stop = self.stop, None
+            raise error
+        return y if self.within is None else y + self.within(x)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, Stopped])
+def test_a_stopped_forward_leaves_autocast_and_trains_on_undisturbed(accelerator_of, error):
+    def losses(stop):
+        model = accelerator_of(mixed_precision="bf16").prepare(Stoppable())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if stop:
+            model.stop = error()
+            with pytest.raises(error):
+                model(X)
+            assert not torch.is_autocast_enabled("cpu")
+        found = []
+        for _ in range(4):
+            loss = model(X).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_a_stopped_forward_of_a_prepared_model_within_another_leaves_autocast(accelerator_of):
+    accelerator, outer = accelerator_of(mixed_precision="bf16"), Stoppable(1)
+    accelerator.prepare(outer.within)
+    accelerator.prepare(outer)
+    outer.within.stop = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        outer(X)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_threads_that_run_one_model_each_leave_autocast(accelerator_of):
+    model = accelerator_of(mixed_precision="bf16").prepare(Stoppable())
+    left = []
+
+    def run():
+        with contextlib.suppress(KeyboardInterrupt):
+            model(X)
+        left.append(torch.is_autocast_enabled("cpu"))
+
+    model.stop = KeyboardInterrupt()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left == [False] * 4
+
+
+def test_forward_keeps_its_signature_and_is_the_classs_again_after_the_run(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model = accelerator.prepare(Spy())
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    accelerator.end_training()
+    assert "forward" not in model.__dict__
 
 
 def test_the_autocast_context_serves_what_is_outside_models(spied):

@@ -151,7 +151,7 @@ def test_autocast_contexts_of_several_plugins_are_entered_together(accelerator_w
     model[0].register_forward_hook(
         lambda *_: seen.append((torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()))
     )
-    assert model(torch.ones(1, FEATURES)).dtype == torch.bfloat16
+    model(torch.ones(1, FEATURES))
     assert seen == [(torch.bfloat16, False)]
     assert not torch.is_autocast_enabled("cpu")
 
