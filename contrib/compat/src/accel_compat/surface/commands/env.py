@@ -6,9 +6,10 @@ import subprocess
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from accel_compat.commands import accelerate
 from accel_compat.launching import accel
 
-__all__ = ["env_command", "env_command_parser"]
+__all__ = ["env_command", "env_command_parser", "main"]
 
 
 def env_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -25,3 +26,12 @@ def env_command_parser(subparsers: Any = None) -> ArgumentParser:
 def env_command(args: Namespace) -> None:
     """Print it."""
     subprocess.run([accel(), "env"], check=True)  # noqa: S603  ours
+
+
+def main() -> None:
+    """The command, by this process's command line."""
+    accelerate("env")
+
+
+if __name__ == "__main__":
+    main()

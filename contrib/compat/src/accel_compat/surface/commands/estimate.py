@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from accel_compat.commands import accelerate
 from accel_compat.refusing import unserved
 
-__all__ = ["estimate_command_parser"]
+__all__ = ["estimate_command_parser", "main"]
 
 
 def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -26,4 +27,13 @@ def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
     return parser
 
 
+def main() -> None:
+    """The command, by this process's command line."""
+    accelerate("estimate-memory")
+
+
 __getattr__ = unserved(__name__)
+
+
+if __name__ == "__main__":
+    main()

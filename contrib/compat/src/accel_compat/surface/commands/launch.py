@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accel_compat.commands import accelerate
 from accel_compat.flags import given
 from accel_compat.launching import launch
 from accel_compat.refusing import unserved
@@ -19,7 +20,7 @@ from accel_compat.settings import STRATEGIES, asked_by, parser
 from ..utils._enums import ComputeEnvironment
 from .config.config_args import default_config_file, load_config_from_file
 
-__all__ = ["launch_command", "launch_command_parser"]
+__all__ = ["launch_command", "launch_command_parser", "main"]
 
 _ONE_OF = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
 _APART = ("compute_environment", "mixed_precision", "distributed_type")
@@ -117,4 +118,13 @@ def _fill(args: Namespace, defaults: Any) -> None:
             setattr(args, section, value)
 
 
+def main() -> None:
+    """The command, by this process's command line."""
+    accelerate("launch")
+
+
 __getattr__ = unserved(__name__)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,12 +7,13 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from accel_compat.commands import accelerate
 from accel_compat.launching import launch
 from accel_compat.settings import parse
 
 from .config.config_args import default_config_file
 
-__all__ = ["test_command", "test_command_parser"]
+__all__ = ["main", "test_command", "test_command_parser"]
 
 
 def test_command_parser(subparsers: Any = None) -> ArgumentParser:  # noqa: PT028  Accelerate's name
@@ -33,3 +34,12 @@ def test_command(args: Namespace) -> None:
     if code:
         sys.exit(code)
     print("Test is a success! You are ready for your distributed training!")  # noqa: T201  as there
+
+
+def main() -> None:
+    """The command, by this process's command line."""
+    accelerate("test")
+
+
+if __name__ == "__main__":
+    main()

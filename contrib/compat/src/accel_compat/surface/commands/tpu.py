@@ -8,9 +8,11 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from accel_compat.commands import accelerate
+
 from .config.config_args import default_config_file, load_config_from_file
 
-__all__ = ["tpu_command_launcher", "tpu_command_parser"]
+__all__ = ["main", "tpu_command_launcher", "tpu_command_parser"]
 
 _RELEASES = {"dev": "git+https://github.com/huggingface/accelerate.git", "latest": "accelerate -U"}
 
@@ -63,3 +65,12 @@ def _fill(args: Namespace) -> None:
     args.command = args.command or found.commands
     args.tpu_name = args.tpu_name or found.tpu_name
     args.tpu_zone = args.tpu_zone or found.tpu_zone
+
+
+def main() -> None:
+    """The command, by this process's command line."""
+    accelerate("tpu-config")
+
+
+if __name__ == "__main__":
+    main()
