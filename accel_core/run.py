@@ -95,6 +95,8 @@ class Run:
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
+        self.apart: list[nn.Module] = []
+        """Prepared models whose weights are in no saved state: their program keeps these by itself."""
         self.kept: dict[int, str] = {}
         """Numbered checkpoints that `total_limit` counts: number -> save id."""
         self._dims: dict[str, Collectives] = {}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import field, frozen
 from torch import Tensor, nn
@@ -34,8 +34,11 @@ __all__ = [
     "entry_key",
     "keep_own_part",
     "modules_with_extra_state",
+    "without_apart",
     "without_collecting_garbage",
 ]
+
+T = TypeVar("T")
 
 NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how a step is computed, not what."""
@@ -107,7 +110,7 @@ def check_names(run: Run, found: Collected) -> None:
     for unit in run.units:
         keys = [(key.partition("/"), leaf) for (name, key), leaf in found.leaves.items() if name == unit.name]
         offered = {name: leaf for (sort, _, name), leaf in keys if sort == "model"}
-        known = model_state(unit).keys()
+        known = without_apart(unit, model_state(unit)).keys()
         # Without shards it may be of a part of the model that only other ranks have.
         if odd := [n for n in sorted(offered.keys() ^ known) if n in known or offered[n].shards]:
             raise CheckpointError(
@@ -152,6 +155,14 @@ def modules_with_extra_state(unit: Unit) -> dict[str, nn.Module]:
     }
 
 
+def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
+    """What is named by canonical names, but for the models that `Run.apart` lists."""
+    apart = [str(number) for number, model in enumerate(unit.wrapped) if model in unit.run.apart]
+    if len(unit.wrapped) == 1:
+        return {} if apart else dict(named)
+    return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}
+
+
 def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
     path = f"units.{unit.name}"
     buffers = {
@@ -161,7 +172,7 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
     }
     if unit.pending or not unit.window.boundary:
         raise _unapplied(unit)
-    for name, leaf in unit.hooks.model_state(unit).items():
+    for name, leaf in without_apart(unit, unit.hooks.model_state(unit)).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         found.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
     return {
@@ -170,7 +181,7 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         "aliases": dict(unit.aliases),
         "extra": {
             name: found.encode(module.get_extra_state(), f"{path}.{name} (get_extra_state)")
-            for name, module in modules_with_extra_state(unit).items()
+            for name, module in without_apart(unit, modules_with_extra_state(unit)).items()
         },
         "optimizers": [_optimizer(found, unit, each, path) for each in unit.optimizers],
         "schedulers": found.encode_objects(unit.schedulers, f"{path}.schedulers"),

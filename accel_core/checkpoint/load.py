@@ -20,6 +20,7 @@ from accel_core.checkpoint.collect import (
     class_of,
     entry_key,
     modules_with_extra_state,
+    without_apart,
     without_collecting_garbage,
 )
 from accel_core.checkpoint.find import find
@@ -59,8 +60,7 @@ def load(
     """
     run.require_alive()
     control = run.collectives("control")
-    if run.saver is not None:
-        agree(control, run.saver.settle)
+    agree(control, run.saver.settle if run.saver else lambda: None)  # one may have saved alone
     with without_collecting_garbage():
         checkpoint = find(run, directory, missing_ok=missing_ok)
         if checkpoint is None:
@@ -175,11 +175,11 @@ class Restoration:
                 found = f"{alias} was tied to {owner}, and is not tied to it here"
                 self._problems.fatal.append(f"{unit.name}: {found}")
         tensors = self._tensors(unit)
-        leaves = unit.hooks.model_state(unit)
-        self._fill(f"{unit.name}: model/", leaves, tensors["model"])
-        modules = modules_with_extra_state(unit)
-        self._problems.compare(f"{unit.name}: extra state of ", saved["extra"], modules)
-        for name, state in saved["extra"].items():
+        leaves = without_apart(unit, unit.hooks.model_state(unit))
+        self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
+        modules, extra = modules_with_extra_state(unit), without_apart(unit, saved["extra"])
+        self._problems.compare(f"{unit.name}: extra state of ", extra, without_apart(unit, modules))
+        for name, state in extra.items():
             value = self.checkpoint.decode(state, f"units.{unit.name}.{name}")
             if name in modules:
                 self._actions.append(partial(modules[name].set_extra_state, value))

@@ -16,6 +16,7 @@ from accel_core.checkpoint.series import folder_of, next_number, retain
 
 if TYPE_CHECKING:
     from accel_core.run import Run
+    from accel_core.world import Collectives
 
 __all__ = ["Place"]
 
@@ -25,6 +26,7 @@ class Place:
     """One save's target. Some ranks make, name and remove folders, the others only write.
 
     firsts: those ranks, one for each disk. domains: rank -> its disk; all 0 where all see one.
+    first: whether this rank is one of them.
     """
 
     run: Run
@@ -34,9 +36,16 @@ class Place:
     numbered: bool
     domains: Sequence[int]
     firsts: Sequence[int]
+    first: bool
 
     @classmethod
-    def choose(cls, run: Run, directory: str | os.PathLike[str] | None, domains: Sequence[int]) -> Place:
+    def choose(
+        cls,
+        run: Run,
+        control: Collectives,
+        directory: str | os.PathLike[str] | None,
+        domains: Sequence[int],
+    ) -> Place:
         """The place of the next save: `directory`, or the next of the numbered ones. Collective.
 
         What killed saves left there is removed, and the folder to write into is made.
@@ -44,7 +53,7 @@ class Place:
         Raises:
             CheckpointError: the target is there and is not a checkpoint, or a folder cannot be made.
         """
-        control, numbered = run.collectives("control"), directory is None
+        numbered = directory is None
         firsts = [domains.index(disk) for disk in sorted(set(domains))]
         first = control.rank in firsts
         save_id: str = control.broadcast_object(new_save_id(run.run_id) if first else None)
@@ -60,12 +69,7 @@ class Place:
         target = Path(os.path.realpath(parent / f"checkpoint_{number}" if directory is None else directory))
         agree(control, lambda: begin(target, save_id) if first else None)
         run.iteration = number + 1
-        return cls(run, target, save_id, number, numbered, domains, firsts)
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank makes, names and removes folders."""
-        return self.run.world.rank in self.firsts
+        return cls(run, target, save_id, number, numbered, domains, firsts, first)
 
     @property
     def folder(self) -> Path:

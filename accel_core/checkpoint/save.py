@@ -33,6 +33,7 @@ from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.run import Run
+    from accel_core.world import Collectives
 
 __all__ = ["Saver", "save"]
 
@@ -40,9 +41,16 @@ logger = logging.getLogger(__name__)
 
 
 def save(
-    run: Run, directory: str | os.PathLike[str] | None, *, step: int | None = None, wait: bool = True
+    run: Run,
+    directory: str | os.PathLike[str] | None,
+    *,
+    step: int | None = None,
+    wait: bool = True,
+    alone: bool = False,
 ) -> Path:
     """Save all state of the run as the checkpoint `directory`. Collective: all ranks, one directory.
+
+    With `alone` it is not collective: this rank saves what it holds as the checkpoint of a world of one.
 
     Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
     of the two, whole. `step` is recorded as it is given. Without a directory it is the next of the
@@ -52,25 +60,31 @@ def save(
 
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
-            directory holds something else, or a rank failed to write, now or in the save before.
+            directory holds something else, a rank failed to write, now or in the save before, or `alone`
+            this rank holds only a part of something.
             Raised on all ranks; what was there before is unchanged.
     """
     run.require_alive()
-    if run.saver is None:
-        run.saver = Saver(run)
+    if run.saver is None or run.saver.alone is not alone:
+        if run.saver is not None:
+            run.saver.settle()
+        run.saver = Saver(run, alone=alone)
     return run.saver.save(directory, step=step, wait=wait)
 
 
 class Saver:
-    """Saves one run, again and again: what a save leaves to the next is kept here. Made by all ranks."""
+    """Saves one run, again and again: what a save leaves to the next is kept here.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.control = run.collectives("control")
+    Made by all ranks; `alone`, by the rank that saves.
+    """
+
+    def __init__(self, run: Run, *, alone: bool = False) -> None:
+        self.run, self.alone = run, alone
+        self.control = run.collectives("alone" if alone else "control")
         timeout = run.config.process_group.timeout or default_pg_timeout
         self._timeout = timeout.total_seconds()
         store: Any = run.world.store  # torch's stub lacks `clone`
-        self._store: Store = HashStore() if store is None else store.clone()
+        self._store: Store = HashStore() if store is None or alone else store.clone()
         self._layout: Layout | None = None
         self._compared = False
         self._flight: Flight | None = None
@@ -105,7 +119,7 @@ class Saver:
         state = agree(control, lambda: self._collect(wait=wait))
         keep_own_part(control, state)
         layout = self._layout_of(state)
-        place = Place.choose(run, directory, self._domains)
+        place = Place.choose(run, control, directory, self._domains)
         try:
             shared = agree(control, lambda: as_json(state.shared) if place.first else None)
             if len(place.firsts) > 1:  # one file, whatever disk it is on
@@ -116,7 +130,7 @@ class Saver:
             if place.first:
                 place.discard()
             raise
-        manifest = {**place.members, "step": step, **_manifest(run)}
+        manifest = {**place.members, "step": step, **_manifest(run, control)}
         return Flight(place, step, share, control.size, manifest, self._store, self._timeout)
 
     def settle(self, patience: float | None = None) -> None:
@@ -149,7 +163,13 @@ class Saver:
         self._layout = None  # with its buffer, before the next one is made
         agree(control, lambda: check_names(self.run, state))
         declarations = control.all_gather_object(state.declared)
-        writes = plan(declarations, self._domains)[control.rank]
+        try:
+            writes = plan(declarations, self._domains)[control.rank]
+        except CheckpointError as error:
+            if not self.alone:
+                raise
+            text = f"save_state(alone=True): this rank does not hold the whole state\n{error}"
+            raise CheckpointError(f"{text}\ncall save_state() without alone, on all ranks") from error
         if control.size > 1 and not self._compared:
             compare_replicas(control, state.leaves, declarations)
             self._compared = True
@@ -163,8 +183,9 @@ def _share(rank: int, state: Collected, layout: Layout, shared: bytes | None, *,
     return Share(rank, layout.head, body, layout.size, as_json(state.own), layout.index, shared)
 
 
-def _manifest(run: Run) -> dict[str, Any]:
-    exact_at = {"size": run.world.size, "readers": run.topology.readers}
+def _manifest(run: Run, control: Collectives) -> dict[str, Any]:
+    readers = run.topology.readers if control.size == run.world.size else 1
+    exact_at = {"size": control.size, "readers": readers}
     members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
     versions = {"accel-core": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {

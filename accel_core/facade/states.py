@@ -51,6 +51,7 @@ class States:
         *,
         step: int | None = None,
         wait: bool = True,
+        alone: bool = False,
     ) -> Path:
         """Write everything that training needs to go on into `output_dir`, atomically. Collective.
 
@@ -61,13 +62,19 @@ class States:
         (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
         as do `wait_for_checkpoint` and `end_training`. Returns the directory.
 
+        With `alone` one rank saves by itself, and no other need call: where each rank holds the whole state
+        (one process, `ddp`). It is the checkpoint of a world of one: random streams of other ranks start
+        anew from a derived seed.
+
         Raises:
             CheckpointError: gradients are not applied yet, something cannot be stored, the directory holds
-                something else, or a rank could not write. On all ranks; what was there is unchanged.
+                something else, a rank could not write, or `alone` a rank holds only a part of something.
+                On all ranks; what was there is unchanged.
         """
         from accel_core.checkpoint.save import save  # late: start-up need not wait for it
 
-        return save(self.run, self._checkpoint_directory(output_dir, "save_state"), step=step, wait=wait)
+        directory = self._checkpoint_directory(output_dir, "save_state")
+        return save(self.run, directory, step=step, wait=wait, alone=alone)
 
     def wait_for_checkpoint(self) -> None:
         """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, Entry, Leaf, OptimizerState
+from accel_core import Accelerator, CheckpointError, Entry, Leaf, OptimizerState
 from accel_core.checkpoint import flight
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
@@ -221,3 +221,25 @@ def load_damaged(folder: str) -> str:
     finally:
         job.accelerator.end_training()
     return "loaded"
+
+
+def save_alone(folder: str, ways: str = "whole") -> tuple[list[list[float]], str]:
+    """Rank 0 saves by itself; then all load. The state that this rank has then, and what rank 0 raised."""
+    job, said = Job(), ""
+    if ways == "rows":
+        job.shard_rows()
+    job.train(2)
+    saved = job.state()
+    if job.run.world.rank == 0:
+        try:
+            job.accelerator.save_state(f"{folder}/here", alone=True)
+        except CheckpointError as error:
+            said = str(error)
+    job.train(2)  # with reductions that the other rank waits in: it has not called save_state
+    if ways == "rows":
+        return [], said
+    assert job.state() != saved
+    job.accelerator.wait_for_everyone()
+    job.accelerator.load_state(f"{folder}/here")
+    assert job.state() == saved
+    return job.state(), said

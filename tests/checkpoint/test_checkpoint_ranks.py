@@ -147,3 +147,17 @@ def test_saved_on_one_device_it_goes_on_on_another(tmp_path, here):
     ((where, found),) = run(device_job.steps, tmp_path, here, True, world=1)
     assert where.startswith(here)
     assert found == losses
+
+
+def test_a_rank_that_holds_everything_saves_alone(tmp_path):
+    (first, _), (second, _) = run(ranks_job.save_alone, tmp_path)
+
+    assert first == second
+    assert json.loads((tmp_path / "here" / "manifest.json").read_text())["world"]["size"] == 1
+
+
+def test_a_rank_that_holds_parts_does_not_save_alone(tmp_path):
+    (_, said), _ = run(ranks_job.save_alone, tmp_path, "rows")
+
+    assert "does not hold the whole state" in said
+    assert not (tmp_path / "here").exists()

@@ -819,3 +819,23 @@ def test_a_resumed_run_is_the_run_that_was_saved(prepared, tmp_path):
     assert first.accelerator.run.run_id != second.accelerator.run.run_id
     second.accelerator.load_state(tmp_path / "here")
     assert first.accelerator.run.run_id == second.accelerator.run.run_id
+
+
+def test_weights_that_the_program_keeps_itself_are_neither_saved_nor_loaded(tmp_path):
+    one = Prepared(lambda: nn.Linear(6, 2), steps=2)
+    one.accelerator.run.apart = [one.model]
+    one.accelerator.save_state(tmp_path / "here")
+    index = json.loads((tmp_path / "here" / "rank-00000.json").read_bytes())
+    assert all(key.startswith("optimizer/") for key in index["tensors"]["unit0"])
+
+    with torch.no_grad():
+        one.raw.weight.fill_(3.0)
+    one.step(3)
+    kept = one.raw.weight.clone()
+    one.accelerator.load_state(tmp_path / "here")
+    assert torch.equal(one.raw.weight, kept)
+    assert int(one.inner.state[one.raw.weight]["step"]) == 2
+
+    one.accelerator.run.apart = []
+    with pytest.raises(CheckpointError, match="missing in the checkpoint: unit0: model/weight"):
+        one.accelerator.load_state(tmp_path / "here")
