@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from accel_core import watch
 from accel_core.config.structure import flat
 from accel_core.errors import ConfigError
 from accel_core.native.process_group import shared
@@ -40,7 +42,10 @@ def join(run: Run) -> None:
     shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
     store = _get_default_store()
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
-    run.world = evolve(run.world, store=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]  # torch's stub lacks it
+    clones: Any = store  # torch's stub lacks `clone`
+    run.world = evolve(run.world, store=PrefixStore(prefix, clones.clone()))
+    serves = run.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    watch.start(PrefixStore(prefix, clones.clone()), run.world, serves=serves)
     try:
         _compare_ranks(run)
     except ConfigError:
@@ -51,6 +56,7 @@ def join(run: Run) -> None:
 def leave(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     if run.world.size > 1:
+        watch.stop()
         run.forget_groups()
         shared.leave(run.hooks.destroy_process_group)
 

@@ -18,6 +18,7 @@ from accel_core.hookspecs import PHASES
 from accel_core.native.compiling import inside
 from accel_core.pairing import check_schedulers, paired
 from accel_core.proxies import PreparedOptimizer, PreparedScheduler
+from accel_core.watch import assemble
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,6 +70,8 @@ def prepare(
     units: list[Unit] = []
     for group in groups:
         units.append(group.check(run, strategy, name, units))
+    if of_kind["model"]:
+        assemble(run, "prepare", _in_words(of_kind["model"], units))
     for group, unit in zip(groups, units, strict=True):
         with _all_or_nothing(run, unit):
             _build(run, unit, group, placed, of_kind["scheduler"], of_kind["dataloader"])
@@ -77,6 +80,17 @@ def prepare(
         loaders[id(thing)] if kind == "dataloader" else _prepared(run, kind, thing)
         for kind, thing in zip(kinds, objects, strict=True)
     ]
+
+
+def _in_words(models: Sequence[nn.Module], units: Sequence[Unit]) -> str:
+    """What ranks must bring alike; ranks that have parts of a model may bring other ones."""
+    if any(unit.mesh is not None and unit.mesh.size(*unit.mesh.names("model")) > 1 for unit in units):
+        return f"{len(models)} model(s)"
+    dtypes = [
+        sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()}) for model in models
+    ]
+    named = zip(models, dtypes, strict=True)
+    return ", ".join(f"{type(model).__name__} ({', '.join(kinds)})" for model, kinds in named)
 
 
 def _kind(run: Run, thing: Any, number: int) -> str | None:

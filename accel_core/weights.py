@@ -22,6 +22,7 @@ from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.plugins import near
 from accel_core.saving import save
+from accel_core.watch import assemble
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -100,6 +101,7 @@ def save_model(
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)
 
+    assemble(run, "save_model")
     agree(run.collectives("control"), write)
 
 

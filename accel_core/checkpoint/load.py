@@ -29,6 +29,7 @@ from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import history
+from accel_core.watch import assemble
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
@@ -59,6 +60,7 @@ def load(
             way has failed. Raised on all ranks, before any state is touched.
     """
     run.require_alive()
+    assemble(run, "load_state")
     control = run.collectives("control")
     agree(control, run.saver.settle if run.saver else lambda: None)  # one may have saved alone
     with without_collecting_garbage():

@@ -30,6 +30,7 @@ from accel_core.checkpoint.place import Place
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import compare_replicas
 from accel_core.errors import CheckpointError
+from accel_core.watch import assemble
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -65,6 +66,8 @@ def save(
             Raised on all ranks; what was there before is unchanged.
     """
     run.require_alive()
+    if not alone:
+        assemble(run, "save_state")
     if run.saver is None or run.saver.alone is not alone:
         if run.saver is not None:
             run.saver.settle()

@@ -1,0 +1,118 @@
+"""Ranks that part ways before an operation of all: each hears which operation waits, and for whom."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+from accel_core import Accelerator, watch
+from accel_core.errors import CollectiveError
+from accel_core.testing import run_processes
+
+
+def trainer():
+    watch.STUCK_SECONDS, watch.LOOK_SECONDS = 1.0, 0.2
+    accelerator = Accelerator(device="cpu")
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return accelerator, model, optimizer
+
+
+def said_by(action):
+    try:
+        action()
+    except CollectiveError as error:
+        return str(error)
+    return "nothing"
+
+
+def save_on_one_rank_while_the_other_gathers(folder):
+    accelerator, _, _ = trainer()
+    if accelerator.process_index == 0:
+        return said_by(lambda: accelerator.save_state(folder))
+    return said_by(lambda: accelerator.gather(torch.ones(1)))
+
+
+def save_on_one_rank_while_the_other_trains(folder):
+    accelerator, model, _ = trainer()
+    loss = model(torch.ones(1, 2)).sum()
+    if accelerator.process_index == 0:
+        return said_by(lambda: accelerator.save_state(folder))
+    with suppress(RuntimeError, CollectiveError):
+        accelerator.backward(loss)
+    return ""
+
+
+def save_on_one_rank_while_the_other_has_ended(folder):
+    accelerator, _, _ = trainer()
+    if accelerator.process_index == 0:
+        return said_by(lambda: accelerator.save_state(folder))
+    watch.stop()  # as its run's end does, which waits for nobody here
+    time.sleep(4)
+    return ""
+
+
+def save_on_one_and_load_on_the_other(folder):
+    accelerator, _, _ = trainer()
+    if accelerator.process_index == 0:
+        return said_by(lambda: accelerator.save_state(folder))
+    return said_by(lambda: accelerator.load_state(folder))
+
+
+def prepare_models_of_other_dtypes():
+    accelerator = Accelerator(device="cpu")
+    model = nn.Linear(2, 1, dtype=(torch.float32, torch.float64)[accelerator.process_index])
+    return said_by(lambda: accelerator.prepare(model))
+
+
+def save_late_on_one(folder):
+    accelerator, _, _ = trainer()
+    if accelerator.process_index:
+        time.sleep(3)  # longer than it takes to be called stuck
+    return said_by(lambda: accelerator.save_state(folder))
+
+
+pytestmark = pytest.mark.together
+
+
+@pytest.mark.parametrize(
+    ("job", "operation"),
+    [
+        (save_on_one_rank_while_the_other_gathers, "gather"),
+        (save_on_one_rank_while_the_other_trains, "backward"),
+    ],
+)
+def test_a_save_on_one_rank_alone_names_what_the_other_is_in(tmp_path, job, operation):
+    alone, _ = run_processes(job, str(tmp_path / "ck"))
+
+    assert f"save_state is collective: rank(s) 0 of 2 waited for rank 1 (in {operation}, test_rank" in alone
+    assert alone.splitlines()[-1] == "call save_state on all ranks, not on one alone"
+    assert not (tmp_path / "ck").exists()
+
+
+def test_a_rank_that_has_ended_its_run_is_not_waited_for(tmp_path):
+    alone, _ = run_processes(save_on_one_rank_while_the_other_has_ended, str(tmp_path / "ck"))
+
+    assert "waited for rank 1 (has ended its run), which will not come" in alone
+
+
+def test_a_save_against_a_load_is_shown_to_both(tmp_path):
+    said = run_processes(save_on_one_and_load_on_the_other, str(tmp_path / "ck"))
+
+    assert said[0] == said[1]
+    assert "  rank 0: save_state\n  rank 1: load_state" in said[0]
+
+
+def test_models_of_other_dtypes_are_not_prepared():
+    said = run_processes(prepare_models_of_other_dtypes)
+
+    assert said[0] == said[1]
+    assert "rank 0: prepare of Linear (float32)\n  rank 1: prepare of Linear (float64)" in said[0]
+
+
+def test_a_rank_that_only_comes_late_is_waited_for(tmp_path):
+    assert run_processes(save_late_on_one, str(tmp_path / "ck")) == ["nothing", "nothing"]
