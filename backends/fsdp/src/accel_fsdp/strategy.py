@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
+from accel_fsdp.optimizers import refused
 from accel_fsdp.wrapping import checkpointed, ignored
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ class FullyShardedDataParallel:
         return [
             *(reason for model in models if (reason := _trains_whole(model, whole))),
             *(reason for each in optimizers if self.config.cpu_offload and (reason := _on_device_only(each))),
+            *refused(
+                optimizers,
+                self.config.fsdp_version,
+                cuts=self.run.world.size > 1 and self.config.strategy != "NO_SHARD",
+                stages=self.config.pp_size != 1,
+            ),
         ]
 
     @implements(hooks.model_init_context)

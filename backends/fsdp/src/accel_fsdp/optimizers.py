@@ -1,0 +1,66 @@
+"""Which optimizers compute the same with parts of weights: those that treat each element by itself.
+
+An optimizer says so by an attribute, `elementwise`; else its class is recognised by its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["refused"]
+
+OF_A_MODEL: Final = re.compile(r"(?i).*(lbfgs|prodigy|dadapt).*|sam|adaptivesam")
+"""Optimizers that compute one number from all parameters, such as a norm or a step size."""
+OF_A_TENSOR: Final = re.compile(
+    r"(?i).*(adafactor|muon|shampoo|galore|novograd|k_?fac|psgd).*"
+    r"|(fused|nv|distributed)?(lamb|lars|larc)(v\d)?|soap|came|kron|sm3|adam_?mini|apollo|scion|dion"
+)
+"""Optimizers that compute with whole weights: their norms, rows and columns, or as matrices."""
+NOT_FOR_DTENSORS: Final = {"Adafactor": "take AdamW, or strategy ddp", "Rprop": "set fsdp.fsdp_version: 1"}
+"""Optimizers that use operations which torch does not have for DTensors -> what to do."""
+
+
+def refused(optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages: bool) -> Iterator[str]:
+    """What speaks against each optimizer, and what to do.
+
+    cuts: several ranks share a weight. stages: ranks have weights that others lack.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if getattr(optimizer, "elementwise", False):
+            continue
+        if version == 2 and (advice := _first(optimizer, NOT_FOR_DTENSORS)):
+            yield f"{name} does not work on parameters of fsdp_version 2\n{advice}"
+        elif (cuts or stages) and (_needs_closure(optimizer) or _is(optimizer, OF_A_MODEL)):
+            if version == 1 or stages or _needs_closure(optimizer):
+                yield (
+                    f"{name} computes with all weights of a model at once, of which each rank has a part\n"
+                    "take an optimizer that treats each element by itself, such as AdamW, or strategy ddp; if"
+                    f" this {name} does, set its attribute: optimizer.elementwise = True"
+                )
+        elif version == 1 and cuts and _is(optimizer, OF_A_TENSOR):
+            other = "" if _first(optimizer, NOT_FOR_DTENSORS) else "set fsdp.fsdp_version: 2, or "
+            yield (
+                f"{name} computes with whole weights, of which fsdp_version 1 gives each rank a flat piece\n"
+                f"{other}take strategy ddp; if this {name} treats each element by itself, set its attribute:"
+                " optimizer.elementwise = True"
+            )
+
+
+def _is(optimizer: Optimizer, names: re.Pattern[str]) -> bool:
+    return any(names.fullmatch(kind.__name__) for kind in type(optimizer).__mro__)
+
+
+def _first(optimizer: Optimizer, advice: dict[str, str]) -> str | None:
+    return next((advice[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in advice), None)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
