@@ -21,6 +21,7 @@ from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
 from accel_core.plugins import Discovery, discover
 from accel_core.plugins import load as load_plugin
+from accel_core.stack import auto_may_take, unused_sections
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -73,11 +74,19 @@ class Launch:
         return f"accel {'.'.join(__version__.split('.')[:2])}: {count}, {stack}, {file}"
 
     def doubts(self) -> Iterator[str]:
-        """Why the plugins named cannot be used on this machine; workers elsewhere may not mind."""
+        """Why plugins that are named cannot be used on this machine, and options that nothing uses.
+
+        Workers elsewhere may have the plugins, and the script may choose more of them.
+        """
         for record in self._named():
             if record.status != "available":
                 reason = f"not usable on this machine ({record.reason})"
                 yield f"{record.name}: {reason}; fine if the job runs elsewhere"
+        used = {self.config.device, *(name for _, _, name in self.config.plugin_names())}
+        for record, given, setting in unused_sections(self.resolved, used, self.discovery):
+            if not auto_may_take(record, self.resolved):
+                about = f"{given.origin}: {record.slot} {record.name} is not in this config"
+                yield f"{about}: its options do nothing; `{setting}` chooses it"
 
     def processes(self) -> int:
         """Workers on this node: what was asked, or the visible devices of the kind asked for.

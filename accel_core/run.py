@@ -131,7 +131,8 @@ class Run:
         self.topology = self.hooks.data_topology(self.mesh, self.world)
         self.trackers = Trackers(self, trackers)
         if self.world.rank == 0:
-            sys.stderr.writelines(f"accel: {note}\n" for note in self.resolved.notes)
+            notes = (*self.resolved.notes, *self.stack.notes)
+            sys.stderr.writelines(f"accel: {note}\n" for note in notes)
         self.hooks.run_started(self.run_id, self.config)
         _live.add(self)
 

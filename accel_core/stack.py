@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from accel_core.errors import ConfigError, PluginError
 from accel_core.known import absence, known_plugins
@@ -13,9 +13,23 @@ from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot, near
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
+    from accel_core.config.sources import Given
     from accel_core.plugins import Card
 
-__all__ = ["Chosen", "Stack", "choose"]
+__all__ = ["Chosen", "Stack", "auto_may_take", "choose", "unused_sections"]
+
+SETTING: Final[Mapping[str, str]] = {
+    "device": "device",
+    "precision": "mixed_precision",
+    "strategy": "strategy",
+    "launcher": "launch.launcher",
+    "extension": "extensions",
+    "tracker": "log_with",
+}
+"""The option that names a plugin of a slot."""
+
+TYPED: Final = ("environment", "flag")
+"""Sources that speak of this very run, where a file may serve several."""
 
 
 @frozen
@@ -49,6 +63,8 @@ class Stack:
     """Alias of the strategy of units that name none."""
     extensions: tuple[Chosen, ...] = ()
     trackers: tuple[Chosen, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    """Sections of a file that this stack does not use."""
 
     @property
     def strategy(self) -> Chosen:
@@ -116,7 +132,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         trackers=tuple(chooser.trackers(config.log_with)),
     )
     _refuse_unmet_needs(stack)
-    return stack
+    return evolve(stack, notes=tuple(_refuse_unused(resolved, stack, discovery)))
 
 
 @frozen
@@ -232,6 +248,51 @@ def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
             f"device: {kind} ({origin}): torch {torch.__version__} knows this device type, but finds no such"
             " device here\nchoose device: cpu, or auto"
         )
+
+
+def unused_sections(
+    resolved: Resolved, used: Collection[str], discovery: Discovery
+) -> Iterator[tuple[Record, Given, str]]:
+    """(plugin, an option given for it, the setting that chooses it) for each plugin not among `used`."""
+    found: dict[str, Given] = {}
+    for path, given in resolved.settings.items():
+        if path[0] not in used and (path[0] not in found or given.source in TYPED):
+            found[path[0]] = given
+    for name, given in found.items():
+        record = discovery.get(name)
+        if record is not None and record.slot in SETTING:  # else a section of core, or `strategies`
+            yield record, given, _setting(record, resolved, given.source == "flag")
+
+
+def _setting(record: Record, resolved: Resolved, as_flag: bool) -> str:
+    """What a user writes to choose the plugin beside those that are chosen already."""
+    path, config = SETTING[record.slot], resolved.config
+    several = {"extension": config.extensions, "tracker": config.log_with}
+    names = [*several.get(record.slot, ()), record.name]
+    if as_flag:
+        return f"--{path.removeprefix('launch.').replace('_', '-')} {','.join(names)}"
+    return f"{path}: [{', '.join(names)}]" if record.slot in several else f"{path}: {record.name}"
+
+
+def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> Iterator[str]:
+    """Notes on unused sections of a file; a flag or variable of such a plugin is an error."""
+    used = {chosen.name for chosen in stack.members()} | {resolved.config.launch.launcher}
+    used -= {each.name for alias, each in stack.strategies.items() if alias != each.name}
+    problems = []
+    for record, given, setting in unused_sections(resolved, used | set(stack.strategies), discovery):
+        about = f"{given.origin}: {record.slot} {record.name} is not in this run ({stack})"
+        if given.source in TYPED:
+            problems.append(f"{about}\nchoose it ({setting}), or leave its options out")
+        elif given.source in ("file", "python") and not auto_may_take(record, resolved):
+            yield f"{about}: its options do nothing; `{setting}` chooses it"
+    if problems:
+        raise ConfigError("\n".join(problems), problems=problems)
+
+
+def auto_may_take(record: Record, resolved: Resolved) -> bool:
+    """Whether the same file chooses the plugin on a machine that has it."""
+    asked = {"device": resolved.config.device, "strategy": resolved.config.strategy}.get(record.slot)
+    return asked == "auto" and record.card is not None and record.card.priority is not None
 
 
 def _refuse_unmet_needs(stack: Stack) -> None:

@@ -55,8 +55,10 @@ def check(file: str | None, as_json: bool) -> None:
 @_json
 def show(file: str | None, as_json: bool) -> None:
     """Print each value and where it comes from."""
+    from accel_core.launching import Launch
+
     resolved = _load(file)
-    rows, notes = list(_rows(resolved)), [*_unused(resolved), *resolved.notes]
+    rows, notes = list(_rows(resolved)), [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         values = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
         print(json.dumps({"file": resolved.file, "values": values, "notes": notes}, indent=1))
@@ -87,17 +89,6 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
         while given and given not in origins:  # a mapping that is one option has one origin
             given = given.rpartition(".")[0]
         yield path, value, origins.get(given, "default")
-
-
-def _unused(resolved: Resolved) -> Iterator[str]:
-    """Sections that this config cannot choose; `auto` may choose any."""
-    core = resolved.config
-    chosen = {core.device, *(name for _, _, name in core.plugin_names())}
-    free = {slot for slot, name in (("device", core.device), ("strategy", core.strategy)) if name == "auto"}
-    for name in core.plugins:
-        record = discover().get(name)
-        if record and name not in chosen and record.slot not in free:
-            yield f"section {name} is valid and unused: no {record.slot} of this config"
 
 
 @config.command()

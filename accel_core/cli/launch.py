@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from accel_core.launching import Launch
 
 __all__ = ["launch"]
-
-FLAGS: Final = {
-    "-n/--processes-per-node": "launch.processes_per_node",
-    "--nodes": "launch.nodes",
-    "--min-nodes": "launch.min_nodes",
-    "--node-rank": "launch.node_rank",
-    "--rendezvous": "launch.rendezvous",
-    "--max-restarts": "launch.max_restarts",
-    "--launcher": "launch.launcher",
-    "--device": "device",
-    "--strategy": "strategy",
-    "--mixed-precision": "mixed_precision",
-}
-"""Own flags -> the options they set, whose help they show."""
 
 
 class _LaunchCommand(click.Command):
@@ -59,29 +45,34 @@ class _LaunchCommand(click.Command):
         return f"{flag} is no flag of accel launch{hint}"
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from accel_core.config.options import section_class
+        from accel_core.config.reader import CORE
         from accel_core.plugins import discover
 
+        sections = {name: cls for name, kind in CORE.items() if (cls := section_class(kind))}
+        rows = [(name, (cls.__doc__ or "").partition(" Section")[0]) for name, cls in sections.items()]
         cards = [record.card for record in discover().records if record.card and record.card.config]
-        if cards:
-            title = "Options of plugins, before the script (accel config schema NAME lists them)"
-            with formatter.section(title):
-                formatter.write_dl([(f"--{card.name}.OPTION VALUE", card.summary) for card in cards])
+        rows += [(card.name, card.summary) for card in cards]
+        with formatter.section("More options, before the script (accel config schema NAME lists them)"):
+            formatter.write_dl([(f"--{name}.OPTION VALUE", about) for name, about in rows])
 
 
 def _own_flags() -> list[click.Parameter]:
-    from attrs import fields_dict
-
-    from accel_core.config.options import describe
+    """A flag for each option of section `launch` and of the top level; all others have dotted ones."""
+    from accel_core.config.options import describe, options_of
     from accel_core.config.schema import LaunchConfig, RunConfig
 
-    options = {**fields_dict(RunConfig), **fields_dict(LaunchConfig)}
+    top = {name: it for name, (it, _) in options_of(RunConfig).items() if describe(it).help}
+    options = {f"launch.{name}": it for name, (it, _) in options_of(LaunchConfig).items()} | top
+    del options["strategies"]
     return [
         click.Option(
-            [*flags.split("/"), path.replace(".", "__")],
+            ["-n"] * path.endswith("processes_per_node")
+            + [f"--{path.rpartition('.')[2].replace('_', '-')}", path.replace(".", "__")],
             metavar="VALUE",
-            help=describe(options[path.rpartition(".")[2]]).help,
+            help=describe(option).help,
         )
-        for flags, path in FLAGS.items()
+        for path, option in options.items()
     ]
 
 

@@ -256,3 +256,70 @@ def test_an_old_flag_is_answered_with_what_it_means_here(tmp_path, old):
 
     assert told.startswith(f"accel: {old.replace('=', ' ').split()[0]} is no flag of accel launch")
     assert OLD[old] in told
+
+
+OPTIONS = """
+from attrs import frozen
+from accel_core import option
+
+@frozen(kw_only=True)
+class Config:
+    size: int = option(1, help="How many.")
+"""
+PLUGIN = "class Plugin:\n    def __init__(self, config, run):\n        print('size', config.size)\n"
+TRAIN = "from accel_core import Accelerator\nAccelerator()\n"
+
+
+@pytest.fixture
+def trot(toys, tmp_path):
+    """The environment with an extension that has an option."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    return toys(
+        "trot",
+        "extension",
+        config="'toy_config:Config'",
+        implementation="'toy_trotter:Plugin'",
+        modules={"toy_config": OPTIONS, "toy_trotter": PLUGIN},
+    )
+
+
+def test_the_flag_of_an_extension_that_is_not_chosen_ends_the_run_and_one_more_flag_chooses_it(
+    trot, tmp_path
+):
+    words = ["launch", "--device", "cpu", "--trot.size", "2"]
+    refused = accel(*words, "train.py", environment=trot, cwd=tmp_path)
+    chosen = accel(*words, "--extensions", "trot", "train.py", environment=trot, cwd=tmp_path)
+
+    assert refused.returncode == 1
+    assert "flag --trot.size: extension trot is not in this run" in refused.stderr
+    assert "--extensions trot" in refused.stderr
+    assert chosen.stdout == "size 2\n"
+
+
+def test_a_section_of_an_extension_that_is_not_chosen_is_a_note_of_check_dry_run_and_the_run(trot, tmp_path):
+    (tmp_path / "accel.yaml").write_text("device: cpu\ntrot: {size: 2}\n")
+    ran = accel("launch", "train.py", environment=trot, cwd=tmp_path)
+    told = [
+        accel("config", "check", environment=trot, cwd=tmp_path).stdout,
+        accel("launch", "--dry-run", "train.py", environment=trot, cwd=tmp_path).stdout,
+        ran.stderr,
+    ]
+
+    assert ran.returncode == 0
+    assert all("extension trot is not in this" in each and "`extensions: [trot]`" in each for each in told)
+
+
+def test_every_option_of_the_top_level_has_a_flag(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    words = "--gradient-accumulation-steps 2 --device-placement false --step-scheduler-with-optimizer false"
+    words += " --rng-types torch,python --log-with jsonl"
+    told = accel("launch", "--dry-run", *words.split(), "train.py", cwd=tmp_path)
+
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count(": flag --") == 5
+
+
+def test_help_lists_the_sections_of_core_and_those_of_plugins(trot, tmp_path):
+    told = accel("launch", "--help", environment=trot).stdout
+
+    assert all(f"--{name}.OPTION VALUE" in told for name in ("data", "compile", "process_group", "trot"))

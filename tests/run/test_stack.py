@@ -174,3 +174,65 @@ def test_the_config_object_of_an_extension_chooses_it(toy_plugin, monkeypatch):
         given = {"python": {"extensions": names, "device": "cpu"}, "objects": [toy_around.Options()]}
         resolved = load(**given, discovery=discovery, environment={}, directory="/nonexistent")
         assert [chosen.name for chosen in choose(resolved, 1, discovery).extensions] == ["around"]
+
+
+def stack_with(source, processes=2, **python):
+    """The stack where a strategy and an extension with options are installed beside a usual strategy."""
+    config = "accel_core.config.schema:GradScalerKwargs"
+    discovery = native_and(
+        record("usual", "strategy", priority=100),
+        record("rare", "strategy", config=config),
+        record("extra", "extension", config=config),
+    )
+    given = {"environment": {}, "directory": "/nonexistent"} | source
+    return choose(load(python={"device": "cpu"} | python, discovery=discovery, **given), processes, discovery)
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ({"flags": {"extra.enabled": "true"}}, r"choose it \(--extensions extra\)"),
+        ({"environment": {"ACCEL__EXTRA__ENABLED": "true"}}, r"choose it \(extensions: \[extra\]\)"),
+        ({"flags": {"rare.enabled": "true"}}, r"choose it \(--strategy rare\)"),
+    ],
+)
+def test_a_flag_or_variable_of_a_plugin_outside_the_stack_is_an_error_with_what_chooses_it(source, remedy):
+    with pytest.raises(ConfigError, match=rf"is not in this run \(native \+ usual \+ fp32\)\n{remedy}"):
+        stack_with(source)
+
+
+def test_options_of_plugins_in_the_stack_are_used_without_a_word():
+    flags = {"extra.enabled": "true", "rare.enabled": "true"}
+    stack = stack_with({"flags": flags}, strategy="rare", extensions=["extra"])
+    assert (str(stack), stack.notes) == ("native + rare + fp32 + extra", ())
+
+
+def test_a_files_section_of_a_plugin_outside_the_stack_is_a_note(tmp_path):
+    (tmp_path / "accel.yaml").write_text("extra: {enabled: true}\nrare: {enabled: true}\n")
+    stack = stack_with({"directory": tmp_path})
+    absent = "is not in this run (native + usual + fp32): its options do nothing"
+    assert stack.notes == (
+        f"accel.yaml:1:9: extension extra {absent}; `extensions: [extra]` chooses it",
+        f"accel.yaml:2:8: strategy rare {absent}; `strategy: rare` chooses it",
+    )
+
+
+def test_a_section_that_an_alias_does_not_read_is_unused():
+    aliases = {"strategies.big.plugin": "rare"}
+    with pytest.raises(ConfigError, match="strategy rare is not in this run"):
+        stack_with({"flags": {"rare.enabled": "true"}}, strategy="big", **aliases)
+
+
+def test_a_file_may_hold_options_of_what_auto_takes_elsewhere(tmp_path):
+    discovery = native_and(
+        record(
+            "chip",
+            "device",
+            priority=100,
+            reason="none here",
+            config="accel_core.config.schema:AutocastKwargs",
+        )
+    )
+    (tmp_path / "accel.yaml").write_text("chip: {enabled: true}\n")
+    resolved = load(discovery=discovery, environment={}, directory=tmp_path)
+    assert choose(resolved, 1, discovery).notes == ()
