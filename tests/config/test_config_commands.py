@@ -100,10 +100,9 @@ def test_show_says_which_sections_are_valid_and_unused(accel):
     shown = json.loads(accel("show", "--json").stdout)
     values = {row["path"]: row for row in shown["values"]}
     assert values["far-away.stage"] == {"path": "far-away.stage", "value": 3, "origin": "accel.yaml:1:12"}
-    assert shown["notes"] == [
-        "accel.yaml:1:12: device far-away is not in this config: its options do nothing;"
-         " `device: far-away` chooses it"
-    ]
+    (note,) = shown["notes"]
+    assert note.startswith("accel.yaml:1:12: device far-away is not in this config: its options do nothing;")
+    assert note.endswith("`device: far-away` chooses it")
 
 
 def test_show_of_a_faulty_file_is_an_error_that_names_the_remedy(accel):
