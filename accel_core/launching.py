@@ -122,9 +122,12 @@ class Launch:
         meeting = f"{launch.rendezvous}/{launch.nodes}".encode() if launch.nodes > 1 else os.urandom(16)
         run_id = hashlib.blake2b(meeting, digest_size=16).hexdigest()
         wanted = {"ACCEL_RUN_ID": run_id}
+        # A worker that launches hands on the id of its own job, which is not the new one's.
+        inherited = {"ACCEL_RUN_ID"} if HANDOVER_VARIABLE in os.environ else set()
         for record in self._named():
             wanted.update(environment_of(record, self.config, world))
-        return {name: value for name, value in wanted.items() if name not in os.environ}
+        yours = os.environ.keys() - inherited
+        return {name: value for name, value in wanted.items() if name not in yours}
 
     @contextmanager
     def job(self, argv: Sequence[str], processes: int) -> Iterator[Job]:

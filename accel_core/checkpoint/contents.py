@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,22 @@ from typing import Any
 from attrs import asdict, define, evolve
 
 from accel_core.checkpoint.collect import Collected
-from accel_core.checkpoint.commit import begin, locate, new_save_id, partial_folder, publish
+from accel_core.checkpoint.commit import (
+    begin,
+    discard,
+    finish,
+    locate,
+    new_save_id,
+    partial_folder,
+    publish,
+    replaced,
+)
 from accel_core.checkpoint.files import as_json, manifest_of, write_manifest
 from accel_core.checkpoint.flight import Share
 from accel_core.checkpoint.layout import Layout
 from accel_core.checkpoint.leaf import Leaf, whole
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.paths import local_path
 
 __all__ = ["CheckpointContents"]
 
@@ -41,7 +50,7 @@ class CheckpointContents:
         Raises:
             CheckpointError: it is none, or is damaged.
         """
-        checkpoint = Checkpoint.open(locate(Path(folder)))
+        checkpoint = Checkpoint.open(locate(local_path(folder)))
         checkpoint.verify(0, 1)
         leaves = {
             key: evolve(whole(stored.tensor(), kind=stored.kind), layout=stored.layout)
@@ -59,18 +68,20 @@ class CheckpointContents:
         Raises:
             CheckpointError: something is no plain data, or the folder is there and is no checkpoint.
         """
-        target, save_id = Path(os.path.realpath(folder)), new_save_id(self.members["run_id"])
+        target, save_id = Path(os.path.realpath(local_path(folder))), new_save_id(self.members["run_id"])
         shares = [self._share(rank, save_id) for rank in range(len(self.ranks))]
-        begin(target, save_id)
+        seen = begin(target, save_id)
         beside = partial_folder(target, save_id)
         try:
             files = {name: asdict(made) for share in shares for name, made in share.write(beside).items()}
             time = datetime.now(timezone.utc).isoformat(timespec="seconds")
             named: dict[str, Any] = {"save_id": save_id, "name": None, "domains": [], "time": time}
             write_manifest(beside, manifest_of({**self.members, **named, "files": files}))
-            publish(target, save_id, replace=True)
+            publish(target, save_id, seen=seen, replace=True, ranks=range(len(self.ranks)))
         finally:
-            shutil.rmtree(beside, ignore_errors=True)  # published, or of no use
+            for left in replaced(target, save_id):  # published, or of no use
+                discard(left, target)
+            finish(save_id)
         return target
 
     def _share(self, rank: int, save_id: str) -> Share:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.commit import holders, locate
+from accel_core.checkpoint.commit import carry_back, holders, locate
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import candidates, folder_of, number_in
 from accel_core.errors import CheckpointError
@@ -30,13 +30,15 @@ def find(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool
         CheckpointError: there is none, it is damaged, or ranks see different ones. On all ranks.
     """
     control = run.collectives("control")
+    first = run.world.first_of_disk(each_node=run.config.project.save_on_each_node)
+    around = folder_of(run).parent if directory is None else Path(os.path.realpath(directory))
+    agree(control, lambda: carry_back(around) if first else None)
     if directory is not None:
-        folder = _located(run, Path(os.path.realpath(directory)))
+        folder = _located(run, around)
         if missing_ok and not any(control.all_gather_object(folder.exists())):
             return None
         return _verified(run, folder)
     numbered = folder_of(run)
-    first = run.world.first_of_disk(each_node=run.config.project.save_on_each_node)
     names = control.all_gather_object(agree(control, lambda: candidates(run) if first else []))
     found = sorted({name for each in names for name in each}, key=number_in, reverse=True)
     for name in found:

@@ -118,6 +118,8 @@ class Flight:
         except Exception as error:  # the store's: the process that serves it is gone
             self._failure = f"rank {self.share.rank}: {type(error).__name__}: {error}"
             self._cause = self._cause or error
+        finally:
+            self.place.finish()
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # Ctrl-C: the others know
 

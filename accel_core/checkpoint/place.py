@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.commit import begin, clean, new_save_id, partial_folder, publish
+from accel_core.checkpoint.commit import (
+    begin,
+    clean,
+    discard,
+    finish,
+    is_over,
+    leftovers,
+    new_save_id,
+    partial_folder,
+    publish,
+    replaced,
+)
 from accel_core.checkpoint.series import folder_of, next_number, retain
 
 if TYPE_CHECKING:
@@ -25,8 +35,9 @@ __all__ = ["Place"]
 class Place:
     """One save's target. Some ranks make, name and remove folders, the others only write.
 
-    firsts: those ranks, one for each disk. domains: rank -> its disk; all 0 where all see one.
-    first: whether this rank is one of them.
+    rank: this one, among those that save. firsts: one for each disk. domains: rank -> its disk; all 0 where
+    all see one. over: the saves beside it that are written no more. seen: the id of the save that the target
+    held before.
     """
 
     run: Run
@@ -34,9 +45,11 @@ class Place:
     save_id: str
     number: int
     numbered: bool
+    rank: int
     domains: Sequence[int]
     firsts: Sequence[int]
-    first: bool
+    over: Collection[str]
+    seen: str | None
 
     @classmethod
     def choose(
@@ -56,20 +69,34 @@ class Place:
         numbered = directory is None
         firsts = [domains.index(disk) for disk in sorted(set(domains))]
         first = control.rank in firsts
-        save_id: str = control.broadcast_object(new_save_id(run.run_id) if first else None)
         parent = folder_of(run) if directory is None else Path(os.path.realpath(directory)).parent
+        left = agree(control, lambda: leftovers(parent) if first else set())
+        told = control.all_gather_object((new_save_id(run.run_id) if control.rank == 0 else "", left))
+        save_id = told[0][0]
+        # A process of another node may have made what lies on this disk: each rank knows its own machine.
+        found: set[str] = set().union(*(each for _, each in told))
+        if found:
+            found = set().union(*control.all_gather_object({each for each in found if is_over(each)}))
 
         def look() -> int:
             # A save that was named on one disk only is loaded from under its other name on the next.
-            single = len(firsts) == 1
-            clean(parent, save_id, fence=run.world.run_id is not None, all_is_committed=single)
+            clean(parent, found, all_is_committed=len(firsts) == 1)
             return next_number(run) if numbered else run.iteration
 
         number = max(control.all_gather_object(agree(control, lambda: look() if first else 0)))
         target = Path(os.path.realpath(parent / f"checkpoint_{number}" if directory is None else directory))
-        agree(control, lambda: begin(target, save_id) if first else None)
+        try:
+            seen = agree(control, lambda: begin(target, save_id) if first else None)
+        except BaseException:  # of another rank, perhaps
+            finish(save_id)
+            raise
         run.iteration = number + 1
-        return cls(run, target, save_id, number, numbered, domains, firsts, first)
+        return cls(run, target, save_id, number, numbered, control.rank, domains, firsts, found, seen)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank makes, names and removes folders."""
+        return self.rank in self.firsts
 
     @property
     def folder(self) -> Path:
@@ -90,17 +117,25 @@ class Place:
 
     def publish(self) -> None:
         """Give the complete folder its name. Not collective; by `first`."""
-        publish(self.target, self.save_id, replace=not self.numbered)
+        here = self.domains[self.rank]
+        ranks = {rank for rank, disk in enumerate(self.domains) if disk == here}
+        publish(self.target, self.save_id, seen=self.seen, replace=not self.numbered, ranks=ranks)
         if self.numbered:
             self.run.kept[self.number] = self.save_id
 
     def settle(self) -> None:
         """Remove what the new checkpoint replaces, once it has its name on all disks. As `publish`."""
+        for old in replaced(self.target, self.save_id):
+            discard(old, self.target)
         if self.numbered:
             retain(self.run, self.save_id)
-        fence = self.run.world.run_id is not None
-        clean(self.target.parent, self.save_id, fence=fence, all_is_committed=True)
+        clean(self.target.parent, self.over, all_is_committed=True)
 
     def discard(self) -> None:
         """Leave nothing half-written. Not collective; by `first`; never raises, since a save has failed."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        discard(self.folder, self.target)
+        self.finish()
+
+    def finish(self) -> None:
+        """This process does nothing more for this save. By any rank, any number of times."""
+        finish(self.save_id)

@@ -129,11 +129,11 @@ class Saver:
                 said = control.broadcast_object(shared)
                 shared = said if place.first else None
             share = agree(control, lambda: _share(control.rank, state, layout, shared, stage=not wait))
+            manifest = {**place.members, "step": step, **_manifest(run, control)}
         except BaseException:  # no memory for the copy, Ctrl-C: nothing half-written stays
             if place.first:
                 place.discard()
             raise
-        manifest = {**place.members, "step": step, **_manifest(run, control)}
         return Flight(place, step, share, control.size, manifest, self._store, self._timeout)
 
     def settle(self, patience: float | None = None) -> None:

@@ -13,7 +13,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from accel_core.checkpoint.commit import discard
 from accel_core.checkpoint.files import Manifest, manifest_if_any
+from accel_core.paths import local_path
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -28,7 +30,7 @@ _WRITING: Final = re.compile(r"\.checkpoint_(0|[1-9]\d*)\..*\.partial")
 
 def folder_of(run: Run) -> Path:
     """Where this run's numbered checkpoints are."""
-    return Path(os.path.realpath(run.config.project.project_dir or ".")) / "checkpoints"
+    return Path(os.path.realpath(local_path(run.config.project.project_dir or "."))) / "checkpoints"
 
 
 def next_number(run: Run) -> int:
@@ -87,10 +89,10 @@ def history(run: Run, loaded: Manifest) -> dict[int, str]:
 
 
 def retain(run: Run, save_id: str) -> None:
-    """Rename aside the oldest of what this run wrote or resumed from, down to `total_limit`.
+    """Remove the oldest of what this run wrote or resumed from, down to `total_limit`.
 
-    So nothing half removed ever bears the name of a checkpoint; `clean` removes it. What fails here is
-    logged: the save itself is complete.
+    Renamed aside first: nothing half removed ever bears the name of a checkpoint. What no save wrote stays
+    in a folder of that name. What fails is logged: the save itself is complete.
     """
     folder, limit = folder_of(run), run.config.project.total_limit
     for number in sorted(run.kept)[: -limit if limit else 0]:
@@ -103,10 +105,18 @@ def retain(run: Run, save_id: str) -> None:
         ):
             logger.warning("%s is not what this run saved; it stays", path)
             continue
+        aside = folder / f".{path.name}.{save_id}.removed"
         try:
-            path.rename(folder / f".{path.name}.{save_id}.removed")
+            path.rename(aside)
         except OSError as error:
             logger.warning("%s could not be removed: %s", path, error)
+            continue
+        discard(aside, path)
+        if path.exists():
+            kept = ", ".join(sorted(each.name for each in path.iterdir()))
+            logger.warning(
+                "%s: the checkpoint is removed by total_limit; %s, not part of it, stays", path, kept
+            )
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[tuple[int, Path]]:

@@ -226,6 +226,11 @@ def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> di
             job.save(7)
             job.accelerator.wait_for_checkpoint()
             assert not job.left_behind(), job.left_behind()
+        beside = None if fresh or job.numbered else job.target / "notes" / "mine"
+        if beside and point == 1:
+            beside.parent.mkdir()
+            beside.write_text("of the user")
+        assert beside is None or beside.read_text() == "of the user"
         child = fork(lambda point=point: _die_at(job, point, exchange=exchange))
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
@@ -237,6 +242,7 @@ def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> di
             continue
         step = job.load()
         assert step in (7, 8)
+        assert beside is None or (commit.locate(job.target) / "notes" / "mine").read_text() == "of the user"
         outcomes["old" if step == 7 else "new"] += 1
     raise AssertionError("a save does more than 1000 things")
 

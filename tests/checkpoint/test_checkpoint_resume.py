@@ -16,7 +16,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 from accel_core import Accelerator
 from accel_core.checkpoint import flight
-from accel_core.checkpoint.commit import new_save_id, partial_folder
+from accel_core.checkpoint.commit import begin, finish, new_save_id, partial_folder
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
 from accel_core.errors import CheckpointError
@@ -786,15 +786,17 @@ def test_a_link_keeps_pointing_where_it_points(prepared, tmp_path):
     assert (tmp_path / "disk" / "manifest.json").is_file()
 
 
-def test_leftovers_of_this_run_are_removed_and_those_of_others_are_not(prepared, tmp_path):
+def test_what_this_process_writes_no_more_is_removed_and_what_it_writes_is_not(prepared, tmp_path):
     run = prepared(network).accelerator.run
-    mine = partial_folder(tmp_path / "old", new_save_id(run.run_id))
-    others = partial_folder(tmp_path / "old", new_save_id("somebody else"))
-    for folder in (mine, others):
-        folder.mkdir()
-        (folder / "rank-00000.safetensors").touch()
+    over, alive = new_save_id(run.run_id), new_save_id(run.run_id)
+    for save_id in (over, alive):
+        begin(tmp_path / "old", save_id)
+        (partial_folder(tmp_path / "old", save_id) / "rank-00000.safetensors").touch()
+    finish(over)
     save(run, tmp_path / "here")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([others.name, "here"])
+    left = partial_folder(tmp_path / "old", alive).name
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left, "here"]
+    finish(alive)
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(prepared, tmp_path, monkeypatch):

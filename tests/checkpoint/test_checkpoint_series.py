@@ -320,17 +320,28 @@ def test_what_cannot_be_removed_is_logged_and_the_save_stands(job, folder, monke
     first = job(total_limit=1)
     first.save(1)
 
-    def denied(path, ignore_errors=False):
-        if not ignore_errors:
-            raise PermissionError(13, "Permission denied", str(path))
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commit.shutil, "rmtree", denied)
+    monkeypatch.setattr(commit.Path, "unlink", denied)
     first.save(2)
     assert "left by a save that has ended, could not be removed" in caplog.text
     assert "Permission denied" in caplog.text
     monkeypatch.undo()
     first.save(3)
-    assert names(folder) == ["checkpoint_2"], "the next save removes what was already renamed aside"
+    first.save(4)
+    assert names(folder) == ["checkpoint_3"], "a later save removes what was already renamed aside"
+
+
+def test_what_no_save_wrote_stays_when_a_numbered_checkpoint_is_removed(job, folder, caplog):
+    first = job(total_limit=1)
+    first.save(1)
+    (folder / "checkpoint_0" / "tokenizer.json").write_text("words")
+    first.save(2)
+    assert names(folder) == ["checkpoint_0", "checkpoint_1"]
+    assert names(folder / "checkpoint_0") == ["tokenizer.json"]
+    assert "removed by total_limit; tokenizer.json, not part of it, stays" in caplog.text
+    assert job().load() == 2
 
 
 @pytest.mark.together
@@ -458,16 +469,27 @@ def leftover(folder, save_id, kind="partial", name="checkpoint_3"):
     return path
 
 
-def test_what_was_left_on_another_machine_is_removed_only_by_the_same_job(tmp_path):
-    run, _, process, chance = commit.new_save_id("job").split("-")
-    left = leftover(tmp_path, f"{run}-{'0' * 8}-{process}-{chance}")
-    mine = commit.new_save_id("job")
-    commit.clean(tmp_path, mine, fence=False, all_is_committed=True)
-    assert left.exists(), "it may be alive there: two runs that resumed one checkpoint have one id"
-    commit.clean(tmp_path, commit.new_save_id("another"), fence=True, all_is_committed=True)
-    assert left.exists()
-    commit.clean(tmp_path, mine, fence=True, all_is_committed=True)
-    assert not left.exists(), "the launcher vouches for it that there is one job of this id"
+def clean(folder):
+    commit.clean(
+        folder, {each for each in commit.leftovers(folder) if commit.is_over(each)}, all_is_committed=True
+    )
+
+
+def test_what_was_left_on_another_machine_stays_and_is_told_of_once(tmp_path, caplog):
+    run, _, *process = commit.new_save_id("job").split("-")
+    left = leftover(tmp_path, "-".join([run, "0" * 8, *process]))
+    for _ in range(2):
+        clean(tmp_path)
+    assert left.exists(), "it may be alive there, whatever the id of its run"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{left} is of a process on another machine" in said
+
+
+def test_a_process_number_that_was_given_anew_is_not_taken_for_the_writer(tmp_path):
+    run, machine, process, started, chance = commit.new_save_id("job").split("-")
+    left = leftover(tmp_path, f"{run}-{machine}-{process}-{int(started) - 1}-{chance}")
+    clean(tmp_path)
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(
@@ -475,7 +497,7 @@ def test_what_was_left_on_another_machine_is_removed_only_by_the_same_job(tmp_pa
 )
 def test_what_only_looks_like_a_leftover_is_not_touched(tmp_path, name):
     (tmp_path / name).mkdir()
-    commit.clean(tmp_path, commit.new_save_id("job"), fence=True, all_is_committed=True)
+    clean(tmp_path)
     assert (tmp_path / name).exists()
 
 
@@ -483,7 +505,7 @@ def test_a_link_that_is_named_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / "precious").mkdir()
     link = tmp_path / f".x.{commit.new_save_id('job')}.partial"
     link.symlink_to(tmp_path / "precious")
-    commit.clean(tmp_path, commit.new_save_id("job"), fence=True, all_is_committed=True)
+    clean(tmp_path)
     assert link.is_symlink()
     assert (tmp_path / "precious").exists()
 

@@ -73,6 +73,19 @@ def test_a_run_id_of_the_user_is_kept(tmp_path):
     assert {worker["ACCEL_RUN_ID"] for worker in seen(tmp_path)} == {"mine"}
 
 
+def test_a_job_that_a_worker_launches_has_a_run_id_of_its_own(tmp_path):
+    (tmp_path / "inner.py").write_text("import os\nopen('inner', 'w').write(os.environ['ACCEL_RUN_ID'])")
+    outer = """
+import os, subprocess, sys
+open("outer", "w").write(os.environ["ACCEL_RUN_ID"])
+accel = os.path.join(os.path.dirname(sys.executable), "accel")
+subprocess.run([accel, "launch", "--device", "cpu", "-n", "1", "inner.py"], check=True)
+"""
+    launch(tmp_path, outer, "-n", "1")
+
+    assert (tmp_path / "inner").read_text() != (tmp_path / "outer").read_text()
+
+
 def test_a_module_runs_with_its_package_importable(tmp_path):
     (tmp_path / "pony").mkdir()
     (tmp_path / "pony" / "__init__.py").write_text("")
