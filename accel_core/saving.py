@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,37 +12,69 @@ import numpy as np
 import torch
 
 from accel_core.errors import CheckpointError
+from accel_core.paths import local_path
 
-__all__ = ["load", "save"]
+__all__ = ["load", "not_written", "save", "write_whole"]
 
 
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
     """Write `obj` beside `path`, then replace `path` by it; or into an open file. Not collective.
 
     safe_serialization: as safetensors; `obj` then maps names to tensors. Else by `torch.save`.
+
+    Raises:
+        CheckpointError: safetensors cannot hold it, `path` is a URL, or the disk does not take it.
     """
     if not isinstance(path, str | os.PathLike):
         _write(obj, path, safe_serialization)
         return
-    target = Path(path)
+    target = local_path(path)
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
-        if safe_serialization:
-            from safetensors.torch import save_file
-
-            try:
-                save_file(obj, beside, metadata={"format": "pt"})
-            except KeyError as error:
-                raise CheckpointError(
-                    f"{path}: safetensors has no word for {error}\nsave with safe_serialization=False"
-                ) from error
-        else:
-            torch.save(obj, beside)
-        with beside.open("rb") as written:
-            os.fsync(written.fileno())
+        write_whole(obj, beside, safe_serialization=safe_serialization)
         beside.replace(target)
+    except OSError as error:
+        raise not_written(target, error) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def not_written(path: Path, error: Exception) -> CheckpointError:
+    """What to raise for a file or folder that the disk does not take."""
+    return CheckpointError(
+        f"{path} could not be written: {type(error).__name__}: {error}\n"
+        "what was there before is unchanged; free some space, or write to another folder",
+        path=str(path),
+    )
+
+
+def write_whole(obj: Any, path: Path, *, safe_serialization: bool) -> None:
+    """Write and sync a new file. Raises OSError, or as `save`."""
+    path.touch()
+    mode = path.stat().st_mode  # as the user wants new files; safetensors makes private ones
+    if safe_serialization:
+        _as_safetensors(obj, path)
+    else:
+        with path.open("wb") as file:  # opened here: torch says of a full disk that a position is unexpected
+            torch.save(obj, file)
+    path.chmod(mode)
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _as_safetensors(obj: Any, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(obj, path, metadata={"format": "pt"})
+    except KeyError as error:
+        raise CheckpointError(
+            f"{path}: safetensors has no word for {error}\nsave with safe_serialization=False"
+        ) from error
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
@@ -62,7 +95,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         kwargs: for `torch.load`. `weights_only=False` runs what is in the file: for your own files.
     """
     if isinstance(f, str | os.PathLike):
-        with Path(f).open("rb") as file:
+        with local_path(f).open("rb") as file:
             return load(file, map_location, **kwargs)
     start = f.read(9)
     f.seek(-len(start), os.SEEK_CUR)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +16,27 @@ from torch import Tensor, nn
 
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.collect import modules_with_extra_state
+from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.paths import local_path
 from accel_core.plugins import near
-from accel_core.saving import save
+from accel_core.saving import not_written, write_whole
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["bytes_in", "full_parameters", "save_model", "state_dict", "weights_of", "write_weights"]
+__all__ = [
+    "bytes_in",
+    "full_parameters",
+    "save_model",
+    "state_dict",
+    "weights_in",
+    "weights_of",
+    "write_weights",
+]
 
 Names = list[str]
 """All names that one weight has in a model, the first one first; several, if it is tied."""
@@ -91,7 +99,7 @@ def save_model(
     Raises:
         CheckpointError: a rank could not write them; raised on all.
     """
-    folder, size, weights = Path(directory), bytes_in(limit), weights_of(run, model)
+    folder, size, weights = local_path(directory), bytes_in(limit), weights_of(run, model)
 
     def write() -> None:
         try:
@@ -124,12 +132,19 @@ def write_weights(
     Needs memory for one file's. What was there before stays until all of it is written.
     """
     _refuse(folder, extra, safe=safe)
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".model.*.partial"):  # of a save that was killed
-        shutil.rmtree(left)
-    with TemporaryDirectory(prefix=".model.", suffix=".partial", dir=folder) as beside:
-        written = _write_parts(Path(beside), weights, extra, limit, safe=safe)
-        _publish(folder, Path(beside), written, safe=safe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with workshop(folder) as beside:
+            written = _write_parts(beside, weights, extra, limit, safe=safe)
+            _publish(folder, beside, written, safe=safe)
+    except OSError as error:
+        raise not_written(folder, error) from error
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The files of weights in a folder, whatever wrote them."""
+    names = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?(\.safetensors|\.bin)(\.index\.json)?")
+    return sorted(path for path in folder.iterdir() if names.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
@@ -179,7 +194,7 @@ def _write_parts(
     storages: set[int] = set()
 
     def finish() -> None:
-        save(part, beside / str(len(written)), safe_serialization=safe)
+        write_whole(part, beside / str(len(written)), safe_serialization=safe)
         written.append((list(part), size))
         part.clear()
         storages.clear()

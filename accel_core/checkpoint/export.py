@@ -10,7 +10,7 @@ from accel_core.checkpoint.commit import locate
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.errors import CheckpointError
 from accel_core.plugins import near
-from accel_core.weights import bytes_in, write_weights
+from accel_core.weights import bytes_in, weights_in, write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["export", "weights"]
 
 
-def export(folder: Path, target: Path, unit: str | None, limit: int | str, *, safe: bool) -> list[Path]:
+def export(
+    folder: Path, target: Path, unit: str | None, limit: int | str, *, safe: bool, force: bool = False
+) -> list[Path]:
     """Write the weights of a unit into `target`, or of each into a folder there. Returns the folders.
 
-    Everything is verified first. Needs memory for the weights of one file of `limit` bytes.
+    Everything is verified first. Needs memory for the weights of one file of `limit` bytes. `force`: files of
+    weights that are there are replaced.
 
     Raises:
-        CheckpointError: it is damaged, has no such unit, or weights that only their plugin can read.
+        CheckpointError: it is damaged, has no such unit, or weights that only their plugin can read; or
+            there are weights in the target.
     """
     checkpoint = Checkpoint.open(locate(folder))
     checkpoint.verify(0, 1)
@@ -37,6 +41,11 @@ def export(folder: Path, target: Path, unit: str | None, limit: int | str, *, sa
     homes = {name: target / name if len(units) > 1 else target for name in units}
     if unit is not None:
         homes = {unit: target}
+    if not force and (there := [path for home in homes.values() for path in weights_in(home)]):
+        raise CheckpointError(
+            f"{there[0]} exists, and was left as it is\nexport to another folder, or replace it with --force",
+            path=str(there[0]),
+        )
     for name, home in homes.items():
         extra = {
             f"{module}._extra_state".removeprefix("."): checkpoint.decode(value, f"units.{name}.{module}")

@@ -15,6 +15,7 @@ import click
 
 from accel_core.cli.plugins import aligned
 from accel_core.errors import CheckpointError, PluginError
+from accel_core.paths import local_path
 from accel_core.plugins import discover, load
 
 if TYPE_CHECKING:
@@ -25,7 +26,17 @@ __all__ = ["checkpoint"]
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+class _Local(click.Path):
+    """A path of this machine: `~` is the home folder, a URL is refused by name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(local_path(value), param, ctx)
+
+
+_folder = _Local(exists=True, file_okay=False, path_type=Path)
+_target = click.argument("target", type=_Local(path_type=Path))
 _more = click.argument("more", nargs=-1, type=click.UNPROCESSED)
 _COLUMNS: Final = ("name", "step", "age", "size", "ranks", "stack", "valid")
 _TIMES: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -174,13 +185,20 @@ def _first_line(error: Exception) -> str:
 
 @checkpoint.command(context_settings=_FORWARDING)
 @click.argument("folder", type=_folder)
-@click.argument("target", type=click.Path(path_type=Path))
+@_target
 @click.option("--format", "form", default="safetensors", show_default=True, help="Or torch, or a plugin's.")
 @click.option("--unit", help="Whose weights; default: every unit's, each in a folder if there are several.")
 @click.option("--max-shard-size", "limit", help="Of a file; default: 10GB.")
+@click.option("--force", is_flag=True, help="Replace weights that are in TARGET.")
 @_more
 def export(
-    folder: Path, target: Path, form: str, unit: str | None, limit: str | None, more: tuple[str, ...]
+    folder: Path,
+    target: Path,
+    form: str,
+    unit: str | None,
+    limit: str | None,
+    force: bool,
+    more: tuple[str, ...],
 ) -> None:
     """Write the weights in the checkpoint FOLDER to the folder TARGET, whole, for other libraries.
 
@@ -189,19 +207,21 @@ def export(
     if form not in ("safetensors", "torch"):
         ours = {"--unit": unit, "--max-shard-size": limit}
         given = [word for option, value in ours.items() if value for word in (option, value)]
+        given += ["--force"] if force else []
         _hand_over(form, "export", folder, target, *given, *more)
         return
     if more:
         raise click.UsageError(f"No such option: {more[0]}")
     from accel_core.checkpoint import export as exporting
 
-    for home in exporting.export(folder, target, unit, limit or "10GB", safe=form == "safetensors"):
+    safe, size = form == "safetensors", limit or "10GB"
+    for home in exporting.export(folder, target, unit, size, safe=safe, force=force):
         print(home)
 
 
 @checkpoint.command("import", context_settings=_FORWARDING)
 @click.argument("folder", type=_folder)
-@click.argument("target", type=click.Path(path_type=Path))
+@_target
 @click.option("--format", "form", required=True, help="What FOLDER is; plugins add formats.")
 @_more
 def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> None:

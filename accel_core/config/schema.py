@@ -139,14 +139,18 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = option(False, help="Reduce each micro-batch: less memory, more traffic.")
 
 
+def _home(path: str | os.PathLike[str]) -> str:
+    return os.path.expanduser(os.fspath(path))  # noqa: PTH111  # as text: a folder of logs may be a URL
+
+
 @frozen(kw_only=True)
 class ProjectConfiguration:
     """Where a run writes. Section `project`."""
 
-    project_dir: str | None = option(None, converter=optional(os.fspath), help="Folder of the project.")
+    project_dir: str | None = option(None, converter=optional(_home), help="Folder of the project.")
     logging_dir: str | None = option(
         Factory(lambda self: self.project_dir, takes_self=True),
-        converter=optional(os.fspath),
+        converter=optional(_home),
         help="Folder of logs; unset: the project's.",
     )
     automatic_checkpoint_naming: bool = option(False, help="Number saved states instead of naming each.")

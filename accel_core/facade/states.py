@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import CheckpointError
+from accel_core.paths import local_path
 from accel_core.saving import save as write_object
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class States:
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Path | None:
         self.run.require_alive()
         if given is not None:
-            return Path(given).expanduser()
+            return local_path(given)
         if not self.run.config.project.automatic_checkpoint_naming:
             raise CheckpointError(
                 f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint'), or set"
@@ -154,7 +155,7 @@ class States:
         `torch.save`.
 
         Raises:
-            CheckpointError: safetensors cannot hold it.
+            CheckpointError: safetensors cannot hold it, it cannot be written, or `f` is a URL.
         """
         if self._writes:
             write_object(obj, f, safe_serialization=safe_serialization)

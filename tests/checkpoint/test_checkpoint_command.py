@@ -184,6 +184,39 @@ def test_the_weights_of_each_unit_are_exported_whole(project):
     assert sorted(load_file(project / "out" / "unit1" / "model.safetensors")) == ["bias", "weight"]
 
 
+def test_weights_that_are_there_are_replaced_only_by_force(project):
+    (project / "out").mkdir()
+    mine = project / "out" / "model.safetensors"
+    mine.write_text("mine")
+    words = (
+        "checkpoint",
+        "export",
+        str(project / "checkpoints" / "at_3"),
+        str(project / "out"),
+        "--unit",
+        "unit0",
+    )
+
+    ended = accel(*words)
+    assert ended.returncode == 1
+    assert f"{mine} exists, and was left as it is" in ended.stderr
+    assert "--force" in ended.stderr
+    assert mine.read_text() == "mine"
+
+    assert accel(*words, "--force").returncode == 0
+    assert (load_file(mine)["embedding.weight"] == 3).all()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("list", "s3://b/c"), ("verify", "s3://b/c"), ("export", "s3://b/c", "x"), ("export", ".", "s3://b/c")],
+)
+def test_a_url_is_refused_by_name(words):
+    ended = accel("checkpoint", *words)
+    assert ended.returncode == 1
+    assert "s3://b/c is a URL" in ended.stderr
+
+
 def test_one_unit_can_be_chosen_and_torchs_own_format(project):
     accel(
         *("checkpoint", "export", str(project / "checkpoints" / "at_4"), str(project / "out")),

@@ -71,7 +71,8 @@ def load_deepspeed(
 
 
 def _load(accelerator: Accelerator, into: str | os.PathLike[str], read: Read) -> list[str]:
-    like = accelerator.save_state(f"{os.fspath(into)}.like")  # it says what this run is made of
+    into = Path(into).expanduser()
+    like = accelerator.save_state(into.with_name(f"{into.name}.like"))  # it says what this run is made of
     told: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
