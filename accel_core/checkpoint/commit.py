@@ -264,7 +264,7 @@ def _check_files(folder: Path, ranks: Collection[int]) -> None:
 
 def _holds(target: Path) -> str | None:
     manifest = manifest_if_any(target)
-    return manifest and manifest.save_id
+    return None if manifest is None else manifest.save_id
 
 
 def _tell_of(left: Path, save_id: str) -> None:
