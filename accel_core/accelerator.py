@@ -51,7 +51,8 @@ class Accelerator(Ranks, Training, States):
         gradient_accumulation_steps: micro-batches of one optimizer step.
         cpu: the same as `device="cpu"`.
         dataloader_config: how prepared dataloaders share out the data.
-        rng_types: random streams that ranks share at the start of each epoch.
+        rng_types: random streams that ranks share at the start of each epoch. On a loader's "generator"
+            they agree in any case.
         log_with: trackers: names of plugins, "all" that are installed, GeneralTrackers of one's own.
         project_dir: folder for checkpoints and logs.
         project_config: more about that folder.

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -90,8 +90,6 @@ class Run:
         """The innermost current window, or the one used last."""
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
-        self.refuse: Callable[[Unit, bool], None] | None = None
-        """While a batch is held that not every reader has: raises where a unit would wait for the others."""
         self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []

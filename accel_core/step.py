@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from accel_core.data.uneven import check_unit
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -132,9 +133,9 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
-    if run.refuse is not None:
+    if run.world.size > 1:
         for each in units:
-            run.refuse(each, True)
+            check_unit(run, each, trains=True)
     doing = units[0] if len(units) == 1 else _one_of(run, units)
     if doing is not None and accumulation is not None and (window := doing.window).size != 1:
         loss = loss / window.size if window.items is None else loss

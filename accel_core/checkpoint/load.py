@@ -29,6 +29,7 @@ from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import history
+from accel_core.errors import CheckpointError
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
@@ -148,8 +149,14 @@ class Restoration:
         # First: a loader may refuse its position, and then nothing else has been touched.
         positions = checkpoint.decode(self._own["loaders"], "loaders")
         self._problems.compare("dataloader ", range(len(positions)), range(len(run.loaders)))
-        for loader, position in zip(run.loaders, positions, strict=False):
-            self._actions.append(partial(loader.load_state_dict, position))
+        for number, (loader, position) in enumerate(zip(run.loaders, positions, strict=False)):
+            try:
+                loader.check_state_dict(position)
+            except CheckpointError as error:  # without `strict` it begins where it stands
+                found, _, remedy = str(error).partition("\n")
+                self._problems.found.append(f"dataloader {number}: {found}; {remedy}")
+            else:
+                self._actions.append(partial(loader.load_state_dict, position))
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
         saved = _joined([part["units"] for part in parts if "units" in part])
         self._problems.compare("unit ", saved, [unit.name for unit in run.units])
@@ -262,6 +269,8 @@ class Restoration:
         seed = derived_seed(first, self.run.topology.reader)
         self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
         self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))
+        if self.run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
+            self._actions.append(partial(self.run.hooks.set_rng_state, {"torch": first["torch"]}))
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

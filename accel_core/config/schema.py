@@ -122,7 +122,7 @@ class DataLoaderConfiguration:
     )
     even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
     use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
-    data_seed: int | None = option(None, help="Seed of the seedable sampler; unset: torch's.")
+    data_seed: int | None = option(None, help="Seed of the seedable sampler (only); unset: torch's.")
     non_blocking: bool = option(False, help="Copy batches without waiting; wants pinned memory.")
     use_stateful_dataloader: bool = option(
         False, help="Use torchdata's loader, whose datasets may know their own position."
@@ -189,7 +189,9 @@ class RunConfig:
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")
     step_scheduler_with_optimizer: bool = option(True, help="Schedulers step once an applied optimizer step.")
     rng_types: tuple[str, ...] = option(
-        ("generator",), converter=_names, help="Random streams that ranks share at each epoch's start."
+        (),
+        converter=_names,
+        help="Random streams that ranks share at each epoch's start; they agree on a generator in any case.",
     )
     log_with: tuple[str, ...] = option((), converter=_names, help="Tracker plugins; all: each installed one.")
 

@@ -62,6 +62,7 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         if reader >= len(found.batches):
             continue  # this reader has run out, though others have not; or there is nothing at all
         number += 1
+        progress.following = following
         if found.real != COMPLETE:
             progress.padded[number] = found.real
         if reader >= following:

@@ -30,7 +30,7 @@ class Draw:
     """How the epochs of one loader get their orders.
 
     items: the sampler (or the user's batch sampler) that the order comes from.
-    agree: replaces a tensor's content by that of the world's first rank; None in a world of one.
+    agree: gives the bytes (uint8, on the CPU) of the world's first rank; None in a world of one.
     follows: this rank is not that first one.
     seedable: derive each epoch's seed from (data_seed, epoch) instead of drawing it.
     """
@@ -84,10 +84,13 @@ class Draw:
                 self._initial.append(self._agreed(given % _MODULUS))
             return (self._initial[0] + epoch) % _MODULUS
         # The very draw of RandomSampler.__iter__: every rank makes it, the first one's counts.
-        return self._agreed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return self._agreed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
 
     def _agreed(self, seed: int) -> int:
-        return seed if self.agree is None else int(self.agree(torch.tensor([seed])).item())
+        if self.agree is None:
+            return seed
+        sent = torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
+        return int.from_bytes(self.agree(sent).numpy().tobytes(), "little")
 
     @contextmanager
     def _pinned(self, progress: Progress) -> Iterator[None]:
@@ -104,7 +107,11 @@ class Draw:
             state = before if self.agree is None else self.agree(before.clone())
             generator.set_state(state)
             progress.drawn = encode(state)
-        yield
+        try:
+            yield
+        except BaseException:
+            generator.set_state(before)
+            raise
         # Ranks that follow keep their own default stream (dropout needs it); a resumed epoch is drawn
         # once more, though its streams have moved on since. Other people's samplers may go on drawing
         # from the generator they own, and leave it where that leads.
@@ -122,12 +129,12 @@ def _plain_random(sampler: Any) -> bool:
 
 def encode(state: Tensor) -> str:
     """A generator's state (uint8) as text."""
-    return base64.b64encode(bytes(state.tolist())).decode("ascii")
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
 def decode(text: str) -> Tensor:
     """The generator state that `encode` wrote."""
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 @contextmanager
@@ -135,6 +142,8 @@ def unmoved(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
     """Generators, and torch's default one, are afterwards as they were before."""
     held = [torch.default_generator, *generators.values()]
     states = [generator.get_state() for generator in held]
-    yield
-    for generator, state in zip(held, states, strict=True):
-        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in zip(held, states, strict=True):
+            generator.set_state(state)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_core.data.draw import Draw
@@ -20,7 +20,7 @@ Shares: TypeAlias = tuple[list[Any], int]
 """Batches of one round, and how many samples of the round are real (see `Deal.shares`)."""
 
 
-@frozen(kw_only=True)
+@define(eq=False, kw_only=True)
 class IndexFeed:
     """Takes the place of a DataLoader's (batch) sampler: this reader's index batches, epoch by epoch.
 
@@ -35,14 +35,11 @@ class IndexFeed:
     """The loader does not batch: it takes an index where others take a list of indices."""
     everyone: bool = False
     """Feed a process that reads for all: each round gives the batches of all readers, in turn."""
-    _begun: list[Progress] = field(factory=lambda: [Progress()], init=False)
-
-    def begin(self, progress: Progress) -> None:
-        """The next iteration writes to `progress`, and starts where it says."""
-        self._begun[0] = progress
+    progress: Progress = field(factory=Progress, init=False)
+    """The next iteration starts where it says, and writes to it."""
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._begun[0])
+        return self._batches(self.progress, self.deal)
 
     def __len__(self) -> int:
         items = len(self.draw.items)
@@ -51,23 +48,23 @@ class IndexFeed:
         batches = items // self.batch_size if self.deal.drop_last else -(-items // self.batch_size)
         return self.deal.length(batches, items)
 
-    def _batches(self, progress: Progress) -> Iterator[Any]:
-        head, batches = self._opened(progress)
+    def _batches(self, progress: Progress, deal: Deal) -> Iterator[Any]:
+        head, batches = self._opened(progress, deal)
         number, held = 0, list[Any]()
-        for shares, real in self.deal.shares(batches, head, everyone=self.everyone):
+        for shares, real in deal.shares(batches, head, everyone=self.everyone):
             number += 1
             if real != COMPLETE:
                 progress.padded[number] = real
-            if self.everyone and len(shares) < self.deal.readers:
+            if self.everyone and len(shares) < deal.readers:
                 progress.takers[number] = len(shares)
             yield from held
             held = [share[0] for share in shares] if self.single else shares
         progress.total = number
         yield from held
 
-    def _opened(self, progress: Progress) -> tuple[list[Any], Iterator[Any]]:
+    def _opened(self, progress: Progress, deal: Deal) -> tuple[list[Any], Iterator[Any]]:
         """(what the padding is taken from, the batches of the order)."""
-        deal, size = self.deal, self.batch_size
+        size = self.batch_size
         if size is not None:
             head, items = self.draw.open(progress, deal.wanted)
             return head, cut(items, size, drop_last=deal.drop_last)

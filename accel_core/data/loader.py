@@ -16,17 +16,26 @@ from accel_core.data.dispatch import SOURCE, dispatched
 from accel_core.data.draw import decode, encode, unmoved
 from accel_core.data.feed import IndexFeed, ShardedIterable
 from accel_core.data.moving import mover
-from accel_core.data.order import COMPLETE, UNSHARED, Deal
+from accel_core.data.order import COMPLETE, Deal
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.reading import announce, dealt, own, remove, whole_rounds
 from accel_core.data.uneven import refusing
 from accel_core.errors import CheckpointError
+from accel_core.logging import get_logger
 from accel_core.random import synchronize_rng_states
 
 if TYPE_CHECKING:
     from accel_core.run import Run
 
 __all__ = ["PreparedLoader", "prepare_loader"]
+
+_logger = get_logger(__name__)
+
+_OWN = frozenset(
+    "_run _synchronized _cursor _skip _skipped _own_deal _draw _dispatches _reads _inner _feed _kind _serves_one"
+    " _move".split()
+)
+"""Attributes that the user's loader has no use for; all others are set on it too."""
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -41,23 +50,27 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self.__dict__["_iterator"] = None
         self._run = run
-        # "generator" is what the order is drawn from, which is agreed on anyway.
+        # On what the order is drawn from ("generator") the readers agree anyway.
         self._synchronized = tuple(name for name in run.config.rng_types if name != "generator")
         self._cursor = Cursor()
-        self._skip = 0
-        self._deal, self._draw = settings.deal_of(loader, run), settings.draw_of(loader, run)
+        self._skip = self._skipped = 0
+        deal, draw = settings.deal_of(loader, run), settings.draw_of(loader, run)
+        self._own_deal, self._draw = deal, draw
         self._dispatches = settings.dispatches(loader, run)
         self._reads = not self._dispatches or run.collectives("control").rank == SOURCE
         self._inner = settings.inner_of(loader, run)
         """The user's loader, of the user's class, with our order in place of its own."""
         self._inner.__dict__["_iterator"] = None
         self._feed: IndexFeed | None = None
+        """One for this loader's life: workers that persist keep the first that they were given."""
         self._kind = settings.kind_of(loader, self._inner)
         if not settings.is_iterable(loader):
-            self._use(self._deal, settings.feed_of(loader, self._draw, self._deal, self._dispatches))
-        elif self._deal.readers > 1 or self._dispatches:
-            shards = settings.shards_of(loader, self._deal, self._dispatches, self._kind == "stateful")
+            self._feed = feed = settings.feed_of(loader, draw, deal, self._dispatches)
+            self._inner.__dict__["sampler" if feed.single else "batch_sampler"] = feed
+        elif deal.readers > 1 or self._dispatches:
+            shards = settings.shards_of(loader, deal, self._dispatches, self._kind == "stateful")
             self._inner.__dict__.update(shards)
+        self._serves_one = self._kind == "stateful" or (self.num_workers > 0 and self.persistent_workers)
         # Reading ahead in this very process would draw random numbers before their time.
         ahead = loader.num_workers > 0 and self._kind != "stateful"
         self._move = mover(run, moves=device_placement, ahead=ahead)
@@ -83,9 +96,14 @@ class PreparedLoader(DataLoader[Any]):
         return f" in batch {progress.count} of epoch {progress.epoch}"
 
     @property
+    def is_unshared(self) -> bool:
+        """Whether not every reader has a batch like the one that the user holds."""
+        return self._cursor.progress.is_unshared
+
+    @property
     def epoch(self) -> int:
         """Iterations over this loader that were begun before the current, or next, one."""
-        return self._cursor.progress.epoch + (not self._cursor.pending and not self._active())
+        return self._cursor.epoch
 
     @property
     def total_batch_size(self) -> int | None:
@@ -98,6 +116,9 @@ class PreparedLoader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
+        return max(0, self._whole_length() - (self._skip or self._skipped))
+
+    def _whole_length(self) -> int:
         if self._feed is not None:
             return len(self._feed)
         if not self._sharded:
@@ -113,13 +134,20 @@ class PreparedLoader(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.__dict__["_inner"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)  # torch's: refuses what cannot be changed any more
+        if name in _OWN or (inner := self.__dict__.get("_inner")) is None:
+            return
+        if hasattr(type(inner), name) or not hasattr(type(self), name):
+            setattr(inner, name, settings.shared(self, name, value) if self._sharded else value)
+
     def set_epoch(self, epoch: int) -> None:
         """The number of the next iteration. Not needed: epochs count, and reshuffle, by themselves.
 
         An epoch other than the one to be resumed starts at its beginning.
         """
         if epoch != self.epoch:
-            self._cursor.progress, self._cursor.pending = Progress(epoch=epoch), True
+            self._cursor.plan(Progress(epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The position (`Position`), JSON-able: valid at any moment, also between two batches."""
@@ -128,47 +156,78 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position at the next iteration. All ranks.
 
+        A loop over this loader that is running raises AccelError when it asks for its next batch.
+
         Raises:
-            CheckpointError: this loader cannot: it names what has changed.
+            CheckpointError: this loader cannot, and is as it was: it names what has changed.
         """
-        here = self._position()
-        position = Position.from_json(state, here)
+        position = self.check_state_dict(state)
+        for role, generator in self._generators().items():
+            if role in position.generators:
+                generator.set_state(decode(position.generators[role]))
         midway = position.consumed > 0
+        cursor, over = self._cursor, position.is_over(self._deal)
+        cursor.cut_off(
+            "load_state has moved the dataloader that this loop reads\nleave the loop (break) after loading,"
+            " and begin a new one: it goes on where the checkpoint was taken"
+        )
+        if over:  # the next loop is that of the next epoch, as it would have been
+            cursor.plan(Progress(epoch=position.following))
+        else:
+            same = position.dealt == self._position().dealt
+            cursor.plan(
+                Progress(
+                    epoch=position.epoch,
+                    start=position.consumed,
+                    drawn=position.drawn,
+                    resumed=midway or position.drawn is not None,
+                    workers=position.workers if same else None,
+                    state=position.state,
+                )
+            )
+            cursor.following = position.following
+            if midway and position.left:
+                self._tell(position)
+        self._inner.__dict__["_iterator"] = None  # workers that persist stand elsewhere
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> Position:
+        """The position that was saved. Changes nothing.
+
+        Raises:
+            CheckpointError: this loader cannot go on there: it names what has changed.
+        """
+        position = Position.from_json(state, self._position())
+        midway = position.consumed > 0 and not position.is_over(self._deal)
         if self._kind == "stateful" and self._reads and midway and position.state is None:
             raise CheckpointError(
                 "a 'stateful' dataloader was saved mid-epoch where another process read for this one\n"
                 "resume with the same data.dispatch_batches, or at the start of an epoch"
             )
-        for role, generator in self._generators().items():
-            if role in position.generators:
-                generator.set_state(decode(position.generators[role]))
-        self._cursor.progress = Progress(
-            epoch=position.epoch,
-            start=position.consumed,
-            drawn=position.drawn,
-            resumed=midway or position.drawn is not None,
-            workers=position.workers if position.dealt == here.dealt else None,
-            state=position.state,
-        )
-        self._cursor.pending = True
-        self._inner.__dict__["_iterator"] = None  # workers that persist stand elsewhere
+        return position
 
     @contextmanager
     def dealing(self, *, even: bool) -> Iterator[None]:
         """Iterations begun inside pad their last round, or do not. Map-style data only."""
-        deal, feed = self._deal, self._feed
-        if feed is not None:
-            self._use(evolve(deal, even=even), evolve(feed, deal=evolve(deal, even=even)))
+        feed = self._feed
+        if feed is None:
+            yield
+            return
+        before, feed.deal = feed.deal, evolve(feed.deal, even=even)
         try:
             yield
         finally:
-            if feed is not None:
-                self._use(deal, feed)
+            feed.deal = before
 
     # -- iterating --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        skip, self.__dict__["_skip"] = self._skip * self._units_per_round(), 0
+        self._skipped, self._skip = self._skip, 0
+        skip = self._skipped * self._units_per_round()
+        if self._serves_one:
+            self._cursor.cut_off(
+                "this dataloader was begun anew while this loop over it was running, and its workers (or its"
+                " state) serve one loop only\nset persistent_workers=False, or prepare a second DataLoader"
+            )
         progress = self._cursor.begin(skip)
         if not progress.resumed:
             synchronize_rng_states(self._synchronized, run=self._run)
@@ -188,22 +247,30 @@ class PreparedLoader(DataLoader[Any]):
         return self._hand_out(batches, progress)
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
-        active = self._run.active_loaders
+        active, cursor = self._run.active_loaders, self._cursor
         active.append(self)
+        cursor.hold(progress)
+        finished = False
         try:
+            cursor.check(progress)
             for batch in batches:
                 progress.count += 1
                 if active[-1] is not self:  # an iterator held by hand stood still meanwhile
                     remove(active, self)
                     active.append(self)
-                if progress.padded and progress.padded.get(progress.count) == UNSHARED:
+                if cursor.progress is not progress:
+                    cursor.hold(progress)
+                if progress.is_unshared:
                     with refusing(self._run, self):
                         yield batch
                 else:
                     yield batch
-            self._cursor.finish(progress)
+                if progress.term != cursor.term:
+                    cursor.check(progress)
+            finished = True
         finally:  # on `break` too: the generator is closed, or collected
             remove(active, self)
+            cursor.leave(progress, finished=finished)
 
     def _read(self, progress: Progress, skip: int) -> Iterator[Any]:
         """This reader's batches; rounds, where this process reads for all."""
@@ -213,7 +280,7 @@ class PreparedLoader(DataLoader[Any]):
             if progress.state is not None and not skip:
                 self._inner.load_state_dict(progress.state)  # type: ignore[attr-defined]
         if self._feed is not None:
-            self._feed.begin(progress)
+            self._feed.progress = progress
             batches = self._begin(progress)
             if behind:
                 batches = islice(batches, behind * (self._deal.readers if self._dispatches else 1), None)
@@ -253,16 +320,13 @@ class PreparedLoader(DataLoader[Any]):
 
     # -- set-up -----------------------------------------------------------------------------------
 
-    def _use(self, deal: Deal, feed: IndexFeed) -> None:
-        self._deal, self._feed = deal, feed
-        self._inner.__dict__["sampler" if feed.single else "batch_sampler"] = feed
+    @property
+    def _deal(self) -> Deal:
+        return self._own_deal if self._feed is None else self._feed.deal
 
     @property
     def _sharded(self) -> bool:
         return isinstance(self._inner.dataset, ShardedIterable)
-
-    def _active(self) -> bool:
-        return any(loader._cursor is self._cursor for loader in self._run.active_loaders)
 
     def _units_per_round(self) -> int:
         """What a round counts for in the position: samples, batches or rounds, by kind."""
@@ -283,7 +347,8 @@ class PreparedLoader(DataLoader[Any]):
             return None
 
     def _position(self) -> Position:
-        progress, length = self._cursor.progress, self._length()
+        cursor, length = self._cursor, self._length()
+        progress = cursor.progress
         consumed = progress.start + progress.count * self._units_per_round()
         state = progress.state
         if self._kind == "stateful" and self._feed is not None and self._reads and progress.count:
@@ -300,6 +365,30 @@ class PreparedLoader(DataLoader[Any]):
             length=length,
             dealt=(self._deal.batches, self.batch_size or 1, self.num_workers),
             state=state,
+            following=max(cursor.following, progress.epoch + 1),
+            ended=progress.count > 0 and self._is_over(progress),
+            left=not cursor.running,
+        )
+
+    def _is_over(self, progress: Progress) -> bool:
+        """Whether no reader gets another batch of this epoch, as far as this one knows."""
+        if self._dispatches:
+            return progress.following == 0
+        deal = self._deal
+        alike = deal.even or deal.drop_last or deal.readers == 1 or progress.is_unshared
+        return alike and progress.count == progress.total
+
+    def _tell(self, position: Position) -> None:
+        """Say where the next loop goes on, if the one before was broken off and then saved."""
+        done, length = position.consumed, position.length
+        where = f"after {done} of {length}" if length is not None else f"after {done}"
+        _logger.warning(
+            "the dataloader of %s was saved after its loop had been left: its next loop goes on %s samples or"
+            " batches of epoch %d; loader.set_epoch(%d) begins the next epoch instead",
+            type(self.dataset).__name__,
+            where,
+            position.epoch,
+            position.following,
         )
 
 

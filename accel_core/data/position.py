@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from attrs import asdict, define, field, frozen
+from attrs import Factory, asdict, define, field, frozen
 
-from accel_core.errors import CheckpointError
+from accel_core.data.order import UNSHARED, Deal
+from accel_core.errors import AccelError, CheckpointError
 
 __all__ = ["Cursor", "Drawn", "Kind", "Position", "Progress"]
 
@@ -33,6 +34,9 @@ class Position:
     length: samples (or batches) of an epoch, where known.
     dealt: (batches a round, batch size, workers).
     state: of a `stateful` loader; None where an epoch begins, and where another process reads.
+    following: number of the next epoch.
+    ended: the epoch's last batch was handed out, of all readers.
+    left: no loop over the loader was running any more.
     """
 
     kind: Kind
@@ -44,6 +48,9 @@ class Position:
     length: int | None = None
     dealt: tuple[int, ...] = ()
     state: Any = None
+    following: int = 1
+    ended: bool = False
+    left: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A dict of what JSON can hold; `state` is as its loader gave it."""
@@ -77,6 +84,14 @@ class Position:
             )
         return found
 
+    def is_over(self, deal: Deal) -> bool:
+        """Whether nothing of its epoch is left, where rounds are dealt like this."""
+        if self.ended or self.length is None or not self.consumed or self.kind == "stateful":
+            return self.ended
+        left = self.length - self.consumed
+        a_round = (deal.samples or 1) if self.kind == "indexed" else deal.batches
+        return left < (a_round if deal.drop_last else 1)
+
 
 def _goes_on(found: Position, here: Position) -> bool:
     if found.kind in ("indexed", "batches") or found.dealt == here.dealt:
@@ -95,6 +110,8 @@ class Progress:
     padded: number of a batch -> real samples in its round, or UNSHARED, where it is not COMPLETE.
     takers: number of a round -> readers that have a batch in it, where not all do (told to one that
         reads for all).
+    following: readers that have a batch in the next round, where the reading process tells; -1 elsewhere.
+    term: as in `Cursor`.
     """
 
     epoch: int = 0
@@ -107,23 +124,77 @@ class Progress:
     total: int = -1
     padded: dict[int, int] = field(factory=dict)
     takers: dict[int, int] = field(factory=dict)
+    following: int = -1
+    term: int = 0
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether not every reader has a batch like the one that the user holds."""
+        return bool(self.padded) and self.padded.get(self.count) == UNSHARED
 
 
 @define(eq=False)
 class Cursor:
-    """Where a loader and its views stand. pending: `progress` has yet to be iterated."""
+    """Where a loader and its views stand. All that asks where the user is asks here.
+
+    progress: the iteration that handed out the last batch of those that go on; else the one broken off
+        last, or the planned one. planned: the iteration that begins next, if it is known.
+    running: iterations that go on, the one that handed out the last batch at the end.
+    following: number of the next epoch.
+    term: iterations of an earlier term cannot go on, because of `ended_by`.
+    """
 
     progress: Progress = field(factory=Progress)
-    pending: bool = True
+    planned: Progress | None = field(default=Factory(lambda self: self.progress, takes_self=True))
+    running: list[Progress] = field(factory=list)
+    following: int = 0
+    term: int = 0
+    ended_by: str = ""
+
+    @property
+    def epoch(self) -> int:
+        """Of the iteration that goes on, else of the next one."""
+        if self.running:
+            return self.progress.epoch
+        return self.following if self.planned is None else self.planned.epoch
+
+    def plan(self, progress: Progress) -> None:
+        """Let this be the next iteration."""
+        self.progress = self.planned = progress
+        self.following = progress.epoch
 
     def begin(self, skip: int) -> Progress:
-        last = self.progress
-        progress = last if self.pending else Progress(epoch=last.epoch + 1)
-        if skip:
-            progress.start = skip
-        self.progress, self.pending = progress, False
+        """The next iteration, from its unit `skip` on if that is not 0."""
+        progress, self.planned = self.planned or Progress(epoch=self.following), None
+        progress.start, progress.term = skip or progress.start, self.term
+        self.following = max(self.following, progress.epoch + 1)
+        self.progress = progress
         return progress
 
-    def finish(self, progress: Progress) -> None:
-        if self.progress is progress:
-            self.progress, self.pending = Progress(epoch=progress.epoch + 1), True
+    def hold(self, progress: Progress) -> None:
+        """The user is handed a batch of this iteration."""
+        if progress in self.running:
+            self.running.remove(progress)
+        self.running.append(progress)
+        self.progress = progress
+
+    def leave(self, progress: Progress, *, finished: bool) -> None:
+        """This iteration is over, or broken off."""
+        if progress in self.running:
+            self.running.remove(progress)
+        if self.progress is not progress:
+            return
+        if self.running:
+            self.progress = self.running[-1]
+        elif finished:
+            self.progress = self.planned = self.planned or Progress(epoch=self.following)
+
+    def cut_off(self, reason: str) -> None:
+        """End all iterations that go on: the next batch that they are asked for raises with this reason."""
+        self.term, self.ended_by = self.term + 1, reason
+        self.running.clear()
+
+    def check(self, progress: Progress) -> None:
+        """Raises AccelError: this iteration cannot go on."""
+        if progress.term != self.term:
+            raise AccelError(self.ended_by)

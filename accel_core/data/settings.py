@@ -13,8 +13,12 @@ from accel_core.data.order import Deal
 from accel_core.data.position import Kind
 from accel_core.data.stateful import is_stateful, stateful
 from accel_core.errors import ConfigError
+from accel_core.exchange import Call
+from accel_core.logging import get_logger
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from accel_core.run import Run
 
 __all__ = [
@@ -28,7 +32,10 @@ __all__ = [
     "is_iterable",
     "kind_of",
     "shards_of",
+    "shared",
 ]
+
+_logger = get_logger(__name__)
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -67,13 +74,19 @@ def deal_of(loader: DataLoader[Any], run: Run) -> Deal:
 def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
     """What its order is drawn from."""
     data, control = run.config.data, run.collectives("control")
+    control_rank = control.rank  # not `control`: it would keep the process group alive beyond the run
     batches = loader.batch_sampler
     agrees = control.size > 1 and not dispatches(loader, run)
+    doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
+
+    def agree(mine: Tensor) -> Tensor:
+        with Call(run, "world", doing, None, objects=True) as call:
+            return call.one_payload(mine if control_rank == 0 else None, 0).clone()
+
     return Draw(
         items=loader.sampler if batches is None or cuts(loader) else batches,
-        # Asked for each time: what holds collectives would keep the process group alive beyond the run.
-        agree=(lambda tensor: run.collectives("control").broadcast(tensor)) if agrees else None,
-        follows=control.rank > 0,
+        agree=agree if agrees else None,
+        follows=control_rank > 0,
         seedable=data.use_seedable_sampler,
         data_seed=data.data_seed,
     )
@@ -101,6 +114,13 @@ def shards_of(loader: DataLoader[Any], deal: Deal, everyone: bool, stateful: boo
     }
 
 
+def shared(loader: DataLoader[Any], name: str, value: Any) -> Any:
+    """An attribute of the user's loader, as the one that gives shares of an iterable dataset has it."""
+    if name == "collate_fn":
+        return ShareCollate(value, single=loader.batch_size is None)
+    return ShareWorker(value) if name == "worker_init_fn" else value
+
+
 def inner_of(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
     """A loader like it, to be changed; torchdata's, if that is wanted.
 
@@ -123,6 +143,12 @@ def kind_of(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
 def check(loader: DataLoader[Any], run: Run) -> None:
     """Raises ConfigError: the settings cannot be had for this loader; the message names the setting."""
     data, readers = run.config.data, run.topology.readers
+    if data.data_seed is not None and not data.use_seedable_sampler:
+        _logger.warning_once(
+            "data.data_seed=%d changes nothing: orders are drawn from torch's seed; set"
+            " data.use_seedable_sampler=True to shuffle by data_seed and epoch",
+            data.data_seed,
+        )
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ConfigError(

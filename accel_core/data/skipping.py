@@ -25,11 +25,11 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     """
     if isinstance(loader, PreparedLoader):
         view = copy.copy(loader)
-        view.__dict__["_skip"] = num_batches
+        view._skip = num_batches
         return view
     kind = type(loader)
     skipping: L = object.__new__(type(kind.__name__, (_SkipsOnce, kind), {}))
-    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=num_batches)
+    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=num_batches, _skipped=0)
     return skipping
 
 
@@ -37,7 +37,12 @@ class _SkipsOnce:
     """Mixed into the class of a loader that is not prepared."""
 
     _skip: int
+    _skipped: int
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        return islice(super().__iter__(), skip, None)  # type: ignore[misc]
+        self._skipped, self._skip = self._skip, 0
+        return islice(super().__iter__(), self._skipped, None)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        whole: int = super().__len__()  # type: ignore[misc]
+        return max(0, whole - (self._skip or self._skipped))

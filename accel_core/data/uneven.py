@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["refusing"]
+__all__ = ["check_unit", "refusing"]
 
 
 @contextmanager
@@ -26,8 +25,6 @@ def refusing(run: Run, loader: PreparedLoader) -> Iterator[None]:
     """While this rank holds such a batch, what would wait for the others raises."""
     with ExitStack() as stack:
         if run.world.size > 1:
-            outer, run.refuse = run.refuse, partial(_step, run, loader)
-            stack.callback(setattr, run, "refuse", outer)
             for unit in run.units:
                 before = _forward(run, loader, unit)
                 for model in unit.wrapped:
@@ -47,7 +44,10 @@ def _forward(run: Run, loader: PreparedLoader, unit: Unit) -> Callable[[nn.Modul
     return before  # a closure: copies of the model share it, where they could not copy the run
 
 
-def _step(run: Run, loader: PreparedLoader, unit: Unit, trains: bool) -> None:
+def check_unit(run: Run, unit: Unit, *, trains: bool) -> None:
+    """Raises AccelError: not every reader holds a batch, and the unit would wait for the others."""
+    if not run.active_loaders or not (loader := run.active_loaders[-1]).is_unshared:
+        return
     if trains:
         _training(run, loader, unit, "backward")
     elif unit.gathers:

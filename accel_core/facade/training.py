@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import step
+from accel_core.data.uneven import check_unit
 from accel_core.errors import AccelError
 from accel_core.native.precision import autocast
 from accel_core.step import Accumulation
@@ -217,8 +218,8 @@ class Training:
         window.items = items
         unit.finishes |= items is not None
         self.run.window = window
-        if self.run.refuse is not None:
-            self.run.refuse(unit, not forward_only)
+        if self.run.world.size > 1:
+            check_unit(self.run, unit, trains=not forward_only)
         try:
             output: StepOutput = unit.steps.forward_backward(
                 unit,

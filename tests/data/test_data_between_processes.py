@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator
+from accel_core import Accelerator, CheckpointError, CollectiveError
 from accel_core.testing.processes import run_processes
 
 pytestmark = pytest.mark.together
@@ -49,19 +49,59 @@ def read(stop_after, folder=None, *, resume=False):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_world_reads_what_one_process_of_plain_pytorch_reads(world):
-    expected = flat(plain_epochs(1)[0])
-    for first, second in run_processes(read, None, world=world):
-        assert first == expected
-        assert sorted(second) == sorted(expected)
+    expected = [flat(epoch) for epoch in plain_epochs(2)]
+    assert run_processes(read, None, world=world) == [expected] * world
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 2)])
-def test_an_epoch_saved_in_one_world_goes_on_in_another(tmp_path, old, new):
+def test_an_epoch_and_those_after_it_go_on_in_another_world(tmp_path, old, new):
+    first, second = [flat(epoch) for epoch in plain_epochs(2)]
     before = run_processes(read, 2, str(tmp_path / "saved"), world=old)[0][0]
     for rest, following in run_processes(resumed, str(tmp_path / "saved"), world=new):
-        assert before + rest == flat(plain_epochs(1)[0])
-        assert sorted(following) == list(range(21))
+        assert (before + rest, following) == (first, second)
 
 
 def resumed(folder):
     return read(None, folder, resume=True)
+
+
+def peeked():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(shuffled())
+    with pytest.raises(CollectiveError) as found:
+        if accelerator.is_main_process:
+            next(iter(loader))
+        else:
+            accelerator.gather(torch.ones(3))
+    return str(found.value)
+
+
+def test_one_rank_that_peeks_at_a_batch_is_named_on_all():
+    for message in run_processes(peeked, world=2):
+        assert "rank 0: the order of the next epoch (dataloader of list)" in message
+        assert "rank 1: gather" in message
+
+
+def loaded(folder):
+    """A position of a dataset of 30 samples, loaded for one of 21."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model, loader = torch.nn.Linear(1, 1), accelerator.prepare(DataLoader(list(range(30)), 3))
+    accelerator.prepare(model)
+    next(iter(loader))
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    accelerator = Accelerator(cpu=True)
+    again, loader = torch.nn.Linear(1, 1), accelerator.prepare(shuffled())
+    accelerator.prepare(again)
+    with pytest.raises(CheckpointError, match="dataloader 0: .* epoch of 30, but here an epoch has 21"):
+        accelerator.load_state(folder)
+    assert not torch.equal(model.weight, again.weight)
+    accelerator.load_state(folder, strict=False)
+    mine = flat(batch.tolist() for batch in loader)
+    accelerator.end_training()
+    return torch.equal(model.weight, again.weight) and len(mine) == 12
+
+
+def test_what_fits_is_loaded_beside_other_data(tmp_path):
+    assert run_processes(loaded, str(tmp_path / "saved"), world=2) == [True, True]

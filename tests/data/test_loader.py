@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import chain
 
@@ -403,3 +404,28 @@ def test_a_prepared_loader_of_tensors_yields_what_torch_yields():
     for ours, theirs in zip(loader, DataLoader(data, batch_size=4), strict=True):
         assert [type(x) for x in ours] == [type(x) for x in theirs]
         assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("data", [Numbers(4), Stream(4)])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_what_is_set_on_it_is_set_on_the_users_loader(data, readers):
+    loader = prepared(lambda _: DataLoader(data, 2), readers, dispatch_batches=False)[0]
+    loader.collate_fn = tuple
+    assert list(loader)[0] == (0, 1)
+
+
+def test_an_option_of_a_loader_class_of_the_users_own_can_be_set():
+    class Own(DataLoader):
+        limit = 1
+
+        def __iter__(self):
+            return itertools.islice(super().__iter__(), self.limit)
+
+    (loader,) = prepared(lambda _: Own(Numbers(4), collate_fn=plain))
+    loader.limit = 3
+    assert list(loader) == [[0], [1], [2]]
+
+
+def test_a_data_seed_that_nothing_is_shuffled_by_is_told_of(caplog):
+    prepared(numbers(4), data_seed=12345)
+    assert "data.data_seed=12345 changes nothing" in caplog.text

@@ -79,7 +79,8 @@ def test_what_was_handed_out_before_and_after_is_the_whole_order(case):
     new = prepared(elsewhere, new_readers, **options)
     for loader in new:
         loader.load_state_dict(state)
-    after = real(rounds(new)[0])
+    over = new[0].epoch > case["epoch"]  # then the next loop is the next epoch's
+    after = [] if over else real(rounds(new)[0])
     handed_out = real(before) + after
     assert handed_out == order[: len(handed_out)]
     per_round = case["batch_size"] if case["split"] else case["batch_size"] * new_readers
@@ -180,7 +181,7 @@ def test_a_position_is_small():
     torch.manual_seed(1)
     (loader,) = prepared(lambda _: DataLoader(Numbers(40), 4, shuffle=True))
     next(iter(loader))
-    assert len(json.dumps(loader.state_dict())) < 200
+    assert len(json.dumps(loader.state_dict())) < 250
 
 
 def test_the_position_counts_what_was_handed_out_not_what_workers_fetched():
@@ -189,15 +190,13 @@ def test_the_position_counts_what_was_handed_out_not_what_workers_fetched():
         assert loader.state_dict()["consumed"] == 4 * number
 
 
-def test_an_epoch_saved_at_its_last_batch_resumes_with_nothing_left_of_it():
-    (loader,) = prepared(numbers(10, 4))
+def test_an_epoch_saved_at_its_last_batch_resumes_with_the_next_epoch():
+    (loader,) = prepared(numbers(10, 4, seed=3))
     for _ in loader:
         state = saved(loader)
-    (again,) = prepared(numbers(10, 4))
+    (again,) = prepared(numbers(10, 4, seed=5))
     again.load_state_dict(state)
-    assert state["consumed"] == 10
-    assert list(again) == []
-    assert list(again) == list(loader)
+    assert (again.epoch, list(again)) == (1, list(loader))
 
 
 def test_a_position_between_two_epochs_is_the_start_of_the_next():

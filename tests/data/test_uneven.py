@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator
+from accel_core import Accelerator, DataLoaderConfiguration
 from accel_core.testing.processes import run_processes
 
 
@@ -33,3 +33,23 @@ def uneven():
 @pytest.mark.together
 def test_batches_are_not_padded_inside_and_padded_again_after():
     assert run_processes(uneven) == [[3, 4], [2, 4]]
+
+
+def zipped():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model = torch.nn.Linear(1, 1)
+    one, two = (DataLoader(torch.ones(5, 1), batch_size=2) for _ in range(2))
+    model, one, two = accelerator.prepare(model, one, two)
+    with torch.no_grad():
+        rounds = sum(1 for _ in zip(one, two, strict=True))
+    accelerator.backward(model(torch.ones(1, 1)).sum())  # all ranks do: nobody waits
+    for batch in one:
+        accelerator.backward(model(batch).sum())
+        break
+    accelerator.end_training()
+    return rounds
+
+
+@pytest.mark.together
+def test_two_loaders_that_ran_out_together_leave_training_allowed():
+    assert run_processes(zipped) == [2, 1]
