@@ -32,8 +32,22 @@ __all__ = ["PreparedLoader", "prepare_loader"]
 _logger = get_logger(__name__)
 
 _OWN = frozenset(
-    "_run _synchronized _cursor _skip _skipped _own_deal _draw _dispatches _reads _inner _feed _kind _serves_one"
-    " _move".split()
+    {
+        "_run",
+        "_synchronized",
+        "_cursor",
+        "_skip",
+        "_skipped",
+        "_own_deal",
+        "_draw",
+        "_dispatches",
+        "_reads",
+        "_inner",
+        "_feed",
+        "_kind",
+        "_serves_one",
+        "_move",
+    }
 )
 """Attributes that the user's loader has no use for; all others are set on it too."""
 
@@ -136,7 +150,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)  # torch's: refuses what cannot be changed any more
-        if name in _OWN or (inner := self.__dict__.get("_inner")) is None:
+        if name in _OWN or name.startswith("__") or (inner := self.__dict__.get("_inner")) is None:
             return
         if hasattr(type(inner), name) or not hasattr(type(self), name):
             setattr(inner, name, settings.shared(self, name, value) if self._sharded else value)

@@ -68,11 +68,9 @@ def resumed(folder):
 def peeked():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(shuffled())
+    peek = accelerator.is_main_process
     with pytest.raises(CollectiveError) as found:
-        if accelerator.is_main_process:
-            next(iter(loader))
-        else:
-            accelerator.gather(torch.ones(3))
+        next(iter(loader)) if peek else accelerator.gather(torch.ones(3))
     return str(found.value)
 
 

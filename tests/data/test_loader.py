@@ -411,7 +411,7 @@ def test_a_prepared_loader_of_tensors_yields_what_torch_yields():
 def test_what_is_set_on_it_is_set_on_the_users_loader(data, readers):
     loader = prepared(lambda _: DataLoader(data, 2), readers, dispatch_batches=False)[0]
     loader.collate_fn = tuple
-    assert list(loader)[0] == (0, 1)
+    assert next(iter(loader)) == (0, 1)
 
 
 def test_an_option_of_a_loader_class_of_the_users_own_can_be_set():
