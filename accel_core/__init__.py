@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from accel_core import ops
     from accel_core.accelerator import Accelerator
     from accel_core.binding import no_op
+    from accel_core.carrying import has_state
     from accel_core.checkpoint.contents import CheckpointContents
     from accel_core.checkpoint.leaf import (
         Entry,
@@ -68,6 +69,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "accelerator": "Accelerator",
     "binding": "no_op",
+    "carrying": "has_state",
     "checkpoint.contents": "CheckpointContents",
     "checkpoint.leaf": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
     "config.options": "option",
@@ -146,6 +148,7 @@ __all__ = [
     "get_grad_scaler",
     "get_logger",
     "get_mixed_precision_context_manager",
+    "has_state",
     "hooks",
     "implements",
     "is_out_of_memory",

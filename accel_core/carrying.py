@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from accel_core.checkpoint.leaf import TensorTemplate
+from accel_core.errors import AccelError
 from accel_core.native.state import BaseState
 
 if TYPE_CHECKING:
@@ -14,25 +15,42 @@ if TYPE_CHECKING:
 
     from accel_core.unit import Unit
 
-__all__ = ["carry"]
+__all__ = ["carry", "has_state"]
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Whether the optimizer holds what a new one would not: it has stepped, or has loaded a state.
+
+    Some optimizers make the state of each parameter with themselves, as torch's Adagrad does. Such a state
+    counts no `step` yet, and can be made again.
+    """
+    return any(_has_stepped(state) for state in optimizer.state.values())
 
 
 def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
     """Note the state of an optimizer whose models are not wrapped yet; call the result once they are.
 
-    Where wrapping has replaced or cut parameters, their state is then cut as they are.
+    Where wrapping has replaced, cut or moved parameters, their state is then where and cut as they are.
+
+    Raises:
+        AccelError: the state has no values yet, as it is on the meta device.
     """
-    shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
+    before = {p: (p.shape, p.device) for group in optimizer.param_groups for p in group["params"]}
     state = BaseState().optimizer_state(unit, optimizer)
     template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
     for name, leaf in state.leaves.items():
+        if leaf.shards[0][1].is_meta:
+            raise AccelError(
+                f"prepare: the {type(optimizer).__name__} has state on the meta device, {name}, without values\n"
+                "make the optimizer from parameters that have values"
+            )
         parameter, _, key = name.rpartition("/")
         dtype = str(leaf.shards[0][1].dtype).removeprefix("torch.")
         template[parameter][key] = TensorTemplate(leaf.kind, leaf.global_shape, dtype, leaf.layout)
 
     def put_back() -> None:
         now = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(p in shapes and p.shape == shapes[p] for p in now):
+        if all((p.shape, p.device) == before.get(p) for p in now):
             return
         optimizer.state.clear()
         unit.hooks.materialize_optimizer_state(unit, optimizer, template, state.plain)
@@ -43,3 +61,10 @@ def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
                 part.copy_(whole[box])
 
     return put_back
+
+
+def _has_stepped(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not state:
+        return bool(state)
+    step = state.get("step", 1)
+    return not getattr(step, "is_meta", False) and float(step) != 0

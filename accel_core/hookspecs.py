@@ -551,6 +551,21 @@ def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
 
 
 @owner
+def refuse_optimizer_state(
+    unit: Unit,
+    optimizer: Optimizer,
+    template: Mapping[str, Mapping[str, TensorTemplate]],
+    plain: Mapping[str, Mapping[str, Json]],
+) -> Sequence[str]:
+    """Reasons why `materialize_optimizer_state` could not take this state, each in words for the user.
+
+    Asked on every rank before a load touches anything; not collective. Arguments as there. A parameter
+    that the checkpoint does not know is in neither: under `strict=False`, and where it was never stepped.
+    Who steps several parameters as one completes such a parameter, or refuses. base: none.
+    """
+
+
+@owner
 def materialize_optimizer_state(
     unit: Unit,
     optimizer: Optimizer,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
+
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,24 +72,55 @@ def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = N
 
 
 def flat_range(
-    data: Tensor, shape: Sequence[int], start: int, *, kind: Kind = "like_param", replicated: bool = False
+    data: Tensor,
+    shape: Sequence[int],
+    start: int,
+    *,
+    strides: Sequence[int] | None = None,
+    kind: Kind = "like_param",
+    replicated: bool = False,
 ) -> Leaf:
     """The leaf of an engine that holds elements `start`, `start + 1`, ... of a flattened tensor of `shape`.
 
-    `data` is 1-dim, and the live storage. At most 2 * len(shape) - 1 boxes.
+    `data` is 1-dim, and the live storage. `strides`: of the tensor before it was flattened, where the engine
+    flattened its memory; None where it flattened its elements, row by row. At most 2 * len(shape) - 1 boxes.
+    All of a tensor without elements is one box.
+
+    Raises:
+        CheckpointError: a tensor of these strides has gaps, or elements that share memory.
     """
-    sizes, dims = tuple(shape) or (1,), len(shape)
-    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    order = _memory_order(shape, strides)
+    sizes, dims = tuple(shape[dim] for dim in order) or (1,), len(shape)
+    back = [order.index(dim) for dim in range(dims)]
+    steps = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     shards, at, end = [], start, start + data.numel()
+    if not math.prod(sizes):
+        shards.append(((0,) * dims, data.detach()[:0].view(tuple(shape))))
     while at < end:
-        dim = next(dim for dim, stride in enumerate(strides) if at % stride == 0 and at + stride <= end)
-        offset = tuple(at // stride % size for stride, size in zip(strides, sizes, strict=True))
-        rows = min((end - at) // strides[dim], sizes[dim] - offset[dim])
+        dim = next(dim for dim, step in enumerate(steps) if at % step == 0 and at + step <= end)
+        offset = [at // step % size for step, size in zip(steps, sizes, strict=True)]
+        rows = min((end - at) // steps[dim], sizes[dim] - offset[dim])
         box = (*(1,) * dim, rows, *sizes[dim + 1 :])[:dims]
-        elements = data.detach()[at - start :][: rows * strides[dim]]
-        shards.append((offset[:dims], elements.view(box)))
-        at += rows * strides[dim]
+        elements = data.detach()[at - start :][: rows * steps[dim]]
+        shards.append((tuple(offset[dim] for dim in back), elements.view(box).permute(back)))
+        at += rows * steps[dim]
     return Leaf(kind=kind, global_shape=tuple(shape), shards=tuple(shards), replicated=replicated)
+
+
+def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
+    """The dimensions of a dense tensor, from the widest steps in memory to the narrowest."""
+    if strides is None or not math.prod(shape):
+        return [*range(len(shape))]
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != step:
+            raise CheckpointError(
+                f"a tensor of shape {list(shape)} and strides {list(strides)} has gaps, or elements that"
+                " share memory, and its place in a flat vector is not known\nmake the parameter contiguous()"
+            )
+        step *= shape[dim]
+    return order
 
 
 @frozen(kw_only=True)
@@ -117,6 +150,8 @@ class TensorTemplate:
     dtype: str
     """torch's name without the prefix: float32, bfloat16, ..."""
     layout: str | None = None
+    number: Callable[[], float] = field(default=lambda: 0.0, eq=False, repr=False)
+    """Reads the value of a `scalar`."""
 
 
 @frozen(kw_only=True)

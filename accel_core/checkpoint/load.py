@@ -41,6 +41,8 @@ __all__ = ["Problems", "Restoration", "derived_seed", "load"]
 
 logger = logging.getLogger(__name__)
 
+Action = tuple[str, Callable[[], object]]
+"""What is restored, in words, and how."""
 Scope = Literal["replicated", "per_reader", "per_rank"]
 
 
@@ -58,7 +60,8 @@ def load(
     Raises:
         CheckpointError: it is no checkpoint, a file is damaged, or (strict) the run has other state
             than it has: missing, unexpected and mismatched states are named; or a save that was under
-            way has failed. Raised on all ranks, before any state is touched.
+            way has failed. Raised on all ranks, before any state is touched. Or code of the user's own or
+            of a plugin failed while state was being restored: the message says what, and what has changed.
     """
     run.require_alive()
     assemble(run, "load_state")
@@ -131,7 +134,9 @@ class Restoration:
     def __init__(self, run: Run, checkpoint: Checkpoint, *, strict: bool) -> None:
         self.run, self.checkpoint = run, checkpoint
         self._problems = Problems(checkpoint.folder, strict)
-        self._actions: list[Callable[[], object]] = []
+        # By what they restore. First what other people's code does, which may fail; then what core copies.
+        self._objects: list[Action] = []
+        self._copies: list[Action] = []
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
         self._same_world = same_readers and world["size"] == run.world.size
@@ -146,33 +151,32 @@ class Restoration:
         else:
             scopes = " and ".join(self._scopes)
             self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
-        # First: a loader may refuse its position, and then nothing else has been touched.
-        positions = checkpoint.decode(self._own["loaders"], "loaders")
-        self._problems.compare("dataloader ", range(len(positions)), range(len(run.loaders)))
-        for number, (loader, position) in enumerate(zip(run.loaders, positions, strict=False)):
-            try:
-                loader.check_state_dict(position)
-            except CheckpointError as error:  # without `strict` it begins where it stands
-                found, _, remedy = str(error).partition("\n")
-                self._problems.found.append(f"dataloader {number}: {found}; {remedy}")
-            else:
-                self._actions.append(partial(loader.load_state_dict, position))
+        self._loaders()
+        registered = self._paired("registered object ", checkpoint.state["registered"], run.registered)
+        self._objects += [(what, partial(item.load_state_dict, state)) for what, item, state in registered]
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
         saved = _joined([part["units"] for part in parts if "units" in part])
         self._problems.compare("unit ", saved, [unit.name for unit in run.units])
         for unit in run.units:
             if unit.name in saved:
                 self._unit(unit, saved[unit.name])
-        for item, state in self._paired("registered object ", checkpoint.state["registered"], run.registered):
-            self._actions.append(partial(item.load_state_dict, state))
         self._random()
         self._problems.settle()
 
     def apply(self) -> None:
-        """Do it."""
+        """Do it.
+
+        Raises:
+            CheckpointError: an action failed; it says which, and what it leaves behind.
+        """
+        actions = [*self._objects, *self._copies]
         with torch.no_grad():
-            for action in self._actions:
-                action()
+            for done, (what, action) in enumerate(actions):
+                try:
+                    action()
+                except Exception as error:  # other people's code, of any kind: the message says where
+                    before = list(dict.fromkeys(name for name, _ in actions[:done]))
+                    raise _mixed(self.checkpoint.folder, what, before, error) from error
         manifest = self.checkpoint.manifest
         if self.run.world.run_id is None:
             self.run.run_id = manifest.run_id  # no launcher named this run: it goes on
@@ -191,14 +195,29 @@ class Restoration:
         for name, state in extra.items():
             value = self.checkpoint.decode(state, f"units.{unit.name}.{name}")
             if name in modules:
-                self._actions.append(partial(modules[name].set_extra_state, value))
+                what = f"extra state of {unit.name}: {name} ({class_of(modules[name])})"
+                self._objects.append((what, partial(modules[name].set_extra_state, value)))
         schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
         elsewhere = {name for name, leaf in leaves.items() if not leaf.shards}
         described = saved["optimizers"], tensors["optimizer"], elsewhere
         restore = restore_optimizers(unit, self.checkpoint, *described, self._problems, schedulers)
-        self._actions += [*restore]
-        self._actions.append(partial(unit.hooks.state_loaded, unit))
+        self._copies += [*restore]
+        self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
         self._plugins(unit, tensors["plugins"])
+
+    def _loaders(self) -> None:
+        """Positions in the data; one that its loader cannot take is a difference like others."""
+        positions = self.checkpoint.decode(self._own["loaders"], "loaders")
+        loaders = self.run.loaders
+        self._problems.compare("dataloader ", range(len(positions)), range(len(loaders)))
+        for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
+            try:
+                loader.check_state_dict(position)
+            except CheckpointError as error:  # without `strict` it begins where it stands
+                found, _, remedy = str(error).partition("\n")
+                self._problems.found.append(f"dataloader {number}: {found}; {remedy}")
+            else:
+                self._objects.append((f"dataloader {number}", partial(loader.load_state_dict, position)))
 
     def _tensors(self, unit: Unit) -> dict[str, dict[str, Stored]]:
         """The unit's stored tensors by sort, named as this run names tied weights."""
@@ -215,14 +234,17 @@ class Restoration:
         for name, stored in saved.items():
             if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
                 stored.require(leaves[name])
-                self._actions.append(partial(stored.fill, leaves[name]))
+                self._copies.append((f"{what}{name}", partial(stored.fill, leaves[name])))
 
-    def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        """Objects and the states saved for them, by position; those that are not of one class are named."""
+    def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+        """Objects, in words and themselves, and the states saved for them, by position; those that are not
+        of one class are named.
+        """
         self._problems.compare(what, range(len(saved)), range(len(here)))
         for number, (each, item) in enumerate(zip(saved, here, strict=False)):
             if each["class"] == class_of(item):
-                yield item, self.checkpoint.decode(each["state"], f"{what}{class_of(item)}")
+                name = f"{what}{number} ({class_of(item)})"
+                yield name, item, self.checkpoint.decode(each["state"], name)
             else:
                 found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
                 self._problems.fatal.append(f"{what}{number} {found}")
@@ -248,7 +270,8 @@ class Restoration:
         loading = {each.plugin: each.call for each in unit.hooks.implementations("load_state")}
         for plugin, found in given.items():
             if plugin in loading:
-                self._actions.append(partial(loading[plugin], unit, found))
+                what = f"{unit.name}: state of plugin {plugin}"
+                self._copies.append((what, partial(loading[plugin], unit, found)))
             else:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
                 self._problems.warn(what)
@@ -263,14 +286,41 @@ class Restoration:
                 seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
                 self._problems.warn(f"{seen}; the random streams of all others go on")
             known = {name: state for name, state in streams.items() if name in here}
-            self._actions.append(partial(self.run.hooks.set_rng_state, known))
+            self._copies.append(("random streams", partial(self.run.hooks.set_rng_state, known)))
+            self._try_random(known)
             return
         first = self.checkpoint.decode(self.checkpoint.own(0)["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)
         self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
-        self._actions.append(partial(self.run.hooks.seed, seed, self.run.topology))
+        self._copies.append(("random streams", partial(self.run.hooks.seed, seed, self.run.topology)))
         if self.run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
-            self._actions.append(partial(self.run.hooks.set_rng_state, {"torch": first["torch"]}))
+            restore = partial(self.run.hooks.set_rng_state, {"torch": first["torch"]})
+            self._copies.append(("random streams", restore))
+
+    def _try_random(self, streams: Mapping[str, Tensor]) -> None:
+        """Find out whether the generators take these states, and put them back as they are."""
+        before = self.run.hooks.rng_state()
+        try:
+            self.run.hooks.set_rng_state(streams)
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch's, Python's and numpy's generators raise what they like
+            self._problems.fatal.append(f"random streams: {type(error).__name__}: {error}")
+        finally:
+            self.run.hooks.set_rng_state(before)
+
+
+def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> CheckpointError:
+    """What to raise for an action that failed after those that are done."""
+    state = "nothing else was changed"
+    if done:
+        more = f" and {len(done) - 5} more" if len(done) > 5 else ""
+        state = f"the run is in a mixed state: of {folder} it has {', '.join(done[:5])}{more}"
+    return CheckpointError(
+        f"load_state: {what} could not be restored, and may be half loaded: {type(error).__name__}: {error}\n"
+        f"{state}\nload it into a new run, once that object takes back what it gave",
+        path=str(folder),
+    )
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -51,12 +51,12 @@ def restore_optimizers(
     tensors: Mapping[str, Stored],
     elsewhere: Collection[str],
     problems: Problems,
-    schedulers: Iterable[tuple[Any, Any]],
-) -> Iterator[Callable[[], object]]:
+    schedulers: Iterable[tuple[str, Any, Any]],
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """What to do to bring the unit's optimizers and schedulers into the saved state. Changes nothing yet.
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. elsewhere: the parameters that
-    only other ranks hold. schedulers: each with its state.
+    only other ranks hold. schedulers: each in words, itself, and its state.
     """
     left = dict(_saved_parameters(unit, checkpoint, described))
     origins: dict[Optimizer, list[set[tuple[int, int]]]] = {}
@@ -71,16 +71,20 @@ def restore_optimizers(
             problems.found.append(f"{unit.name}: {name} {found}")
         for number, (group, has) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
             what = f"{unit.name}: group {number} of {algorithm}"
-            yield partial(_set_group, group, _group_values(what, has, mine, problems))
+            yield what, partial(_set_group, group, _group_values(what, has, mine, problems))
             origin = {mine[name].group for name in has["params"] if name in mine}
             origins.setdefault(optimizer, []).append(origin)
         stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
-        yield partial(_fill_state, unit, optimizer, stored, mine)
+        plain = {name: each.plain for name, each in mine.items() if each.plain}
+        template = _template(stored)
+        what = f"{unit.name}: state of {algorithm}"
+        reasons = unit.hooks.refuse_optimizer_state(unit, optimizer, template, plain)
+        problems.fatal.extend(f"{what}: {reason}" for reason in reasons)
+        yield what, partial(_fill_state, unit, optimizer, stored, template, plain)
     problems.compare(f"{unit.name}: optimizer state of ", left.keys() - elsewhere, ())
-    for scheduler, state in schedulers:
-        what = f"{unit.name}: {class_of(scheduler)}"
+    for what, scheduler, state in schedulers:
         problems.fatal.extend(_regroup(what, state, origins.get(scheduler.optimizer, ())))
-        yield partial(scheduler.load_state_dict, state)
+        yield what, partial(scheduler.load_state_dict, state)
 
 
 def _regroup(what: str, state: dict[str, Any], origins: Sequence[set[tuple[int, int]]]) -> Iterator[str]:
@@ -139,14 +143,23 @@ def _set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _fill_state(
-    unit: Unit, optimizer: Optimizer, tensors: Mapping[str, Stored], saved: Mapping[str, Saved]
-) -> None:
+def _template(tensors: Mapping[str, Stored]) -> dict[str, dict[str, TensorTemplate]]:
     template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
     for key, stored in tensors.items():
         name, _, part = key.rpartition("/")
-        template[name][part] = TensorTemplate(stored.kind, stored.shape, stored.dtype, stored.layout)
-    plain = {name: each.plain for name, each in saved.items() if each.plain}
+        template[name][part] = TensorTemplate(
+            stored.kind, stored.shape, stored.dtype, stored.layout, stored.number
+        )
+    return template
+
+
+def _fill_state(
+    unit: Unit,
+    optimizer: Optimizer,
+    tensors: Mapping[str, Stored],
+    template: Mapping[str, Mapping[str, TensorTemplate]],
+    plain: Mapping[str, Mapping[str, Any]],
+) -> None:
     unit.hooks.materialize_optimizer_state(unit, optimizer, template, plain)
     leaves = unit.hooks.optimizer_state(unit, optimizer).leaves
     for key, stored in tensors.items():

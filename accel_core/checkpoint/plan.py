@@ -133,7 +133,9 @@ def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None
                 return f"{other} and {box} overlap"
         opened.append(box)
     lacking = math.prod(shape) - sum(box.volume for box in boxes)
-    return f"{lacking} of its {math.prod(shape)} elements are held by no rank" if lacking else None
+    if lacking or not boxes:
+        return f"{lacking} of its {math.prod(shape)} elements are held by no rank"
+    return None
 
 
 def intersect(one: Box, other: Box) -> Box | None:
@@ -160,6 +162,6 @@ def _problem(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Sequenc
     if len(dtypes) > 1:
         return f"its parts have several dtypes, {', '.join(sorted(dtypes))}"
     for box, ranks in holders.items():
-        if len(ranks) > 1 and not first.replicated:
+        if len(ranks) > 1 and not first.replicated and box.volume:
             return f"ranks {ranks[0]} and {ranks[1]} both hold {box}, which is not declared replicated"
     return tiling_problem(first.shape, holders)

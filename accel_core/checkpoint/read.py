@@ -39,6 +39,10 @@ class Stored:
         self.fill(whole(tensor))
         return tensor
 
+    def number(self) -> float:
+        """The value of a tensor of one element."""
+        return float(self.tensor())
+
     def fill(self, leaf: Leaf) -> None:
         """Overwrite the parts of the leaf that this rank holds.
 

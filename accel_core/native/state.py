@@ -70,6 +70,16 @@ class BaseState:
             groups.append({**hyperparameters, "params": listed})
         return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
+    @implements(hooks.refuse_optimizer_state)
+    def refuse_optimizer_state(
+        self,
+        unit: Unit,
+        optimizer: Optimizer,
+        template: Mapping[str, Mapping[str, TensorTemplate]],
+        plain: Mapping[str, Mapping[str, Json]],
+    ) -> Sequence[str]:
+        return ()
+
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
         self,

@@ -567,7 +567,7 @@ def test_a_schedulers_values_a_group_follow_the_parameters(prepared, tmp_path):
 def test_a_scheduler_that_differs_between_joined_groups_is_refused(prepared, tmp_path):
     prepared(network, with_momentum, cyclic, groups=two_groups).accelerator.save_state(tmp_path / "here")
     second = prepared(network, with_momentum, cyclic, groups=one_group)
-    with pytest.raises(CheckpointError, match=r"CyclicLR: max_lrs was \[0\.2, 0\.4\], and parameters of"):
+    with pytest.raises(CheckpointError, match=r"CyclicLR\): max_lrs was \[0\.2, 0\.4\], and parameters of"):
         second.accelerator.load_state(tmp_path / "here")
 
 
