@@ -41,8 +41,8 @@ def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
     for name, leaf in state.leaves.items():
         if leaf.shards[0][1].is_meta:
             raise AccelError(
-                f"prepare: the {type(optimizer).__name__} has state on the meta device, {name}, without values\n"
-                "make the optimizer from parameters that have values"
+                f"prepare: the {type(optimizer).__name__} has state on the meta device, {name}, without"
+                " values\nmake the optimizer from parameters that have values"
             )
         parameter, _, key = name.rpartition("/")
         dtype = str(leaf.shards[0][1].dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from accel_core import AccelError, flat_range, hooks, implements
 from accel_fsdp.norms import Layout, clip_norm
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
-from accel_fsdp.wrapping import groups, ignored, memory_order, replace
+from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
     import torch
@@ -244,21 +244,16 @@ def _parameters(module: FSDP) -> list[nn.Parameter]:
 class _Part:
     """What a rank has of a parameter: elements from `start` on, in the order in which they lie in memory.
 
-    order: the dimensions of the whole, the one with the largest stride first.
+    strides: of the whole, before it became a part of a flat vector.
     """
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]
+    strides: tuple[int, ...]
     start: int
 
     def leaf(self, elements: Tensor, *, replicated: bool) -> Leaf:
         """elements (n,): this rank's, of the parameter or of something like it."""
-        lying = flat_range(elements, [self.shape[dim] for dim in self.order], self.start)
-        back = [self.order.index(dim) for dim in range(len(self.order))]
-        shards = tuple(
-            (tuple(offset[at] for at in back), tensor.permute(back)) for offset, tensor in lying.shards
-        )
-        return evolve(lying, global_shape=self.shape, shards=shards, replicated=replicated)
+        return flat_range(elements, self.shape, self.start, strides=self.strides, replicated=replicated)
 
 
 def _is_elsewhere(parameter: nn.Parameter, parts: Mapping[nn.Parameter, _Part]) -> bool:
@@ -277,7 +272,7 @@ def _parts(unit: Unit) -> dict[nn.Parameter, _Part]:
                 flat._params, flat._shapes, flat._strides, flat._shard_param_infos, strict=True
             ):
                 start = shard.intra_param_start_idx or 0
-                found[parameter] = _Part(tuple(shape), memory_order(strides), start)
+                found[parameter] = _Part(tuple(shape), tuple(strides), start)
     return found
 
 
