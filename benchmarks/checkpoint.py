@@ -6,6 +6,7 @@ NAME:CASE` is one contender, which saves when told to on stdin.
 
 * blocked: until training may go on. total: until it is on the disk.
 * memory: anonymous memory that saving has added when training goes on.
+* replicas: checksums of all tensors, as several processes compare them at each save.
 * speed: of a loop in the main thread, while the rest is written, over its speed alone.
 """
 
@@ -39,6 +40,10 @@ def measure(peers: str | None, count: int = 5) -> list[Row]:
         rows.append(
             Row(f"training blocked by a save, {what}", raw, theirs, None, ours, bar(found, case), "ms")
         )
+        copy, checksums = (statistics.median(found[HERE[-1]][figure]) for figure in ("copy", "replicas"))
+        leaves = 4 * SHAPES[case][0]
+        limit = f"≤ {0.15 * copy + leaves * 0.01:.0f} ms (0.15 copies + 10 µs a tensor)"
+        rows.append(Row(f"checksums of replicas, {what}", copy, None, None, checksums, limit, "ms"))
     return rows
 
 
@@ -63,7 +68,7 @@ def contest(
         for number in range(count + 1):
             for name, contender in contenders.items():
                 kept = figures.setdefault(name, {})
-                for figure in ("copy", *FIGURES):
+                for figure in ("copy", "replicas", *FIGURES):
                     value = contender.turn(figure)
                     kept.setdefault(figure if number else f"first {figure}", []).append(value)
     return figures
@@ -228,6 +233,13 @@ def contend(name: str, case: str, folder: Path) -> None:
         torch._foreach_copy_(targets, sources)
         return timed(lambda: torch._foreach_copy_(targets, sources)) * 1e3
 
+    def replicas() -> float:
+        from accel_core.checkpoint.replicas import Replicas
+
+        known = Replicas({})
+        known._checksum("", sources)
+        return timed(lambda: known._checksum("", sources)) * 1e3
+
     def blocked() -> float:
         begin = time.perf_counter()
         last["blocked"] = timed(saver.save)
@@ -258,6 +270,7 @@ def contend(name: str, case: str, folder: Path) -> None:
 
     cases: dict[str, Callable[[], float]] = {
         "copy": copy,
+        "replicas": replicas if isinstance(saver, Ours) else lambda: float("nan"),
         "blocked": blocked,
         "total": lambda: last["total"] * 1e3,
         "load": lambda: timed(saver.load) * 1e3,

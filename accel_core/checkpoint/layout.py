@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_core.checkpoint.codec import bytes_of, name_of
 from accel_core.checkpoint.files import as_json, lay_out
+from accel_core.checkpoint.replicas import Replicas
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.leaf import Leaf
@@ -27,7 +28,7 @@ class Layout:
 
     name: one word on all ranks, for the plan that they made together. declared: this rank's leaves then.
     head: what the data file starts with. index: what the rank's JSON file says of the tensors, which
-    have `size` bytes.
+    have `size` bytes. replicas: what other ranks hold too.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Layout:
     head: bytes
     index: bytes
     size: int
+    replicas: Replicas
     _parts: list[tuple[Key, int]]
     """In the order of the file: the leaf, and the number of its shard."""
     _buffer: Tensor | None = field(default=None, init=False)
@@ -47,6 +49,7 @@ class Layout:
         declared: Mapping[Key, Declared],
         writes: Mapping[Key, list[Box]],
         leaves: Leaves,
+        replicas: Replicas | None = None,
     ) -> Layout:
         """The layout in which this rank writes the boxes that were planned for it."""
         parts = [
@@ -64,7 +67,8 @@ class Layout:
         for (key, number), start in zip(parts, starts, strict=True):
             known = index.setdefault(key[0], {}).setdefault(key[1], _described(declared[key]))
             known["boxes"].append([*declared[key].boxes[number], start])
-        return cls(name, declared, head, as_json(index), sum(tensor.nbytes for tensor in tensors), parts)
+        size = sum(tensor.nbytes for tensor in tensors)
+        return cls(name, declared, head, as_json(index), size, replicas or Replicas({}), parts)
 
     def tensors(self, leaves: Leaves) -> list[Tensor]:
         """This rank's tensors, in the order of the file."""

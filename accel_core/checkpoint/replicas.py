@@ -1,12 +1,16 @@
-"""Ranks that declare to hold the same do hold the same: contents are compared, by hash."""
+"""Ranks that declare to hold the same do hold the same: contents are compared at every save, by checksums."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
 
-from xxhash import xxh3_64_intdigest
+import torch
+from attrs import define, field
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.codec import bytes_of
@@ -16,13 +20,126 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.leaf import Leaf
     from accel_core.world import Collectives
 
-__all__ = ["compare_replicas"]
+__all__ = ["Replicas", "checksums", "compare_replicas"]
+
+SMALL_BYTES: Final = 1 << 16
+"""Smaller tensors are copied together first: a checksum of each would take longer."""
+_CHUNK: Final = 1 << 22
+"""Words of 8 bytes whose weights are held at a time."""
+
+
+@define(eq=False)
+class Replicas:
+    """The parts of this rank's leaves that other ranks hold too, as long as no leaf changes.
+
+    Leaves of which only one rank's is kept, as batch norm's statistics, are not among them.
+    """
+
+    _parts: Mapping[str, list[tuple[Key, int]]]
+    """A digest of the ranks that hold them all -> the leaf, and the number of its shard."""
+    _together: dict[tuple[str, torch.device], tuple[Tensor, list[Tensor]]] = field(factory=dict, init=False)
+    """Of the same -> memory for the small ones, and views of it."""
+
+    @classmethod
+    def of(cls, declarations: Sequence[Mapping[Key, Declared]], rank: int) -> Replicas:
+        """Those of a rank. Every rank's parts of one digest are the same, in the same order."""
+        holders: dict[tuple[Key, Box], list[int]] = defaultdict(list)
+        for number, declared in enumerate(declarations):
+            for key, leaf in declared.items():
+                for box in dict.fromkeys(leaf.boxes) if leaf.spread else ():
+                    holders[key, box].append(number)
+        parts: dict[str, list[tuple[Key, int]]] = defaultdict(list)
+        here = declarations[rank]
+        for (key, box), ranks in sorted(holders.items(), key=lambda item: item[0]):
+            if len(ranks) > 1 and rank in ranks:
+                parts[xxh3_64_hexdigest(repr(ranks).encode())].append((key, here[key].boxes.index(box)))
+        return cls(dict(parts))
+
+    def compare(
+        self, control: Collectives, leaves: Mapping[Key, Leaf], declared: Mapping[Key, Declared]
+    ) -> None:
+        """Compare the contents of these parts. Collective.
+
+        Raises:
+            CheckpointError: the ranks that hold a box have different contents; names leaf and ranks.
+        """
+        mine = agree(control, lambda: self._checksums(leaves))
+        found: dict[str, set[str]] = defaultdict(set)
+        for each in control.all_gather_object(mine):
+            for held, checksum in each.items():
+                found[held].add(checksum)
+        if any(len(checksums) > 1 for checksums in found.values()):
+            compare_replicas(control, leaves, control.all_gather_object(declared))
+
+    def _checksums(self, leaves: Mapping[Key, Leaf]) -> dict[str, str]:
+        return {
+            held: self._checksum(held, [leaves[key].shards[number][1] for key, number in parts])
+            for held, parts in self._parts.items()
+        }
+
+    def _checksum(self, held: str, tensors: Sequence[Tensor]) -> str:
+        small: dict[torch.device, list[Tensor]] = defaultdict(list)
+        data = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
+        for tensor in tensors:
+            if tensor.nbytes <= SMALL_BYTES:
+                small[tensor.device].append(tensor)
+        for device, each in small.items():
+            buffer, views = self._together.get((held, device)) or _room_for(each, device)
+            self._together[held, device] = buffer, views
+            with torch.no_grad():
+                torch._foreach_copy_(views, each)
+            data.append(buffer)
+        return xxh3_64_hexdigest(repr(checksums(data)).encode())
+
+
+def _room_for(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """One piece of memory, and in it a view for each tensor, aligned to any item."""
+    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]
+    with torch.inference_mode(False):
+        buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    pieces = zip(buffer.split(sizes), tensors, strict=True)
+    return buffer, [piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers of which some differ if any byte of the tensors does. Read from each device once."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        here = [tensor for tensor in tensors if tensor.is_cpu]
+        found = list(threads.map(lambda tensor: xxh3_64_intdigest(bytes_of(tensor)), here))
+    elsewhere: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            elsewhere[tensor.device] += sums(tensor)
+    for each in elsewhere.values():
+        found += torch.stack(each).tolist()
+    return found
+
+
+def sums(tensor: Tensor) -> list[Tensor]:
+    """Two integers, computed where the tensor is: weighted sums of its words, and of their upper halves.
+
+    Weights are odd, so one word that differs shows in the first. The second shows what cancels there, the
+    signs of many words above all.
+    """
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if missing := -data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, missing))
+    elif data.storage_offset() % 8:
+        data = data.clone()
+    words, first = data.view(torch.int64), torch.zeros((), dtype=torch.int64, device=data.device)
+    second = first.clone()
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK]
+        weights = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=data.device)
+        first += (part * weights).sum()
+        second += ((part >> 32) * weights).sum()
+    return [first, second]
 
 
 def compare_replicas(
     control: Collectives, leaves: Mapping[Key, Leaf], declarations: Sequence[Mapping[Key, Declared]]
 ) -> None:
-    """Collective. Leaves of which only one rank's is kept, as batch norm's statistics, may differ.
+    """Compare each part by itself. Collective.
 
     Raises:
         CheckpointError: the ranks that hold a box have different contents; names leaf and ranks.

@@ -28,7 +28,7 @@ from accel_core.checkpoint.flight import Flight, Share
 from accel_core.checkpoint.layout import Layout
 from accel_core.checkpoint.place import Place
 from accel_core.checkpoint.plan import plan
-from accel_core.checkpoint.replicas import compare_replicas
+from accel_core.checkpoint.replicas import Replicas
 from accel_core.errors import CheckpointError
 from accel_core.watch import assemble
 
@@ -89,7 +89,6 @@ class Saver:
         store: Any = run.world.store  # torch's stub lacks `clone`
         self._store: Store = HashStore() if store is None or alone else store.clone()
         self._layout: Layout | None = None
-        self._compared = False
         self._flight: Flight | None = None
         project = run.config.project
         self._domains = self.control.all_gather_object(
@@ -122,6 +121,8 @@ class Saver:
         state = agree(control, lambda: self._collect(wait=wait))
         keep_own_part(control, state)
         layout = self._layout_of(state)
+        if control.size > 1:
+            layout.replicas.compare(control, state.leaves, state.declared)
         place = Place.choose(run, control, directory, self._domains)
         try:
             shared = agree(control, lambda: as_json(state.shared) if place.first else None)
@@ -173,11 +174,9 @@ class Saver:
                 raise
             text = f"save_state(alone=True): this rank does not hold the whole state\n{error}"
             raise CheckpointError(f"{text}\ncall save_state() without alone, on all ranks") from error
-        if control.size > 1 and not self._compared:
-            compare_replicas(control, state.leaves, declarations)
-            self._compared = True
         made: str = control.broadcast_object(secrets.token_hex(8))
-        self._layout = Layout.of(made, state.declared, writes, state.leaves)
+        replicas = Replicas.of(declarations, control.rank)
+        self._layout = Layout.of(made, state.declared, writes, state.leaves, replicas)
         return self._layout
 
 

@@ -160,8 +160,9 @@ def drifted(folder: str, what: str) -> tuple[str, str]:
     """A run's first and second save, after something differs between the ranks."""
     job, target = Job(norm=True), Path(folder) / "here"
     if what == "later":
-        job.accelerator.save_state(target)
-        job.step()  # the next save has another layout
+        for _ in range(2):
+            job.step()
+            job.accelerator.save_state(target)
     with torch.no_grad():
         if what == "buffer":
             job.module[1].running_mean.fill_(job.rank)

@@ -1,0 +1,94 @@
+"""Checksums of replicas: any byte that differs shows, wherever it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_core.checkpoint.codec import bytes_of
+from accel_core.checkpoint.replicas import Replicas, checksums, sums
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+    *(torch.complex64, torch.complex128),
+]
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (64, 33)]
+
+
+def both(tensor):
+    """As on the CPU, and as on a device."""
+    return checksums([tensor]), [each.item() for each in sums(tensor)]
+
+
+def random(shape, dtype):
+    torch.manual_seed(0)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_byte_counts(dtype, shape):
+    tensor = random(shape, dtype)
+    before = both(tensor)
+    for at in range(0, tensor.nbytes, max(1, tensor.nbytes // 20)):
+        changed = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
+        changed[at] ^= 1
+        for one, other in zip(both(changed.view(dtype).view(shape)), before, strict=True):
+            assert one != other
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: -tensor,
+        lambda tensor: tensor.flip(0),
+        lambda tensor: tensor.roll(1, 1),
+        lambda tensor: tensor.roll(1, 0),
+        lambda tensor: torch.cat([-tensor[:2], tensor[2:]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_a_plain_sum_does_not_see_counts_too(change, dtype):
+    tensor = torch.randn(64, 64, dtype=dtype)
+    for one, other in zip(both(change(tensor).contiguous()), both(tensor), strict=True):
+        assert one != other
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor[1:, 1:],
+        lambda tensor: tensor.reshape(-1)[1:],
+        lambda tensor: tensor[::2],
+        lambda tensor: tensor[0].expand(4, -1),
+    ],
+)
+def test_memory_order_and_alignment_do_not(view):
+    tensor = view(random((9, 15), torch.int16))
+    assert both(tensor) == both(tensor.clone(memory_format=torch.contiguous_format))
+
+
+def test_conjugated_lazily_or_not_it_is_the_same():
+    tensor = random((5,), torch.complex64)
+    assert both(tensor.conj()) == both(tensor.conj().resolve_conj())
+
+
+def test_small_ones_are_read_together_and_any_of_them_counts():
+    tensors = [random(shape, dtype) for dtype in DTYPES for shape in SHAPES]
+    replicas = Replicas({})
+    before = replicas._checksum("", tensors)
+    assert replicas._checksum("", [tensor.clone() for tensor in tensors]) == before
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            changed = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
+            changed[-1] ^= 1
+            others = [
+                *tensors[:number],
+                changed.view(tensor.dtype).view(tensor.shape),
+                *tensors[number + 1 :],
+            ]
+            assert replicas._checksum("", others) != before
