@@ -303,7 +303,10 @@ def _decide(
     discovery = discover()
     resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, world.size, discovery)
-    return resolved.with_proposals([chosen.name for chosen in stack.members()]), stack
+    decided = resolved.with_proposals([chosen.name for chosen in stack.members()])
+    if decided.config.mixed_precision != resolved.config.mixed_precision:
+        stack = choose(decided, world.size, discovery)
+    return decided, stack
 
 
 @atexit.register

@@ -75,16 +75,29 @@ class Gradients:
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply all of them."""
-        torch._foreach_mul_(self.tensors(), factor)
+        for device, tensors in self._by_device().items():
+            torch._foreach_mul_(tensors, factor.to(device))
         norms = getattr(self.optimizer, "norm_for_param_grads", None)
         if norms:  # of offloaded gradients, taken when they came in
             self.optimizer.norm_for_param_grads = {key: norm * factor for key, norm in norms.items()}
 
     def clamp(self, value: float) -> None:
         """Clamp each to [-value, value]."""
-        tensors, limit = self.tensors(), value * self.scale
-        torch._foreach_clamp_max_(tensors, limit)
-        torch._foreach_clamp_min_(tensors, -limit)
+        limit = value * self.scale
+        for tensors in self._by_device().values():
+            torch._foreach_clamp_max_(tensors, limit)
+            torch._foreach_clamp_min_(tensors, -limit)
+
+    def _by_device(self) -> dict[torch.device, list[Tensor]]:
+        """`tensors`, to be changed. Offloaded ones are copied beside the host, so they are waited for."""
+        found: dict[torch.device, list[Tensor]] = {}
+        for each in self.tensors():
+            found.setdefault(each.device, []).append(each)
+        if any(device.type == "cpu" for device in found):
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().synchronize()
+        return found
 
     def norm(self) -> Tensor:
         """Of all ranks' together (0-dim). Collective."""

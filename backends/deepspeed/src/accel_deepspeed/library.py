@@ -30,9 +30,12 @@ def deepspeed_for(run: Run, user: object) -> Any:
     Raises:
         ConfigError: it was loaded for another device.
     """
-    kind = run.device.type
-    os.environ.setdefault("DS_ACCELERATOR", kind)
-    os.environ.setdefault("LOCAL_RANK", str(run.world.local_rank))
+    device: Any = run.device
+    kind = device.type
+    _tell("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", kind))
+    # To DeepSpeed it is the number of the device.
+    index = run.world.local_rank if device.index is None else device.index
+    _tell("LOCAL_RANK", str(index))
     with quiet():
         import deepspeed
 
@@ -71,8 +74,24 @@ def quiet() -> Iterator[None]:
 
 _users: set[int] = set()
 """The plugins, by identity, that make engines or models: DeepSpeed's globals are dropped with the last."""
+_before: dict[str, str | None] = {}
+"""Environment variables that were set for DeepSpeed -> what they were."""
 _alone: list[bool] = []
 """Not empty while the process group is one that was made here."""
+
+
+def _tell(name: str, value: str) -> None:
+    _before.setdefault(name, os.environ.get(name))
+    os.environ[name] = value
+
+
+def _restore() -> None:
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
 
 
 def dismantle(engine: Any) -> None:
@@ -100,7 +119,10 @@ def _is_group(value: Any) -> bool:
 def leave(user: object) -> None:
     """The user has no engine any more; the last one takes along what DeepSpeed keeps of process groups."""
     _users.discard(id(user))
-    if _users or "deepspeed" not in sys.modules:
+    if _users:
+        return
+    _restore()
+    if "deepspeed" not in sys.modules:
         return
     from deepspeed.comm import comm
     from deepspeed.utils import groups

@@ -15,6 +15,7 @@ from accel_deepspeed import completing, experts, gradients, settings
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.initializing import sharded_init
 from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
+from accel_deepspeed.optimizers import unserved
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
 from accel_deepspeed.ulysses import SharedSequences
@@ -111,6 +112,19 @@ class DeepSpeed(SharedSequences, EngineState):
                 "in ZeRO stage 0 DeepSpeed clips by each rank's own experts (ep_size above 1)\n"
                 "set zero_stage to 1 or 2"
             )
+        is_half = self.run.config.mixed_precision != "no"
+        flat = self.config.stage > 0 or is_half
+        reasons += [reason for each in optimizers if (reason := unserved(each, flat=flat))]
+        for name, parameter in (pair for model in models for pair in model.named_parameters()):
+            if parameter.ndim == 0:
+                reasons.append(
+                    f"{name} has no dimension, which DeepSpeed cannot broadcast\n"
+                    "give it the shape (1,): nn.Parameter(torch.ones(1))"
+                )
+            if parameter.dtype is torch.float64 and parameter.requires_grad and not is_half:
+                reasons.append(
+                    f"{name} is float64, and DeepSpeed steps in float32\nmake it float32, or use strategy ddp"
+                )
         return reasons
 
     @implements(hooks.complete)
@@ -163,6 +177,8 @@ class DeepSpeed(SharedSequences, EngineState):
             dismantle(engine)
         groups = [list(g["params"]) for each in unit.optimizers for g in getattr(each, "param_groups", ())]
         self._fetch_whole(unit.models[0])
+        for parameter in unit.models[0].parameters():  # in another order of memory it cannot send them
+            parameter.data = parameter.data.contiguous()
         given: dict[str, Any] = {}
         for optimizer in unit.optimizers:
             dummy = isinstance(optimizer, DummyOptim)

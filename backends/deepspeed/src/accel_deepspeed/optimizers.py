@@ -1,0 +1,30 @@
+"""Which optimizers cannot step what DeepSpeed gives them: flat pieces of parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["unserved"]
+
+_WHOLE: Final = ("adafactor", "came", "galore", "lamb", "lars", "muon", "shampoo", "sm3", "soap")
+"""Parts of the names of optimizers whose step of an element depends on the rest of its parameter."""
+
+
+def unserved(optimizer: Optimizer, *, flat: bool) -> str | None:
+    """Why the optimizer would go wrong, if it would. flat: parameters are laid end to end."""
+    name = type(optimizer).__name__
+    if name == "LBFGS":
+        return (
+            "LBFGS evaluates the loss several times a step; DeepSpeed's engine cannot\n"
+            "use an optimizer that needs no closure, such as AdamW, or strategy ddp"
+        )
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    if flat and any(word in kind for word in _WHOLE for kind in kinds):
+        return (
+            f"{name} needs whole parameters, and DeepSpeed steps them end to end, each rank a range\n"
+            "use an optimizer that steps element by element, such as AdamW, or strategy ddp"
+        )
+    return None

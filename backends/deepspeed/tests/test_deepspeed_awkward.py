@@ -1,0 +1,126 @@
+"""Parameters, optimizers and settings that DeepSpeed alone fails on: served, or refused by name."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_problem import accelerator
+from torch import nn
+
+from accel_core import Accelerator, AccelError, ConfigError
+from accel_core.testing import run_processes
+from accel_deepspeed import DeepSpeedPlugin
+from accel_deepspeed.gradients import Gradients
+
+
+def refused(stage: int, kind: str) -> str:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    with pytest.raises(ConfigError) as caught:
+        ours.prepare(model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "LBFGS"), (2, "LBFGS"), (1, "Adafactor"), (3, "Muon")])
+def test_an_optimizer_that_needs_whole_parameters_is_refused(stage: int, kind: str) -> None:
+    (found,) = run_processes(refused, stage, kind, world=1)
+    assert found.startswith(f"{kind} ")
+    assert "such as AdamW, or strategy ddp" in found.splitlines()[-1]
+
+
+def convolution() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 2))
+    return made.to(memory_format=torch.channels_last)
+
+
+def stepped(stage: int) -> dict[str, torch.Tensor]:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = convolution()
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    images = torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)
+    for _ in range(2):
+        ours.backward(model(images).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_in_another_order_of_memory_step_as_in_torch(stage: int) -> None:
+    model, images = convolution(), torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(images).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_processes(stepped, stage):
+        for name, each in model.state_dict().items():
+            torch.testing.assert_close(found[name], each)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def without_dimension() -> None:
+    with pytest.raises(AccelError, match=r"scale has no dimension.*\n.*the shape \(1,\)"):
+        accelerator().prepare(Scaled())
+    with pytest.raises(AccelError, match="weight is float64, and DeepSpeed steps in float32"):
+        accelerator().prepare(nn.Linear(2, 2).double())
+
+
+def test_a_parameter_without_dimensions_or_of_float64_is_refused() -> None:
+    run_processes(without_dimension, world=1)
+
+
+def by_json() -> tuple[str, str]:
+    plugin = DeepSpeedPlugin(hf_ds_config={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    ours = Accelerator(device="cpu", plugins=[plugin])
+    model = nn.Linear(2, 2)
+    model, _ = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.backward(model(torch.ones(2, 2)).float().sum())
+    return ours.mixed_precision, str(ours.run.stack)
+
+
+def test_a_json_may_say_the_precision_alone() -> None:
+    assert run_processes(by_json, world=1) == [("bf16", "native + deepspeed + bf16")]
+
+
+def left(before: str | None) -> tuple[str | None, str | None]:
+    """LOCAL_RANK while a unit is there, and afterwards."""
+    os.environ.pop("LOCAL_RANK", None)
+    if before is not None:
+        os.environ["LOCAL_RANK"] = before
+    ours = accelerator()
+    ours.prepare(nn.Linear(2, 2))
+    during = os.environ.get("LOCAL_RANK")
+    ours.end_training()
+    return during, os.environ.get("LOCAL_RANK")
+
+
+def test_what_the_environment_says_to_deepspeed_ends_with_the_run() -> None:
+    assert run_processes(left, None, world=1) == [("0", None)]
+    assert run_processes(left, "0", world=1) == [("0", "0")]
+
+
+def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed.accelerator
+
+    gradient, arrived = torch.zeros(2), torch.tensor([3.0, -9.0])
+    device = SimpleNamespace(synchronize=lambda: gradient.copy_(arrived))
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: device)
+    parameter = SimpleNamespace(requires_grad=True, grad=gradient)
+    module: Any = SimpleNamespace(parameters=lambda: [parameter])
+    engine = SimpleNamespace(module=module, optimizer=None, allreduce_gradients=None)
+
+    Gradients(engine, 0.0).clamp(4.0)
+
+    assert gradient.tolist() == [3.0, -4.0]
