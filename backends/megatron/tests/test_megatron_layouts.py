@@ -49,7 +49,7 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
             {},
             "multiple of pp_degree 2",
         ),
-        ({"context_parallel_size": 2}, {}, "transformer-engine"),
+        ({"context_parallel_size": 2}, {}, "batches are not cut into parts of sequences yet"),
         ({"other_megatron_args": {"hidden_droput": 0.0}}, {}, "did you mean hidden_dropout"),
         ({"other_megatron_args": {"lr": 0.0}}, {}, "the prepared optimizer"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,44 @@ def test_buffers_are_rank_zeros_in_their_own_dtype(precision: str) -> None:
             "flag": ("torch.bool", True),
             "complex": ("torch.complex64", [1 + 0j]),
         }
+
+
+class Awkward(nn.Module):
+    """A convolution in another order of memory, a transposed matrix, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(torch.randn(2, 36).t())
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.conv(images).flatten(1) @ self.matrix
+
+
+def remembered(strategy: str, options: dict[str, Any], folder: str, steps: int) -> dict[str, torch.Tensor]:
+    """Weights after some steps, from the state in `folder` if there is one, which is saved there."""
+    ours = accelerator(strategy=strategy, **options)
+    model = Awkward()
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3))
+    if Path(folder).exists():
+        ours.load_state(folder)
+    images = torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)
+    for _ in range(steps):
+        ours.backward(model(images).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if not Path(folder).exists():
+        ours.save_state(folder)
+    return {name: each.clone() for name, each in whole(ours, model).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}])
+def test_parameters_of_any_order_and_size_step_and_resume(tmp_path: Path, options: dict[str, Any]) -> None:
+    (wanted,) = run_processes(remembered, "single", {}, str(tmp_path / "none"), 4, world=1)
+    run_processes(remembered, "megatron", options, str(tmp_path / "two"), 2)
+    found = run_processes(remembered, "megatron", options, str(tmp_path / "two"), 2)
+    found += run_processes(remembered, "single", {}, str(tmp_path / "two"), 2, world=1)
+    for each in found:
+        torch.testing.assert_close(each, wanted)

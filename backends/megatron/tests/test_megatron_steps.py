@@ -171,6 +171,8 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
 def refused_in_parts() -> None:
     with pytest.raises(AccelError, match="leave tp_degree and pp_degree at 1"):
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(AccelError, match="weight is float64, and megatron-core steps in float32"):
+        accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2).double())
 
 
 def test_a_model_without_a_twin_is_split_over_no_ranks() -> None:

@@ -16,7 +16,6 @@ from accel_megatron.config import MegatronLMPlugin
 from accel_megatron.datasets import Onward
 from accel_megatron.engine import Engine, ForwardLoss
 from accel_megatron.groups import by_conditions
-from accel_megatron.layers import has_transformer_engine
 from accel_megatron.layout import of_model, of_world
 from accel_megatron.placeholders import MegatronLMDummyScheduler, Schedule
 from accel_megatron.state import MegatronState
@@ -54,11 +53,11 @@ class Megatron(MegatronState):
             *settings.refuse_unknown(self.config),
             *settings.refuse_scaler(self.run),
         ]
-        if self.config.context_parallel_size > 1 and not has_transformer_engine():
+        if self.config.context_parallel_size > 1:
             reasons.append(
-                "megatron.context_parallel_size: megatron-core splits sequences only with"
-                " transformer-engine's attention, which is not installed\n"
-                "pip install accel-megatron[transformer-engine], or leave it at 1"
+                f"megatron.context_parallel_size is {self.config.context_parallel_size}: batches are not cut"
+                " into parts of sequences yet, and each rank would attend to all of them as to its own part\n"
+                "leave it at 1, or use strategy ddp or fsdp with accel-context-parallel"
             )
         return reasons
 
@@ -95,6 +94,11 @@ class Megatron(MegatronState):
             return ["megatron-core has one model and one optimizer a unit\nprepare each pair by itself"]
         reasons = [reason for each in optimizers if (reason := stepping.why_not(each, self.config))]
         for model in models:
+            reasons += [
+                f"{name} is float64, and megatron-core steps in float32\nmake it float32, or use strategy ddp"
+                for name, parameter in model.named_parameters()
+                if parameter.dtype is torch.float64 and self.run.config.mixed_precision == "no"
+            ][:1]
             if hasattr(model, "chunks"):  # made by build_model
                 continue
             if self.config.custom_model_provider_function is not None:
