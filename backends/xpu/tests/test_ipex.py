@@ -77,6 +77,20 @@ def test_a_late_optimizer_is_refused() -> None:
     assert "prepare them in one call" in reason
 
 
+def test_compiling_is_refused_for_it_loses_gradients() -> None:
+    config: Any = SimpleNamespace(compile=SimpleNamespace(backend="inductor"))
+    plain: Any = SimpleNamespace(compile=SimpleNamespace(backend="NO"))
+    by_hand = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    by_hand[0].compile(backend="eager")
+
+    (reason,) = extension().refuse(config)
+    (of_model,) = extension().refuse_unit(None, [by_hand], [])  # type: ignore[arg-type]
+
+    assert "parameters before a layer norm get no gradient\nleave ipex or torch.compile out" in reason
+    assert "a model that torch.compile has made" in of_model
+    assert extension().refuse(plain) == []
+
+
 # -- for real ------------------------------------------------------------------------------------
 
 

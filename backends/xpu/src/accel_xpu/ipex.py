@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from accel_core import Run, Unit
+    from accel_core import Run, RunConfig, Unit
 
 __all__ = ["Ipex"]
 
-
-_UNUSUAL: Final = r"(aten::layer_norm|torch_ipex::\w+): an autograd kernel was not registered"
+_COMPILED: Final = (
+    "compiled code loses the backward of ipex's operators: parameters before a layer norm get no gradient"
+)
 
 
 class Ipex:
@@ -37,8 +38,13 @@ class Ipex:
     def __init__(self, config: IpexConfig | None, run: Run) -> None:
         self.config = config or IpexConfig()
         self.run = run
-        # It gives its operators, and one of torch's, a backward of which torch warns when it runs.
-        warnings.filterwarnings("ignore", _UNUSUAL, UserWarning)
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        backend = config.compile.backend or "no"
+        if backend.lower() == "no":
+            return []
+        return [f"compile.backend is {backend!r}, and {_COMPILED}\nleave ipex or torch.compile out"]
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -49,6 +55,8 @@ class Ipex:
             reasons.append(f"ipex optimizes for Intel's CPUs and GPUs, this run is on {kind}; leave ipex out")
         if kind == "xpu" and (self.config.optimize_lstm or self.config.auto_kernel_selection):
             reasons.append("ipex has optimize_lstm and auto_kernel_selection for CPUs only; leave them unset")
+        if any(map(_is_compiled, models)):
+            reasons.append(f"a model that torch.compile has made, and {_COMPILED}; leave one of them out")
         if optimizers and not models:
             reasons.append("ipex optimizes a model and its optimizer together; prepare them in one call")
         return reasons
@@ -86,6 +94,13 @@ class Ipex:
                 f" {self.run.device.type}\nleave it unset: torch's step is taken then, or take Adam or SGD"
             )
         return model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+        for each in model.modules()
+    )
 
 
 def _optimizers_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
