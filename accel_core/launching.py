@@ -59,7 +59,7 @@ class Launch:
         return self.resolved.config
 
     def line(self, processes: int | str) -> str:
-        """What starts, in one line."""
+        """What starts, in one line: what was asked for, and nothing that the script may still choose."""
         from accel_core import __version__
 
         config, launch = self.config, self.config.launch
@@ -68,10 +68,11 @@ class Launch:
             total = launch.nodes * processes if isinstance(processes, int) else "auto"
             count = f"{launch.nodes} nodes x {processes} = {total} processes"
             count += f", at least {launch.min_nodes} nodes" if launch.min_nodes else ""
-        precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
-        stack = " + ".join([config.device, config.strategy, precision, *config.extensions])
+        given = [name for name in ("device", "strategy", "mixed_precision") if name in self.resolved.origins]
+        stack = [f"{name.replace('_', ' ')} {getattr(config, name)}" for name in given]
+        stack += [f"extension {name}" for name in config.extensions]
         file = f"config {self.resolved.file}" if self.resolved.file else "no config file"
-        return f"accel {'.'.join(__version__.split('.')[:2])}: {count}, {stack}, {file}"
+        return f"accel {'.'.join(__version__.split('.')[:2])}: {', '.join([count, *stack, file])}"
 
     def doubts(self) -> Iterator[str]:
         """Why plugins that are named cannot be used on this machine, and options that nothing uses.

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from accel_core.data.uneven import check_unit
 from accel_core.errors import AccelError
+from accel_core.watch import lost_peer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -154,14 +155,22 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         else:
             doing.steps.backward(doing, loss, doing.window.boundary, options)
     except RuntimeError as error:
-        if loss.requires_grad:
-            raise
+        _explain(run, loss, error)
+        raise
+    if run.mark_step is not None:
+        run.mark_step("backward")
+
+
+def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
+    """Raise instead of torch's own error where ours says more."""
+    if not loss.requires_grad:
         raise AccelError(
             "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
             " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
         ) from error
-    if run.mark_step is not None:
-        run.mark_step("backward")
+    lost = lost_peer(run, "backward", error)
+    if lost is not None:
+        raise lost from error
 
 
 def _one_of(run: Run, units: Sequence[Unit]) -> Unit | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.world import World
 
-__all__ = ["assemble", "start", "stop"]
+__all__ = ["assemble", "lost_peer", "start", "stop"]
 
 LOOK_SECONDS = 2.0
 """Between two looks for a question in the store."""
@@ -37,8 +37,12 @@ STUCK_SECONDS = 10.0
 """A rank inside one of our operations that has not moved, and used no CPU, for this long is stuck."""
 TELL_SECONDS = 30.0
 """How often the ranks that are waited for are named."""
+REQUESTS: Final = 20_000
+"""A second, that ranks which wait make of the store together, at most."""
 IDLE: Final = 0.05
 """Share of a CPU below which a process counts as doing nothing."""
+LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer", re.IGNORECASE)
+"""As torch's backends say that they lost another rank."""
 LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
 COLLECTIVES: Final = "accel_core.native.process_group"
 
@@ -80,6 +84,30 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
     """
     if run.world.size > 1:
         Meeting(run, f"{operation}{brings and f' of {brings}'}").hold()
+
+
+def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
+    """What an error of torch's own collectives means; None if it is no error of a lost connection."""
+    first = str(error).partition("\n")[0]
+    if _watch is None or run.world.store is None or not LOST.search(first):
+        return None
+    store, others = _under(_watch.prefix, run.world.store), set(range(run.world.size)) - {run.world.rank}
+    try:
+        asked = store.add("asked", 1)
+        time.sleep(2 * LOOK_SECONDS)
+        answers = {rank: answer_of(store, rank) for rank in sorted(others)}
+    except RuntimeError:  # the store went down with the rank that served it
+        asked, answers = 0, {0: {}}
+    elsewhere = {
+        rank: said if said.get("asked", asked) >= asked else {}
+        for rank, said in answers.items()
+        if said.get("operation") != operation or said.get("asked", asked) < asked
+    }
+    return CollectiveError(
+        f"{operation}: rank {run.world.rank} lost {listed(elsewhere) or 'the others'}\n{first}\n"
+        "look at what those ranks did: they died, hang, or took another branch",
+        operation=operation,
+    )
 
 
 class Meeting:
@@ -127,10 +155,14 @@ class Meeting:
     def _verdict(self, *, asks: bool) -> str:
         """What the meeting came to: nothing if all is well, else why not."""
         key, told = f"{self.key}/verdict", self.begun
-        while True:
-            with suppress(RuntimeError):  # torch's word for a time-out
-                self.store.wait([key], timedelta(seconds=LOOK_SECONDS))
-                return self.store.get(key).decode()
+        pause, longest = 0.001, 0.05 + self.world.size / REQUESTS
+        looked = self.begun
+        while not self.store.check([key]):  # torch's own wait logs each time that it ends in vain
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+            if time.monotonic() - looked < LOOK_SECONDS:
+                continue
+            looked = time.monotonic()
             waited = time.monotonic() - self.begun
             if waited > self.patience + LOOK_SECONDS:  # the rank that asks may be gone
                 return self._in_vain(self._absent(), "in vain")
@@ -138,6 +170,7 @@ class Meeting:
                 self.store.set(key, reason)
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
+        return self.store.get(key).decode()
 
     def _absent(self) -> Mapping[int, Mapping[str, Any]]:
         """The ranks that have not come, and what each last said of itself."""
@@ -197,6 +230,7 @@ class Watch:
         self._thread.join(LOOK_SECONDS)
         with suppress(RuntimeError):
             if not self._lost:
+                self._heard = sys.maxsize  # this answer holds for every question
                 self._answer({"where": "has ended its run", "stuck": True})
                 self._leave()
             deadline = time.monotonic() + 2 * LOOK_SECONDS
@@ -247,7 +281,7 @@ class Watch:
         return {"where": where, "operation": operation, "stuck": stuck}
 
     def _answer(self, state: Mapping[str, Any]) -> None:
-        self._store.set(f"where/{self._rank}", json.dumps(state))
+        self._store.set(f"where/{self._rank}", json.dumps({**state, "asked": self._heard}))
 
     def _speak(self, frames: Sequence[FrameType]) -> None:
         """Name the ranks that are not where this one waits; one rank speaks for all."""

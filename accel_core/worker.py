@@ -1,7 +1,7 @@
 """What a worker runs: the user's script, with its failure noted for the launcher.
 
-`python -m accel_core.worker train.py --lr 1` behaves like `python train.py --lr 1`, and
-`... -m package.train` like `python -m package.train`. An uncaught exception goes into the file that
+`command(["train.py", "--lr", "1"])` behaves like `python train.py --lr 1`, and one that begins with `-m`
+like `python -m`. An uncaught exception goes into the file that
 torch's agent names, not to the terminal: the launcher prints one rank's traceback, once.
 Standard library only, since every worker pays for it.
 """
@@ -17,19 +17,27 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-__all__ = ["guard", "main"]
+__all__ = ["command", "guard", "main"]
 
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
 PACKAGE = str(Path(__file__).parent) + os.sep
 OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
+BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.worker import main; main()"
+"""Not `-m accel_core.worker`: with that, a json.py of the current folder stands in for the library's."""
+
+
+def command(words: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a worker that runs a script (or `-m` and a module) with its arguments."""
+    return (sys.executable, "-u", "-c", BOOT, *words)
 
 
 def main() -> None:
@@ -40,6 +48,7 @@ def main() -> None:
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]
     if module:
+        _first_on_path(str(Path.cwd()))
         guard(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
     else:
         guard(lambda: _run_script(sys.argv[0]))
@@ -94,12 +103,20 @@ def _run_script(path: str) -> None:
     # handlers at exit find `__main__`; runpy.run_path would take it away again.
     main_module = ModuleType("__main__")
     full = Path(path).absolute()
-    main_module.__dict__.update(__file__=str(full), __builtins__=builtins, __spec__=None)
+    loader = SourceFileLoader("__main__", str(full))
+    main_module.__dict__.update(
+        __file__=str(full), __builtins__=builtins, __spec__=None, __loader__=loader, __cached__=None
+    )
+    main_module.__annotations__ = {}
     sys.modules["__main__"] = main_module
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(full.parent)
+    _first_on_path(str(Path(os.path.realpath(full)).parent))  # where a link leads, as python has it
     code = compile(full.read_bytes(), str(full), "exec", dont_inherit=True)
     exec(code, main_module.__dict__)  # noqa: S102  # what `python script.py` does
+
+
+def _first_on_path(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
 
 
 def _render(error: BaseException) -> str:

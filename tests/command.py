@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ACCEL = str(Path(sys.executable).with_name("accel"))
-NOT_INHERITED = ("ACCEL", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "SLURM", "PMI", "OMPI")
+NOT_INHERITED = (
+    *("ACCEL", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC"),
+    *("SLURM", "PMI", "OMPI", "MV2", "JSM", "FLUX", "PALS"),
+)
 
 
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:

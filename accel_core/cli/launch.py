@@ -91,25 +91,26 @@ def launch(
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
     from accel_core.launching import plan
+    from accel_core.worker import command
 
     flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
     planned = plan(flags=flags, file=config)
     _refuse_missing(target, module)
     for note in planned.resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
-    command = (sys.executable, "-u", "-m", "accel_core.worker", *(("-m",) if module else ()), *target)
+    words = (*(("-m",) if module else ()), *target)
     if dry_run:
-        _describe(planned, command)
+        _describe(planned, words)
         return
     hooks, processes = planned.launcher(), planned.processes()
     print(planned.line(processes), file=sys.stderr, flush=True)
-    with planned.job(command, processes) as job:
+    with planned.job(command(words), processes) as job:
         sys.exit(hooks.launch(job))
 
 
-def _describe(planned: Launch, command: tuple[str, ...]) -> None:
+def _describe(planned: Launch, words: tuple[str, ...]) -> None:
     print(planned.line(planned.config.launch.processes_per_node))
-    print(f"each worker: {shlex.join(command)}")
+    print(f"each worker: {shlex.join((sys.executable, *words))}")
     for path, origin in sorted(planned.resolved.origins.items()):
         print(f"  {path}: {origin}")
     for doubt in planned.doubts():

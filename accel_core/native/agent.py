@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -33,6 +35,12 @@ __all__ = ["Agent", "Gathering", "Meeting", "meet"]
 STOPPED: Final = "accel/stopped"
 NEWS_TRAVEL: Final = 1.0
 """Seconds; agents look ten times in this."""
+LISTEN_SECONDS: Final = 0.1
+FIRST_WORD: Final = 3.0
+NEXT_WORD: Final = 30.0
+"""Seconds after which a node that waits for others says so, first and then again."""
+NEWS_PATIENCE: Final = 5.0
+"""Seconds that a failed node tries to tell the others."""
 
 
 class Meeting(StaticTCPRendezvous):
@@ -41,10 +49,58 @@ class Meeting(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Called once an attempt; the nodes come together the first time."""
         if self._store is None:
-            address = self.master_addr, self.master_port
-            self._store = _store(*address, self.timeout, serves=self.rank == 0, nodes=self.world_size)
+            with Patience(self.rank, self.world_size, f"{self.master_addr}:{self.master_port}") as patience:
+                self._store = _store(self.master_addr, self.master_port, self.timeout, serves=self.rank == 0)
+                patience.gather(self._store, self.timeout.total_seconds())
             self.master_port = self._store.port
         return super().next_rendezvous()
+
+
+class Patience:
+    """The wait for the other nodes, told from the third second on: for whom, and where."""
+
+    def __init__(self, node: int, nodes: int, place: str) -> None:
+        self.node, self.nodes, self.place = node, nodes, place
+        self.missing = [0] if node else [other for other in range(nodes) if other != node]
+        self._over = threading.Event()
+
+    def __enter__(self) -> Patience:  # noqa: PYI034 - python 3.10 has no Self
+        if self.nodes > 1:
+            threading.Thread(target=self._tell, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _tell(self) -> None:
+        pause = FIRST_WORD
+        while not self._over.wait(pause):
+            pause = NEXT_WORD
+            sys.stderr.write(f"accel: node {self.node} of {self.nodes} waits for {self} at {self.place}\n")
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.missing[:8])) + (", ..." if len(self.missing) > 8 else "")
+        return f"node{'s' if len(self.missing) > 1 else ''} {shown}"
+
+    def gather(self, store: TCPStore, seconds: float) -> None:
+        """Return once every node is here; LaunchError after that many seconds."""
+        deadline = time.monotonic() + seconds
+        mine = secrets.token_hex(8).encode()
+        if store.compare_set(f"accel/here/{self.node}", "", mine.decode()) != mine:
+            raise LaunchError(
+                f"two launchers at {self.place} say that they are node {self.node} of {self.nodes}\n"
+                "give each node a --node-rank of its own, from 0"
+            )
+        if store.add("accel/here", 1) == self.nodes:
+            store.set("accel/all", "")
+        while not store.check(["accel/all"]):  # torch's own wait logs each time that it ends in vain
+            time.sleep(LISTEN_SECONDS)
+            self.missing = [node for node in range(self.nodes) if not store.check([f"accel/here/{node}"])]
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"node {self.node} of {self.nodes} waited {seconds:.0f} s at {self.place} for {self}\n"
+                    "start each node with the same command, and with a --node-rank of its own, from 0"
+                )
 
 
 class Gathering(DynamicRendezvousHandler):
@@ -79,11 +135,10 @@ def meet(host: str, port: int, job: Job, run_id: str, patience: int) -> Rendezvo
     return gathering
 
 
-def _store(host: str, port: int, timeout: timedelta, *, serves: bool, nodes: int | None = None) -> TCPStore:
+def _store(host: str, port: int, timeout: timedelta, *, serves: bool) -> TCPStore:
     return TCPStore(
         host,
         port,
-        nodes,
         is_master=serves,
         timeout=timeout,
         multi_tenant=True,  # the workers of this machine use it too
@@ -96,6 +151,7 @@ class Agent(LocalElasticAgent):
 
     failure: LaunchError | None = None
     """Why the last attempt ended, if it failed."""
+    _listener: Listener | None = None
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
@@ -109,7 +165,7 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self.failure = first_failure(result.failures)
             self.tell(self._attempt, str(self.failure).splitlines()[0])
-        elif result.state == WorkerState.HEALTHY and self._is_told(worker_group.group_world_size):
+        elif result.state == WorkerState.HEALTHY and self._has_news(worker_group.group_world_size):
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed() and self._remaining_restarts > 0:
             spec, reason = worker_group.spec, str(self.failure).splitlines()[0]
@@ -121,27 +177,65 @@ class Agent(LocalElasticAgent):
     def _attempt(self) -> str:
         return f"accel/failed/{self._remaining_restarts}"
 
-    def _is_told(self, nodes: int) -> bool:
+    def _has_news(self, nodes: int) -> bool:
         """Whether another node failed in this attempt, or was stopped."""
         if nodes == 1 or self._store is None:
             return False
-        with suppress(RuntimeError):  # node 0 is through and gone, which is no reason to stop
-            key = next((key for key in (STOPPED, self._attempt) if self._store.check([key])), None)
-            if key is not None:
-                news = self._store.get(key).decode()
-                self.failure = LaunchError(
-                    f"another node failed: {news}\nits own `accel launch` has the traceback"
-                )
-                if key == STOPPED:
-                    self._remaining_restarts = 0
-                return True
-        return False
+        if self._listener is None or self._listener.attempt != self._attempt:
+            self.stop_listening()
+            self._listener = Listener(self._store, self._attempt)
+        if self._listener.news is None:
+            return False
+        key, news = self._listener.news
+        self.failure = LaunchError(f"another node failed: {news}\nits own `accel launch` has the traceback")
+        if key == STOPPED:
+            self._remaining_restarts = 0
+        return True
+
+    def stop_listening(self) -> None:
+        """End the thread that looks for news: one inside torch's store aborts a process that exits."""
+        if self._listener is not None:
+            self._listener.end()
 
     def tell(self, key: str, news: str) -> None:
-        """Let the other nodes know that this one failed."""
+        """Let the other nodes know that this one failed; for some seconds only, if node 0 is cut off."""
         group = self.get_worker_group()
-        if self._store is not None and group.group_world_size > 1:
-            with suppress(RuntimeError):  # node 0 is gone, and with it whoever could be told
-                self._store.set(key, news)
-                if group.group_rank == 0:
-                    time.sleep(NEWS_TRAVEL)  # the store may end with this process
+        if self._store is None or group.group_world_size == 1:
+            return
+        store = self._store
+
+        def send() -> None:
+            with suppress(RuntimeError):  # node 0 is gone, and with it every node that could be told
+                store.set(key, news)
+
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(NEWS_PATIENCE)
+        if group.group_rank == 0:
+            time.sleep(NEWS_TRAVEL)  # the store may end with this process
+
+
+class Listener:
+    """Looks for the news of one attempt, beside the loop that watches the workers.
+
+    A look into a store on a machine that is cut off lasts as long as the network stack waits: 15 minutes.
+    """
+
+    def __init__(self, store: Any, attempt: str) -> None:
+        self.attempt = attempt
+        self.news: tuple[str, str] | None = None
+        self.over = False
+        self._thread = threading.Thread(target=self._listen, args=(store.clone(),), daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self.over = True
+        self._thread.join(NEWS_TRAVEL)
+
+    def _listen(self, store: Any) -> None:
+        with suppress(RuntimeError):  # node 0 is through and gone, which is no reason to stop
+            while self.news is None and not self.over:
+                key = next((key for key in (STOPPED, self.attempt) if store.check([key])), None)
+                if key is not None:
+                    self.news = key, store.get(key).decode()
+                time.sleep(LISTEN_SECONDS)

@@ -43,7 +43,9 @@ def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
 
 def _told(rank: int, failure: ProcessFailure) -> LaunchError:
     note = _note_of(failure)
-    code = int(note.get("code", failure.exitcode))
+    # A script may ask to exit with any number, of which the system keeps a byte. Only the process itself
+    # tells of a signal.
+    code = int(note["code"]) & 0xFF if "code" in note else failure.exitcode
     how = f"exited with code {code}"
     if note.get("py_callstack"):
         how = f"failed: {note['message'].splitlines()[0]}\n{note['py_callstack']}"

@@ -22,27 +22,42 @@ from accel_core.worker import guard
 __all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
 
 NOISY: Final = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
-TASK_COUNTS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+TASK_COUNTS: Final = (
+    "SLURM_STEP_NUM_TASKS",  # of a step: SLURM_NTASKS is the job's, in its batch script too, which runs once
+    "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "PMI_SIZE",  # MPICH, Intel MPI
+    "MV2_COMM_WORLD_SIZE",  # MVAPICH2
+    "JSM_NAMESPACE_SIZE",  # jsrun
+    "FLUX_JOB_SIZE",
+)
+TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
+"""Of launchers that tell tasks no count: any but 0 is one of several."""
 PATIENCE: Final = 900
 """Seconds that nodes wait for each other."""
 
 
-def refuse_lonely_tasks(environment: Mapping[str, str]) -> None:
+def refuse_lonely_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
     """Refuse to be one of several tasks of a scheduler that know nothing of each other.
+
+    nodes: that this task's launcher was told of, for each of which there may be one task.
 
     Raises:
         LaunchError: a scheduler started several tasks, and torchrun's variables are not set.
     """
     if "WORLD_SIZE" in environment:
         return
-    found = next((name for name in TASK_COUNTS if environment.get(name)), None)
-    if found and environment[found].isdecimal() and int(environment[found]) > 1:
-        raise LaunchError(
-            f"the scheduler started {environment[found]} tasks ({found}), and each would train alone: "
-            "WORLD_SIZE is not set\n"
-            "start one task a node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
-            "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
-        )
+    numbers = {name: int(text) for name, text in environment.items() if text.isdecimal()}
+    tasks = next(((name, numbers[name]) for name in TASK_COUNTS if numbers.get(name, 0) > 1), None)
+    rank = next((name for name in TASK_RANKS if numbers.get(name, 0) > 0), None)
+    if tasks[1] == nodes if tasks else rank is None or nodes > 1:
+        return
+    found = f"{tasks[1]} tasks ({tasks[0]})" if tasks else f"several tasks ({rank}={numbers[rank or '']})"
+    each = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
+    raise LaunchError(
+        f"the scheduler started {found}, and each would {each}: WORLD_SIZE is not set\n"
+        "start one task a node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
+        "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
+    )
 
 
 class TorchrunLauncher:
@@ -77,7 +92,8 @@ def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any]:
     """What each rank returned. Raises LaunchError for a failure; ends as the signal says that stops it."""
-    host, port = meeting_point(job)  # first of all: it needs no torch to refuse
+    refuse_lonely_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
+    host, port = meeting_point(job)
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -98,7 +114,10 @@ def _run_agent(
                 monitor_interval=0.1,
             )
             agent = Agent(spec, DefaultLogsSpecs(log_dir=notes), start_method=start_method)
-            result = agent.run()
+            try:
+                result = agent.run()
+            finally:
+                agent.stop_listening()
         except SignalException as stop:
             agent.tell(STOPPED, f"it was stopped by signal {stop.sigval}")
             if stop.sigval == signal.SIGINT:

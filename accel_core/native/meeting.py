@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from contextlib import suppress
 from typing import Final
 
@@ -13,6 +14,8 @@ from accel_core.hookspecs import Job
 __all__ = ["address_towards", "interface_towards", "meeting_point"]
 
 LOCAL: Final = "127.0.0.1"
+NAME_PATIENCE: Final = 10.0
+"""Seconds."""
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 
@@ -38,7 +41,28 @@ def meeting_point(job: Job) -> tuple[str, int]:
         raise LaunchError(
             f"--rendezvous {job.rendezvous!r} is not HOST:PORT\nfor example --rendezvous 10.0.0.1:29500"
         )
-    return host if job.nodes > 1 else LOCAL, int(port)
+    if job.nodes == 1:
+        return LOCAL, int(port)
+    host = host.removeprefix("[").removesuffix("]")  # as IPv6 addresses are written before a port
+    _resolve(host, job)
+    return host, int(port)
+
+
+def _resolve(host: str, job: Job) -> None:
+    """Wait a little for the name to be known, as names of machines that just start are not at once."""
+    deadline = time.monotonic() + NAME_PATIENCE
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"--rendezvous {job.rendezvous}: this machine does not know {host!r} ({error})\n"
+                    "name an address of node 0 that every node can reach"
+                ) from error
+            time.sleep(0.5)
+        else:
+            return
 
 
 def address_towards(host: str, port: int) -> str | None:

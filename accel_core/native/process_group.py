@@ -30,6 +30,8 @@ __all__ = ["Alone", "TorchCollectives", "control_group", "create", "destroy", "s
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
+WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
+"""The variables in which launchers say where ranks meet."""
 GRACE_SECONDS: Final = 2.0
 """How long to wait for other ranks to notice that a collective failed."""
 
@@ -95,6 +97,12 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
 
 def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[Store, tuple[str | None, ...]]:
     method = options.init_method or "env://"
+    if method == "env://" and (unset := [name for name in WHERE if name not in os.environ]):
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} does not know where ranks meet: {unset[0]} is not set\n"
+            "start the script with `accel launch` or `torchrun`, or unset RANK and WORLD_SIZE",
+            rank=world.rank,
+        )
     key = (method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(world.restart_count))
     if key not in _stores:
         timeout = options.timeout or dist.distributed_c10d.default_pg_timeout

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from threading import Thread
 
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.native import launcher
+from accel_core.native import agent, launcher, meeting
 from accel_core.native.launcher import TorchrunLauncher, refuse_lonely_tasks
 
 ADVICE = (
@@ -57,6 +59,53 @@ def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
     assert others == [ADVICE]
 
 
+def test_a_name_that_no_machine_has_is_said_soon(monkeypatch):
+    monkeypatch.setattr(meeting, "NAME_PATIENCE", 0.0)
+
+    with pytest.raises(LaunchError, match="this machine does not know 'no-such-host.invalid'"):
+        meeting.meeting_point(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
+
+
+def test_an_address_in_brackets_is_the_address():
+    place = meeting.meeting_point(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
+
+    assert place == ("::1", 29500)
+
+
+def node_in_thread(number, nodes, port, told):
+    try:
+        handler = agent.Meeting("127.0.0.1", port, number, nodes, "id", 5)
+        handler.next_rendezvous()
+    except (LaunchError, RuntimeError) as error:
+        told.append(str(error))
+
+
+def test_a_node_that_waits_says_for_whom_and_where(monkeypatch, capfd):
+    monkeypatch.setattr(agent, "FIRST_WORD", 0.2)
+    told = []
+
+    node_in_thread(0, 2, 0, told)
+
+    assert "node 0 of 2 waits for node 1 at 127.0.0.1:0" in capfd.readouterr().err
+    assert told[0].startswith("node 0 of 2 waited 5 s at 127.0.0.1:0 for node 1")
+
+
+def test_two_nodes_of_one_number_are_refused():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = []
+    threads = [Thread(target=node_in_thread, args=(number, 3, port, told)) for number in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.5)  # node 0 serves, and the first node 1 is there before the second
+    for thread in threads:
+        thread.join()
+
+    assert "two launchers at 127.0.0.1" in told[0]
+    assert "say that they are node 1 of 3" in told[0]
+
+
 def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with launcher._environment(Job(argv=(), processes_per_node=10_000), "127.0.0.1", 0):
@@ -67,7 +116,7 @@ def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
         assert os.environ["OMP_NUM_THREADS"] == "5"
 
 
-TASKS = ["SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"]
+TASKS = ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE"]
 
 
 @pytest.mark.parametrize("variable", TASKS)
@@ -76,15 +125,30 @@ def test_one_of_several_tasks_that_know_nothing_of_each_other_is_refused(variabl
         refuse_lonely_tasks({variable: "4"})
 
 
+def test_a_task_that_knows_its_number_only_is_refused_as_one_of_several():
+    with pytest.raises(LaunchError, match=r"several tasks \(PMIX_RANK=1\)"):
+        refuse_lonely_tasks({"PMIX_RANK": "1"})
+
+
+def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+
+    with pytest.raises(LaunchError, match="2 tasks .OMPI_COMM_WORLD_SIZE., and each would train alone"):
+        TorchrunLauncher().launch(Job(argv=("x",)))
+    with pytest.raises(LaunchError, match="each would be a launcher of 4 nodes"):
+        refuse_lonely_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=4)
+    refuse_lonely_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=2)
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {},
-        {"SLURM_NTASKS": "1"},
-        {"SLURM_NTASKS": "4", "WORLD_SIZE": "4", "RANK": "0"},
-        {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_STEP_NUM_TASKS": "4", "WORLD_SIZE": "4", "RANK": "0"},
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
     ],
-    ids=["no scheduler", "one task", "a launcher's worker", "a step of one task in a bigger job"],
+    ids=["no scheduler", "one task", "a launcher's worker", "the batch script of a bigger job"],
 )
 def test_a_task_that_is_alone_or_knows_its_world_is_not_refused(environment):
     refuse_lonely_tasks(environment)

@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from command import ACCEL, clean_environment
@@ -93,7 +95,7 @@ def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path):
     assert first[1].split()[:3] == ["0", "0", "6"]
     assert second[1].split()[:3] == ["1", "2", "6"]
     assert first[1].split()[3] == second[1].split()[3]
-    assert first[2].startswith("accel 0.1: 2 nodes x 2 = 4 processes, cpu + auto + fp32")
+    assert first[2].startswith("accel 0.1: 2 nodes x 2 = 4 processes, device cpu")
 
 
 ONCE = """
@@ -151,6 +153,35 @@ import os
 if os.environ["RANK"] == "3":
     raise ValueError("no data here")
 """
+
+
+CUT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+for step in range(1000):
+    dist.all_reduce(torch.ones(10))
+    if step == 20 and dist.get_rank() == 0:
+        open("training", "w")
+    time.sleep(0.05)
+"""
+
+
+def test_a_node_that_is_cut_off_ends_and_tells_what_failed(nodes, tmp_path):
+    def cut():
+        while not (tmp_path / "training").exists():
+            time.sleep(0.1)
+        subprocess.run(["ip", "-n", nodes[1], "link", "set", "accel0", "down"], check=True)
+
+    cutting = Thread(target=cut, daemon=True)
+    cutting.start()
+
+    first, second = launch_on(nodes, tmp_path, CUT)
+
+    assert (first[0], second[0]) == (1, 1)
+    assert "rank 2 (local 0) failed" in second[2] or "rank 3 (local 1) failed" in second[2]
 
 
 def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes, tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from accel_core.worker import command
 
 SCRIPT = """
 import atexit, sys
@@ -15,8 +16,7 @@ atexit.register(lambda: print("at exit:", type(getattr(sys, "last_value", None))
 def at_exit(tmp_path, last):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(last=last))
-    command = [sys.executable, "-m", "accel_core.worker", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command([str(script)]), capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stdout.strip()
 
 

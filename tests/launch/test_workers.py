@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from command import ACCEL, accel, clean_environment
 
+from accel_core.worker import command
+
 ALL_SEE = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCEL_RUN_ID", "PONY")
@@ -39,7 +41,7 @@ def test_a_script_runs_in_each_worker_as_under_plain_python(tmp_path):
     ended = launch(tmp_path, ALL_SEE, arguments=("--lr", "0.1", "-n", "7"))
 
     assert ended.returncode == 0
-    assert ended.stderr == "accel 0.1: 2 processes, cpu + auto + fp32, no config file\n"
+    assert ended.stderr == "accel 0.1: 2 processes, device cpu, no config file\n"
     assert sorted(ended.stdout.splitlines()) == ["rank 0 was here", "rank 1 was here"]
     for rank, worker in enumerate(seen(tmp_path)):
         assert worker["argv"] == ["train.py", "--lr", "0.1", "-n", "7"]
@@ -127,7 +129,7 @@ def test_workers_get_the_merged_config_with_its_origins_and_auto_stays_auto(tmp_
 
     ended = launch(tmp_path, MERGED, "-n", "1", "--data.split-batches", "true")
 
-    assert ended.stderr.startswith("accel 0.1: 1 process, cpu + auto + fp32, config accel.yaml\n")
+    assert ended.stderr.startswith("accel 0.1: 1 process, device cpu, config accel.yaml\n")
     assert ended.stdout.splitlines()[0].startswith("4 ")
     assert "accel.yaml" in ended.stdout.splitlines()[0]
     assert ended.stdout.splitlines()[1] == "True flag --data.split-batches"
@@ -150,7 +152,7 @@ raise ValueError("bad batch\\nmore")
 
     assert ended.returncode == 1
     assert ended.stderr == (
-        "accel 0.1: 2 processes, cpu + auto + fp32, no config file\n"
+        "accel 0.1: 2 processes, device cpu, no config file\n"
         "accel: rank 1 (local 1) failed: ValueError: bad batch\n"
         "Traceback (most recent call last):\n"
         f'  File "{tmp_path}/train.py", line 7, in <module>\n'
@@ -189,6 +191,46 @@ def test_exit_codes_pass_through(tmp_path):
 
     assert ended.returncode == 3
     assert ended.stderr.splitlines()[1:] == ["accel: rank 1 (local 1) exited with code 3"]
+
+
+@pytest.mark.parametrize(("asked", "code"), [(-1, 255), (-9, 247), (256, 0), (2**40 + 5, 5)])
+def test_an_exit_code_is_what_the_system_makes_of_it(tmp_path, asked, code):
+    ended = launch(tmp_path, f"import sys\nsys.exit({asked})", "-n", "1")
+
+    assert ended.returncode == code
+    assert ended.stderr.splitlines()[1:] == (
+        [f"accel: rank 0 (local 0) exited with code {code}"] if code else []
+    )
+
+
+def test_a_script_behind_a_link_imports_from_where_the_link_leads(tmp_path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "helper.py").write_text("print('helped')")
+    (tmp_path / "project" / "main.py").write_text("import helper")
+    (tmp_path / "link.py").symlink_to(tmp_path / "project" / "main.py")
+
+    assert accel("launch", "--device", "cpu", "-n", "1", "link.py", cwd=tmp_path).stdout == "helped\n"
+
+
+def test_the_current_folder_stands_in_for_no_module_of_the_library(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text("import json; print(json.dumps(1))")
+    for name in ("json", "signal", "types", "traceback", "pathlib", "runpy"):
+        (tmp_path / f"{name}.py").write_text("print('SHADOW')")
+
+    ended = accel("launch", "--device", "cpu", "-n", "1", "sub/train.py", cwd=tmp_path)
+
+    assert (ended.stdout, ended.returncode) == ("1\n", 0), ended.stderr
+
+
+def test_a_script_finds_what_python_gives_a_main_module(tmp_path):
+    source = "print(type(__loader__).__name__, __cached__, __annotations__, __spec__, __package__)"
+    (tmp_path / "plain.py").write_text(source)
+    plain = subprocess.run(
+        [sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert launch(tmp_path, source, "-n", "1").stdout == plain.stdout
 
 
 def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path):
@@ -261,7 +303,7 @@ def test_a_worker_whose_script_cannot_import_torch_ends_with_the_variable_that_h
     (tmp_path / "train.py").write_text("import torch")
 
     ended = subprocess.run(
-        [sys.executable, "-m", "accel_core.worker", "train.py"],
+        command(["train.py"]),
         cwd=tmp_path, env=clean_environment(half_installed), capture_output=True, text=True, check=False,
     )  # fmt: skip
 

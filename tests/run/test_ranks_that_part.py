@@ -69,6 +69,17 @@ def prepare_models_of_other_dtypes():
     return said_by(lambda: accelerator.prepare(model))
 
 
+def train_on_without_the_other():
+    accelerator, model, _ = trainer()
+    try:
+        for _ in range(3 if accelerator.process_index else 100):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+    except CollectiveError as error:
+        return str(error)
+    accelerator.end_training()
+    return "nothing"
+
+
 def save_late_on_one(folder):
     accelerator, _, _ = trainer()
     if accelerator.process_index:
@@ -116,3 +127,10 @@ def test_models_of_other_dtypes_are_not_prepared():
 
 def test_a_rank_that_only_comes_late_is_waited_for(tmp_path):
     assert run_processes(save_late_on_one, str(tmp_path / "ck")) == ["nothing", "nothing"]
+
+
+def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other():
+    said, _ = run_processes(train_on_without_the_other)
+
+    assert said.startswith("backward: rank 0 lost rank 1 (")
+    assert said.splitlines()[-1].startswith("look at what those ranks did")
