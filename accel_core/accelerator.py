@@ -147,7 +147,7 @@ class Accelerator(Ranks, Training, States):
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
         self.run.accumulation_steps = steps
         for unit in self.run.units:
-            unit.window.size = steps
+            unit.window.resize(steps, at_once=self.run.accumulation is None)
 
     @property
     def project_dir(self) -> str | None:
@@ -277,6 +277,7 @@ class Accelerator(Ranks, Training, States):
         for held in (run.units, run.trained, run.optimizers, run.loaders, run.registered):
             held.clear()
         run.homes.forget()
+        run.windows = ()
         self._accumulations.clear()
         run.hooks.empty_cache()
         return [None] * len(objects)
@@ -355,7 +356,7 @@ class Accelerator(Ranks, Training, States):
     # -- the end ---------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Release what the run holds; it cannot be used afterwards. Collective, idempotent.
+        """Release what the run holds; it cannot train or communicate afterwards. Collective, idempotent.
 
         Raises:
             CheckpointError: a save that was under way has failed.

@@ -22,9 +22,13 @@ class PreparedOptimizer(Optimizer):
     Everything else is the inner optimizer's. A copy or pickle of it is one of the inner optimizer.
     """
 
+    cleared: int
+    """What `Window.cleared` said at the last `zero_grad`."""
+
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
-        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True)
+        cleared = unit.window.number + 1  # what there is of gradients may be of the next window
+        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, cleared=cleared)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
@@ -34,7 +38,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window still has to apply them."""
-        step.zero_grad(self.unit, self.optimizer, set_to_none)
+        self.cleared = step.zero_grad(self.unit, self.optimizer, set_to_none, self.cleared)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -86,8 +86,9 @@ class Run:
         self.trained: list[Unit] = []
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
         self.homes = Homes()
-        self.window = Window()
-        """The innermost current window, or the one used last."""
+        self.windows: Sequence[Window] = ()
+        """Those of the innermost `accumulate`, or of the one entered last."""
+        self._no_window = Window()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
         self.loaders: list[PreparedLoader] = []
@@ -145,6 +146,11 @@ class Run:
     def configs(self) -> Mapping[str, object]:
         """The config object that each was made with; None of one without options."""
         return self._assembly.configs
+
+    @property
+    def window(self) -> Window:
+        """The innermost current window, or the one used last."""
+        return self.windows[-1] if self.windows else self._no_window
 
     def collectives(self, dim: str = "world") -> Collectives:
         """Collectives over a dimension, made once. The first call for a dim is collective."""
@@ -213,6 +219,8 @@ class Run:
             return
         self.ended = True
         self.trained = []
+        for _, optimizer in self.optimizers:
+            optimizer.__dict__["step"] = _ended
         _live.discard(self)
         try:
             if self.saver is not None:
@@ -241,9 +249,7 @@ class Run:
     def require_alive(self) -> None:
         """Raises AccelError after `end_training`."""
         if self.ended:
-            raise AccelError(
-                "this run has ended (end_training was called)\nmake a new Accelerator for a new run"
-            )
+            _ended()
 
     def __reduce__(self) -> NoReturn:
         raise AccelError(
@@ -272,6 +278,10 @@ class Run:
                     f" {ours.readers}\ngive both the same dimensions that split the model, such as tp and pp"
                 )
         return self._meshes[alias]
+
+
+def _ended(*_: object) -> NoReturn:
+    raise AccelError("this run has ended (end_training was called)\nmake a new Accelerator for a new run")
 
 
 def live() -> list[Run]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.run import Run
-    from accel_core.unit import Unit, Window
+    from accel_core.unit import Unit
 
 __all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "quiet", "step", "unscale", "zero_grad"]
 
@@ -46,9 +46,10 @@ class Accumulation:
         options = run.config.accumulation
         self._ends_with_loader = options.sync_with_dataloader
         self._windows = tuple(unit.window for unit in units)
-        self._innermost = self._windows[-1] if units else run.window
         self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
         self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
+        simple = len(self._windows) == 1 and not self._quiet and not self._surrounded
+        self._alone = self._windows[0] if simple else None
         self.items: Tensor | float | None = None
         self.batch: Any = None
         self._outer: Any = _NOT_ENTERED
@@ -60,15 +61,28 @@ class Accumulation:
         run, items = self.run, self.items
         active = run.active_loaders
         last = bool(active) and self._ends_with_loader and active[-1].last
-        for window in self._windows:
-            window.index = index = 0 if window.boundary else window.index + 1
-            window.boundary = last or index + 1 >= window.size
-            window.fresh = True
-            if items is not None or window.items is not None:
-                self._count(window)
-        if self._quiet or self._surrounded:
-            self._surround()
-        self._outer, run.accumulation, run.window = run.accumulation, self, self._innermost
+        if self._alone is not None:
+            self._alone.enter(last, items)
+        else:
+            self._enter_all(last, items)
+        if items is not None:
+            for unit in self.units:
+                unit.finishes = True  # from now on: a step at least divides by the items
+        self._outer, run.accumulation = run.accumulation, self
+        if self._windows:
+            run.windows = self._windows
+
+    def _enter_all(self, last: bool, items: Tensor | float | None) -> None:
+        before = [window.snapshot() for window in self._windows]
+        try:
+            for window in self._windows:
+                window.enter(last, items)
+            if self._quiet or self._surrounded:
+                self._surround()
+        except BaseException:  # a plugin's, of any kind: this micro-batch was not entered
+            for window, state in zip(self._windows, before, strict=True):
+                window.restore(state)
+            raise
 
     def _surround(self) -> None:
         with ExitStack() as contexts:
@@ -79,24 +93,15 @@ class Accumulation:
                 contexts.enter_context(unit.steps.step_context(unit, self.batch))
             self._contexts = contexts.pop_all()
 
-    def _count(self, window: Window) -> None:
-        if window.index == 0:
-            window.items = self.items
-        elif self.items is None or window.items is None:
-            raise AccelError(
-                "accumulate was told the items of some micro-batches of a window, and not of others\n"
-                "give items= to each (0 where there are none), or to none"
-            )
-        else:
-            window.items = window.items + self.items
-        for unit in self.units:
-            unit.finishes = True  # from now on: a step at least divides by the items
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.run.accumulation, self._outer = self._outer, _NOT_ENTERED
-        self.batch = None
+        outer, self._outer, self.batch = self._outer, _NOT_ENTERED, None
+        self.run.accumulation = outer
+        if outer is not None:
+            self.run.windows = outer._windows
+        for window in self._windows:
+            window.ran()
         if self._contexts is not None:
             contexts, self._contexts = self._contexts, None
             contexts.__exit__(kind, error, trace)
@@ -143,12 +148,12 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     if len(units) == 1:
         units[0].waiting.update(units[0].optimizers)
     for each in units:
-        each.window.fresh = False
+        each.window.ran()
         if each.finishes:
             each.reduced = False
             each.unscaled.clear()  # of a window that ended without a step
             if accumulation is None:
-                each.window.items = None
+                each.window.drop_items()
     try:
         if doing is None or doing.steps.backward is None:
             loss.backward(**options)
@@ -222,6 +227,7 @@ def clip_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor | None:
     """Clip at a window's boundary; None inside it, where gradients are partial."""
+    unit.window.ran()
     if not unit.window.boundary:
         return None
     if unit.finishes:
@@ -242,6 +248,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; whether it was applied."""
+    unit.window.ran()
     unit.waiting.discard(optimizer)
     if not unit.finishes:
         optimizer.step() if closure is None else optimizer.step(closure)
@@ -257,15 +264,18 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     return applied
 
 
-def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, cleared: int) -> int:
     """Clear gradients, unless a window has gradients of earlier micro-batches still to apply.
 
-    So `zero_grad` may stand before the forward or after the step: both mean the same.
+    So `zero_grad` may stand before the forward or after the step: both mean the same. `cleared` is what
+    the optimizer's last call gave; `Window` has the table.
     """
-    window = unit.window
-    if window.index <= 0 if window.fresh else window.boundary:
-        unit.waiting.discard(optimizer)
-        if unit.steps.zero_grad is None:
-            optimizer.zero_grad(set_to_none)
-        else:
-            unit.steps.zero_grad(unit, optimizer, set_to_none)
+    window = unit.window.cleared(cleared)
+    if not window:
+        return cleared
+    unit.waiting.discard(optimizer)
+    if unit.steps.zero_grad is None:
+        optimizer.zero_grad(set_to_none)
+    else:
+        unit.steps.zero_grad(unit, optimizer, set_to_none)
+    return window

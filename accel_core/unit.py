@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field
 
+from accel_core.errors import AccelError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
@@ -27,28 +29,115 @@ _WRAPPERS: Final = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module
 
 
 class Window:
-    """The micro-batches of one optimizer step, counted by core alone. Settable.
+    """The micro-batches of one optimizer step, counted by core alone. Only its methods write it.
 
     index: 0-based number of the current micro-batch in the window; -1 before the first.
     size: micro-batches a window has, unless the loader ends earlier.
     boundary: whether the current micro-batch is the window's last.
-    fresh: whether no backward has run in the current micro-batch yet.
+    fresh: whether the micro-batch's gradients may still be to come: it is entered, and neither a backward
+        nor clipping nor a step of ours has been called, and it is not left.
     items: what this rank's micro-batches hold so far, where losses are sums over items; else None.
+    number: of the window, counted from 1 for what comes before the first.
+
+    The states of a micro-batch, and what the calls of an optimizer do in them:
+
+        micro-batch         state       step        zero_grad
+        the only one        any         applies     clears
+        the first           fresh       nothing     clears, unless it did since the last window's boundary
+        the first           not fresh   nothing     nothing
+        one in the middle   any         nothing     nothing
+        the last            fresh       applies     nothing: it stands before the forward
+        the last            not fresh   applies     clears
     """
 
-    __slots__ = ("boundary", "fresh", "index", "items", "size")
+    __slots__ = ("_next", "boundary", "fresh", "index", "items", "number", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
-        self.size = size
+        self.size = self._next = size
         self.boundary = True
         self.fresh = True
         self.items: Tensor | float | None = None
+        self.number = 1
 
     @property
     def divisor(self) -> int:
         """What losses of micro-batches are divided by: their number, where they are means."""
         return self.size if self.items is None else 1
+
+    def enter(self, last: bool, items: Tensor | float | None) -> None:
+        """Begin the next micro-batch: of this window, or after its boundary of a new one.
+
+        Raises AccelError, and changes nothing, where some micro-batches count items and others do not.
+        """
+        if self.boundary:
+            self.index, self.size, self.items = 0, self._next, items
+            self.number += 1
+        else:
+            if items is not None or self.items is not None:
+                self._count(items)
+            self.index += 1
+        self.boundary = last or self.index + 1 >= self.size
+        self.fresh = True
+
+    def _count(self, items: Tensor | float | None) -> None:
+        if items is None or self.items is None:
+            raise AccelError(
+                "accumulate was told the items of some micro-batches of a window, and not of others\n"
+                "give items= to each (0 where there are none), or to none"
+            )
+        self.items = self.items + items
+
+    def ran(self) -> None:
+        """Note that what is called from now on comes after the current micro-batch's backward."""
+        self.fresh = False
+
+    def begin_whole(self, items: Tensor | float | None) -> None:
+        """Begin a window that is run as a whole; `items` are those of all its micro-batches."""
+        self.index, self.size, self.boundary, self.items = -1, self._next, False, items
+        self.number += 1
+
+    def fill(self, count: int) -> None:
+        """Be at the last of `count` micro-batches."""
+        self.index, self.size, self.boundary = count - 1, count, True
+
+    def end_whole(self) -> None:
+        """End a window that was run as a whole; the next one has the size that is set."""
+        self.size = self._next
+        self.fresh = False
+
+    def mark_last(self, last: bool) -> None:
+        """Make the current micro-batch the window's last, or not."""
+        self.boundary = last
+
+    def resize(self, size: int, *, at_once: bool) -> None:
+        """Give windows this size from the next one on, which begins at once where none is entered."""
+        self._next = size
+        if self.boundary and at_once:
+            self.size = size
+
+    def drop_items(self) -> None:
+        """Hold none, as losses outside of any window do."""
+        self.items = None
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """What `restore` takes."""
+        return self.index, self.size, self.boundary, self.fresh, self.items, self.number
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Be what the window was when this snapshot was taken; a size that was set meanwhile stays."""
+        self.index, self.size, self.boundary, self.fresh, self.items, self.number = state
+
+    def cleared(self, before: int) -> int:
+        """The number of the window that has no older gradients if `zero_grad` clears now; 0: it must not.
+
+        before: that number as of the optimizer's last `zero_grad`. The table is in the class's docstring.
+        """
+        if self.boundary:
+            if not self.fresh:
+                return self.number + 1
+            return self.number if self.index <= 0 else 0
+        return self.number if self.fresh and self.index == 0 and before < self.number else 0
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
@@ -128,13 +217,12 @@ class Unit:
     def whole_window(
         self, batches: Iterator[Any], microbatches: int | None
     ) -> AbstractContextManager[list[Any]]:
-        """The next batches as one window, in the context of its step: for schedules that take all at once.
+        """The next batches as one window, in the context of its step: for `forward_backward`.
 
         Raises StopIteration where there are fewer, as `next` does.
         """
-        window = self.window
-        taken = [next(batches) for _ in range(microbatches or window.size)]
-        window.index, window.size, window.boundary = len(taken) - 1, len(taken), True
+        taken = [next(batches) for _ in range(microbatches or self.window.size)]
+        self.window.fill(len(taken))
         return self._around(taken)
 
     @contextmanager

@@ -40,14 +40,15 @@ class Training:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is its window's last. Settable."""
+        """Whether the current micro-batch is its window's last. Settable: for the units of the innermost
+        `accumulate`, or of the last one; for all before the first.
+        """
         return self.run.window.boundary
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        for unit in self.run.units:
-            unit.window.boundary = value
-        self.run.window.boundary = value
+        for window in self.run.windows or [unit.window for unit in self.run.units]:
+            window.mark_last(value)
 
     def accumulate(
         self, *models: nn.Module, items: Tensor | float | None = None, batch: Any = None
@@ -199,13 +200,14 @@ class Training:
 
         Raises:
             AccelError: `microbatches` is less than 1, or the model is not prepared.
-            StopIteration: there are fewer batches.
+            StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
         if microbatches is not None and microbatches < 1:
             raise AccelError(
                 f"forward_backward: microbatches is {microbatches}, and a window has at least 1\n"
                 "leave it out for gradient_accumulation_steps, or what the strategy says"
             )
+        self.run.require_alive()
         (unit,) = self._units([model])
         several = zip(unit.wrapped, unit.models, unit.given, strict=True)
         chosen = next(known[0] for known in several if any(model is each for each in known))
@@ -214,13 +216,14 @@ class Training:
             return forward_loss(chosen, batch)
 
         window = unit.window
-        size, before = window.size, (window.index, window.boundary, window.items)
-        window.items = items
+        before = window.snapshot()
         unit.finishes |= items is not None
-        self.run.window = window
+        self.run.windows = (window,)
         if self.run.world.size > 1:
             check_unit(self.run, unit, trains=not forward_only)
+        done = False
         try:
+            window.begin_whole(items)
             output: StepOutput = unit.steps.forward_backward(
                 unit,
                 iter(batches),
@@ -228,12 +231,14 @@ class Training:
                 microbatches,
                 forward_only,
             )
+            done = not forward_only
         finally:
-            window.size = size  # of the next windows, whatever this one had
-            if forward_only:  # maybe in the midst of a window
-                window.index, window.boundary, window.items = before
-        if not forward_only:  # as after the window's last `backward`: its gradients wait for a step
-            window.fresh = unit.reduced = False
+            if done:  # as after the window's last `backward`: its gradients wait for a step
+                window.end_whole()
+            else:  # maybe in the midst of a window
+                window.restore(before)
+        if done:
+            unit.reduced = False
             unit.unscaled.clear()
             unit.waiting.update(unit.optimizers)
         return output
@@ -278,6 +283,7 @@ class Training:
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
         mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.run.require_alive()
         units = self.run.homes.units_of(mine)
         if len(units) == 1:
             (unit,) = units

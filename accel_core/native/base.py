@@ -187,18 +187,20 @@ class Base(BaseState):
         forward_only: bool,
     ) -> StepOutput:
         losses, outputs = [], []
-        window, steps, model = unit.window, unit.steps, unit.wrapped[0]
-        window.index, window.size = -1, microbatches or window.size
-        divisor = window.divisor
-        for number in range(window.size):
-            window.index, window.boundary = number, number == window.size - 1
-            quiet = steps.no_sync and not (window.boundary or forward_only)
-            with steps.no_sync(unit, unit.wrapped) if quiet else nullcontext():
-                batch = next(batches)
-                with steps.step_context(unit, batch) if steps.step_context else nullcontext():
-                    loss, output = forward_loss(model, batch)
-                    if not forward_only:
-                        unit.hooks.backward(unit, loss / divisor, window.boundary, {})
+        steps, model = unit.steps, unit.wrapped[0]
+        taken = [next(batches) for _ in range(microbatches or unit.window.size)]
+        unit.window.fill(len(taken))
+        divisor = unit.window.divisor
+        for number, batch in enumerate(taken, 1):
+            last = number == len(taken)
+            quiet = steps.no_sync and not (last or forward_only)
+            with (
+                steps.no_sync(unit, unit.wrapped) if quiet else nullcontext(),
+                steps.step_context(unit, batch) if steps.step_context else nullcontext(),
+            ):
+                loss, output = forward_loss(model, batch)
+                if not forward_only:
+                    unit.hooks.backward(unit, loss / divisor, last, {})
             losses.append(loss.detach())
             outputs.append(output)
         return StepOutput(loss=torch.stack(losses).sum() / divisor, outputs=tuple(outputs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from problems import batches, net
@@ -267,3 +269,229 @@ def test_a_whole_window_of_too_few_batches_stops_as_next_does(accelerator):
     accelerator.prepare(net())
     with pytest.raises(StopIteration), accelerator.run.units[0].whole_window(iter(batches(1)), 2):
         pass
+
+
+def one_weight(accelerator):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    return accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
+
+
+def backward_by_hand(accelerator, loss):
+    (loss / accelerator.gradient_accumulation_steps).backward()
+
+
+def backward_by_core(accelerator, loss):
+    accelerator.backward(loss)
+
+
+BACKWARDS = pytest.mark.parametrize("backward", [backward_by_hand, backward_by_core])
+
+
+def weights_of_windows(accelerator, backward, act, gradients=(1.0, 10.0, 100.0, 1000.0)):
+    """The weight after each micro-batch; its gradient is the number, before the division by 2."""
+    model, optimizer = one_weight(accelerator)
+    seen = []
+    for number in gradients:
+        with accelerator.accumulate(model):
+            run = partial(lambda number: backward(accelerator, number * model(ONE).sum()), number)
+            act(accelerator, optimizer, run)
+        seen.append(model.weight.item())
+    return seen
+
+
+ONE = torch.ones(1, 1)
+
+
+def last(accelerator, optimizer, run_backward):
+    run_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def first(accelerator, optimizer, run_backward):
+    optimizer.zero_grad()
+    run_backward()
+    optimizer.step()
+
+
+def guarded(accelerator, optimizer, run_backward):
+    run_backward()
+    if accelerator.sync_gradients:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@BACKWARDS
+@pytest.mark.parametrize("act", [last, first, guarded])
+def test_a_window_applies_all_its_gradients_whoever_computes_them(accelerator_of, backward, act):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    assert weights_of_windows(accelerator, backward, act) == [0.0, -5.5, -5.5, -555.5]
+
+
+@BACKWARDS
+def test_gradients_of_a_window_that_was_not_applied_are_cleared_by_the_next(accelerator_of, backward):
+    def without_the_second_step(accelerator, optimizer, run_backward):
+        optimizer.zero_grad()
+        run_backward()
+        if accelerator.window.number != 2:
+            optimizer.step()
+
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    seen = weights_of_windows(accelerator, backward, without_the_second_step)
+    assert seen == [0.0, 0.0, 0.0, -550.0]
+
+
+@BACKWARDS
+def test_zero_grad_after_accumulate_drops_a_window(accelerator_of, backward):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            backward(accelerator, model(ONE).sum())
+        optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_zero_grad_drops_a_window_at_its_boundary_where_clipping_finds_it_bad(accelerator_of):
+    def clipped(accelerator, optimizer, run_backward):
+        run_backward()
+        norm = accelerator.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9)
+        if norm is not None and norm < 100:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    seen = weights_of_windows(accelerator, backward_by_hand, clipped, (1.0, 1000.0, 1.0, 10.0))
+    assert seen == [0.0, 0.0, 0.0, -5.5]
+
+
+def test_both_optimizers_of_a_unit_clear_before_the_forward(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    model, a, b = accelerator.prepare(model, *(SGD(model[at].parameters(), lr=0.0) for at in (0, 2)))
+    x = batches(1)[0][0]
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            a.zero_grad()
+            b.zero_grad()
+            accelerator.backward(model(x).sum())
+            a.step()
+            b.step()
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_window_that_is_ended_by_hand_is_that_of_the_innermost_accumulate_alone(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    (generator, _), (critic, step_critic) = one_weight(accelerator), one_weight(accelerator)
+    for number in range(8):
+        with accelerator.accumulate(critic):
+            accelerator.backward(10.0**number * critic(ONE).sum())
+            step_critic.step()
+            step_critic.zero_grad()
+        with accelerator.accumulate(generator):
+            if number == 1:
+                accelerator.sync_gradients = True
+    assert critic.weight.item() == -2777777.75
+
+
+def test_the_outer_window_is_the_current_one_again_after_the_inner(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    (outer, _), (inner, _) = one_weight(accelerator), one_weight(accelerator)
+    with accelerator.accumulate(outer):
+        for _ in range(2):
+            with accelerator.accumulate(inner):
+                pass
+        assert not accelerator.sync_gradients
+
+
+@pytest.mark.parametrize(
+    ("size", "after", "seen"), [(8, 1, [4, 12]), (1, 2, [4, 5, 6, 7]), (2, 4, [4, 6, 8])]
+)
+def test_a_size_set_within_a_window_holds_from_the_next_one_on(accelerator_of, size, after, seen):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    model, optimizer = one_weight(accelerator)
+    found = []
+    for number in range(1, seen[-1] + 1):
+        with accelerator.accumulate(model):
+            if number == after:
+                accelerator.gradient_accumulation_steps = size
+            accelerator.backward(model(ONE).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                found.append(number)
+                assert model.weight.item() == -len(found)
+    assert found == seen
+
+
+def test_refused_items_do_not_count_their_micro_batch(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    with accelerator.accumulate(model, items=1):
+        accelerator.backward(model(ONE).sum())
+    with pytest.raises(AccelError, match="items of some micro-batches"), accelerator.accumulate(model):
+        pass
+    assert accelerator.window.index == 0
+    with accelerator.accumulate(model, items=1):
+        accelerator.backward(3 * model(ONE).sum())
+        optimizer.step()
+    assert model.weight.item() == -2.0
+
+
+def test_forward_backward_drops_batches_that_do_not_fill_a_window(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    for _ in range(2):
+        data = iter([1.0, 1.0, 100.0])
+        run = partial(
+            accelerator.forward_backward, model, data, lambda model, x: (x * model(ONE).sum(), None)
+        )
+        run()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(StopIteration):
+            run()
+        assert model.weight.grad is None
+    assert model.weight.item() == -2.0
+
+
+def test_a_forward_backward_that_fails_leaves_the_window_as_it_was(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, _ = one_weight(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(ONE).sum())
+    before = accelerator.window.snapshot()
+    with pytest.raises(ZeroDivisionError):
+        accelerator.forward_backward(model, [1, 2], lambda *_: 1 / 0, items=3)
+    assert accelerator.window.snapshot() == before
+
+
+@pytest.mark.parametrize("use", ["forward_backward", "clip_grad_norm_", "clip_grad_value_", "step"])
+def test_an_ended_run_refuses_to_train(accelerator_of, use):
+    accelerator = accelerator_of()
+    model, optimizer = one_weight(accelerator)
+    accelerator.end_training()
+    uses = {
+        "forward_backward": lambda: accelerator.forward_backward(model, [ONE], lambda *_: None),
+        "clip_grad_norm_": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        "clip_grad_value_": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        "step": optimizer.step,
+    }
+    with pytest.raises(AccelError, match="this run has ended"):
+        uses[use]()
+
+
+def test_gradients_of_sums_are_divided_before_they_are_edited(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    for _ in range(2):
+        with accelerator.accumulate(model, items=4):
+            accelerator.backward(4 * model(ONE).sum())
+            accelerator.unscale_gradients()
+            if accelerator.sync_gradients:
+                model.weight.grad += 1.0
+            optimizer.step()
+    assert model.weight.item() == -2.0

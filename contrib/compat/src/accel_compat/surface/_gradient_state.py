@@ -49,9 +49,8 @@ class GradientState:
         run = runs.newest()
         self.__dict__["_alone"] = sync_gradients
         if run is not None:
-            run.window.boundary = sync_gradients
-            for unit in run.units:
-                unit.window.boundary = sync_gradients
+            for window in {run.window, *(unit.window for unit in run.units)}:
+                window.mark_last(sync_gradients)
 
     @property
     def num_steps(self) -> int:
