@@ -18,12 +18,14 @@ from fsdp_problem import (
     train_plainly,
 )
 from torch import nn
+from torch.amp import grad_scaler
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from accel_core import GradScalerKwargs
 from accel_core.testing import run_processes
+from accel_fsdp.precision import SharedScaler
 
 VERSIONS = (1, 2)
 Trained = tuple[list[float], dict[str, torch.Tensor]]
@@ -228,3 +230,46 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(version: int) -> None:
     first, second = run_processes(overflow_on_one_rank, version)
     assert first == second
     assert first[0] == [False, True, False]
+
+
+def overflow_in_one_replica(version: int) -> list[bool]:
+    scale = GradScalerKwargs(init_scale=4.0)
+    config = plugin("mlp", version, dp_replicate_size=2)
+    run = accelerator(config, mixed_precision="fp16", kwargs_handlers=[scale])
+    model = net("mlp")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    skipped = []
+    for step in range(2):
+        run.backward(model(torch.ones(2, 6)).float().sum())
+        if run.process_index == 2 and step == 1:  # in what is reduced already, as a bad memory cell would
+            gradient: Any = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel())
+            (gradient.to_local() if version == 2 else gradient).fill_(float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    run.end_training()
+    return skipped
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_overflow_in_one_replica_skips_the_step_in_all(version: int) -> None:
+    assert run_processes(overflow_in_one_replica, version, world=4) == [[False, True]] * 4
+
+
+def test_the_scale_of_offloaded_gradients_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+
+    class Replicator(grad_scaler._MultiDeviceReplicator):
+        def get(self, device: torch.device) -> torch.Tensor:
+            copied.append(self.master.device.type)
+            return super().get(device)
+
+    monkeypatch.setattr(grad_scaler, "_MultiDeviceReplicator", Replicator)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    there = torch.ones((), device="meta")  # where a value that is not waited for can not be seen at all
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        SharedScaler("cpu")._unscale_grads_(optimizer, there, there, allow_fp16=False)
+    assert copied == []

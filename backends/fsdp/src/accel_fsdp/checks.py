@@ -65,6 +65,7 @@ def _not_in_1(config: Config) -> Iterator[str]:
     wrong = {
         f"reshard_after_forward: {config.reshard_after_forward}": type(config.reshard_after_forward) is int,
         "activation_checkpointing_offload": config.activation_checkpointing_offload,
+        "find_unused_parameters": config.find_unused_parameters,
         "pp_size": config.pp_size != 1,
         "ep_size": config.ep_size != 1,
     }

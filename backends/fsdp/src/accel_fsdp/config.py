@@ -138,6 +138,11 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     forward_prefetch: bool | None = option(
         None, help="Gather the next block's weights in forward; for models that run blocks in order."
     )
+    find_unused_parameters: bool = option(
+        False,
+        help="Ranks tell each other in each step which parameters got no gradient; unset: if the first step"
+        " leaves some out.",
+    )
     activation_checkpointing: bool = option(
         False, help="Compute a block's activations again in backward instead of keeping them."
     )

@@ -6,16 +6,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import evolve, frozen
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accel_core import AccelError, flat_range, hooks, implements
 from accel_fsdp.norms import Layout, clip_norm
-from accel_fsdp.precision import mixed_precision
+from accel_fsdp.parameters import guard
+from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import groups, ignored, replace
 
@@ -57,6 +57,7 @@ class Flat(FullyShardedDataParallel):
         """Collective."""
         self.join(unit)
         arguments = self._arguments(model)
+        names = dict(model.named_parameters())
         wrapped = model
         for group in groups(model, self.config):
             self.materialize(group)
@@ -66,8 +67,11 @@ class Flat(FullyShardedDataParallel):
                 wrapped = FSDP(group.module, **arguments)
             if group.module is not model:
                 replace(model, group.module, wrapped)
+        for name, parameter in names.items():
+            guard(parameter, name, after_accumulation=True)
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
+        vars(wrapped)["__deepcopy__"] = _refuse_copy
         kept: dict[FSDP, Tensor] = {}
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
         for module in FSDP.fsdp_modules(wrapped):
@@ -113,11 +117,9 @@ class Flat(FullyShardedDataParallel):
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
         if self.below.grad_scaler(unit) is None:
             return None
-        # Gradients are plain tensors, each rank's its own: an overflow has to be told to all.
-        group: Any = self.mesh.get_group(self.mesh.ndim - 1)
-        return ShardedGradScaler(
-            self.run.device.type, process_group=group, **self.run.config.grad_scaler.to_kwargs()
-        )
+        scaler = SharedScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
+        scaler.takes_half = mixed_precision(self.config, self.run).keep_low_precision_grads
+        return scaler
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(
@@ -184,6 +186,14 @@ class Flat(FullyShardedDataParallel):
         if part is None or leaf.kind != "like_param":
             return leaf
         return part.leaf(leaf.shards[0][1].flatten(), replicated=self.mesh.ndim > 1)
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise AccelError(
+        "deepcopy of a sharded model: a copy would share its process groups and flat weights\n"
+        "build the model again and load get_state_dict into it; an average needs the parameters only:"
+        " [p.detach().clone() for p in model.parameters()]"
+    )
 
 
 def _modules(unit: Unit) -> list[FSDP]:

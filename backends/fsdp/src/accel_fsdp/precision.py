@@ -27,17 +27,31 @@ POLICIES: Final[Mapping[int, type]] = {1: MixedPrecision, 2: MixedPrecisionPolic
 class SharedScaler(GradScaler):
     """A loss scaler whose overflows are those of all ranks, whatever they hold of the model.
 
-    torch's own asks the mesh and placement of an optimizer's first gradient only, and nobody of other stages.
+    torch's own ask the mesh and placement of an optimizer's first gradient only, or the ranks of one replica,
+    and nobody of other stages.
     """
+
+    takes_half = False
+    """Whether gradients may be float16, as a policy of version 1 can leave them."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        device = found_inf.device
+        if _offloaded(optimizer):
+            # torch would copy the scale to the CPU without waiting, and read it there at once.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self.takes_half)
         found = found or {found_inf.device: found_inf}  # a rank may have none of the optimizer's parameters
-        anywhere = torch.stack([each.to(found_inf.device) for each in found.values()]).amax()
+        anywhere = torch.stack([each.to(device) for each in found.values()]).amax()
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         return {device: anywhere.to(device) for device in found}
+
+
+def _offloaded(optimizer: Optimizer) -> bool:
+    return any(
+        p.grad.device.type == "cpu" for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+    )
 
 
 def mixed_precision(config: FullyShardedDataParallelPlugin, run: Run) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,11 @@ from accel_core import hooks, implements
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
+from accel_fsdp.parameters import replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.strategy import FullyShardedDataParallel
+from accel_fsdp.unused import Unused
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
@@ -38,12 +40,19 @@ __all__ = ["Sharded"]
 class Sharded(FullyShardedDataParallel):
     """`fully_shard` of each group."""
 
+    reduces_once = True
+    """Whether one backward of a window reduces all gradients of a model."""
+
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
+        self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        """Parameters of a model that is being prepared, as the user made them."""
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        if phase == "quantize":
+            self._before = dict(_places(model.modules()))
         if phase == "parallelize" and unit.mesh is not None and self.config.ep_size != 1:
             spread(model, self.config.ep_modules, unit.mesh.device_mesh["ep"])
         return super().transform_model(unit, model, phase)
@@ -57,6 +66,7 @@ class Sharded(FullyShardedDataParallel):
             "mp_policy": mixed_precision(self.config, self.run),
             "offload_policy": self._offload(),
         }
+        names = {parameter: name for name, parameter in model.named_parameters()}
         untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
         elsewhere = {p for module in absent(model) for p in module.parameters()}
         made = []
@@ -65,12 +75,18 @@ class Sharded(FullyShardedDataParallel):
             whole_ones = group.parameters
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
             mesh = self._mesh_of(unit, group)
+            before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}
+            called = {place: names.get(old, "") for place, old in _places(group.modules)}
             made.append(fully_shard(group.module, mesh=mesh, ignored_params=left, **arguments))
-            _free(whole_ones, group.module)
+            for place, new in _places(group.modules):
+                if isinstance(new, DTensor) and before[place] is not new:
+                    replace_parameter(before[place], new, called[place])
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
             _give_whole_state_dicts(model)
+        if self.mesh.size() > 1 and self.reduces_once:
+            Unused(unit, model, self.mesh, always=self.config.find_unused_parameters)
         return model
 
     @implements(hooks.no_sync)
@@ -150,12 +166,12 @@ class Sharded(FullyShardedDataParallel):
         )
 
 
-def _free(parameters: Sequence[nn.Parameter], module: nn.Module) -> None:
-    # Core and optimizers hold them until the end, to know what has taken whose place.
-    kept = set(module.parameters())
-    for parameter in parameters:
-        if parameter not in kept and not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.new_empty(0)
+def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    """Where parameters stand, (module, key); tied ones stand in several places."""
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield (module, key), parameter
 
 
 def whole(tensor: Tensor) -> Tensor:

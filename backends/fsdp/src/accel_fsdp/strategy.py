@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.optimizers import refused
+from accel_fsdp.parameters import with_hooks
 from accel_fsdp.wrapping import checkpointed, ignored
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ class FullyShardedDataParallel:
         whole = {p for model in models for module in ignored(model, self.config) for p in module.parameters()}
         return [
             *(reason for model in models if (reason := _trains_whole(model, whole))),
+            *(reason for model in models if (reason := _sharded_before(model))),
+            *with_hooks(models, after_accumulation=self.config.fsdp_version == 1),
             *(reason for each in optimizers if self.config.cpu_offload and (reason := _on_device_only(each))),
             *refused(
                 optimizers,
@@ -134,6 +138,17 @@ def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:
     return (
         f"{name} is in one of fsdp.ignored_modules, but requires a gradient, which nobody would reduce\n"
         "freeze it with requires_grad_(False), or do not ignore its module"
+    )
+
+
+def _sharded_before(model: nn.Module) -> str | None:
+    if not any(
+        isinstance(each, FSDPModule) or hasattr(each, "_is_fsdp_managed_module") for each in model.modules()
+    ):
+        return None
+    return (
+        f"this {type(model).__name__} was sharded by an earlier prepare, which cannot be undone\n"
+        "build it anew; get_state_dict before, and load_state_dict after that keep its weights"
     )
 
 

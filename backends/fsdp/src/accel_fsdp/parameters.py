@@ -1,0 +1,79 @@
+"""Parameters that sharding replaces: their hooks, and what still holds those from before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Replaced", "guard", "replace_parameter", "with_hooks"]
+
+ADVICE = (
+    "use a hook of a module (register_forward_hook, register_full_backward_hook), or change p.grad between"
+    " backward and optimizer.step()"
+)
+
+
+class Replaced(nn.Parameter):
+    """A parameter that another has taken the place of: an optimizer that still holds it trains nothing."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        raise AccelError(
+            f"{vars(self)['_name']}: preparing its model has put a sharded parameter in the place of this"
+            " one, which gets no gradients any more\n"
+            "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            self.grad  # noqa: B018  raises
+
+
+def with_hooks(models: Sequence[nn.Module], *, after_accumulation: bool) -> Iterator[str]:
+    """What speaks against parameters with hooks: those that no sharded parameter could call.
+
+    after_accumulation: `register_post_accumulate_grad_hook` is one of them.
+    """
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks:
+                yield f"{name} has a hook (register_hook), which would never see its whole gradient\n{ADVICE}"
+            if after_accumulation and parameter._post_accumulate_grad_hooks:
+                yield (
+                    f"{name} has a hook (register_post_accumulate_grad_hook), which would never be called\n"
+                    f"{ADVICE}, or set fsdp.fsdp_version: 2"
+                )
+
+
+def guard(parameter: Any, name: str, *, after_accumulation: bool) -> None:
+    """Refuse hooks that would never be called, from now on."""
+    parameter.register_hook = partial(_refuse, name, "register_hook")
+    if after_accumulation:
+        kind = "register_post_accumulate_grad_hook"
+        parameter.register_post_accumulate_grad_hook = partial(_refuse, name, kind)
+
+
+def replace_parameter(old: nn.Parameter, new: Any, name: str) -> None:
+    """Take over the hooks that see reduced gradients; let what still holds `old` hear of it, and free it."""
+    guard(new, name, after_accumulation=False)
+    if isinstance(old, (Replaced, DTensor)):  # tied, or made by another plugin
+        return
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+    old.data = old.data.new_empty(0)
+    old.__class__ = Replaced
+    vars(old)["_name"] = name
+
+
+def _refuse(name: str, kind: str, hook: object) -> NoReturn:
+    raise AccelError(f"{name} is sharded, and {kind} of it would never be called\n{ADVICE}")

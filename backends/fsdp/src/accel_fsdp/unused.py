@@ -1,0 +1,130 @@
+"""Parameters that get no gradient on some ranks: experts in a list, heads by rank, blocks that are skipped.
+
+torch's fully_shard reduces what got a gradient on each rank, in one buffer: ranks that use different
+parameters would add up gradients of different parameters. Here a zero takes part where there is none,
+and a parameter that no rank has used keeps none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_core import Unit
+
+__all__ = ["Unused"]
+
+NOT_RUN, WITHOUT, WITH = range(3)
+"""What a rank has of a parameter after a backward: nothing, as its group did not run; a zero; a gradient."""
+
+
+class Unused:
+    """The parameters of a sharded model that a backward has left without gradient.
+
+    Ranks compare in the first backward that reduces; if nothing is left out there, later ones cost nothing,
+    and one that leaves something out is refused. always: ranks compare in each.
+    """
+
+    def __init__(self, unit: Unit, model: nn.Module, mesh: DeviceMesh, *, always: bool) -> None:
+        self.unit, self.always, self.compares = unit, always, True
+        self.ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self.left: dict[FSDPParam, bool] = {}
+        """Those that a zero stands for -> whether a backward before this one gave a gradient."""
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        states = [module._get_fsdp_state() for module in modules]
+        self.groups = [group for state in states for group in _groups(state)]
+        self.parameters = [each for group in self.groups for each in group.fsdp_params]
+        for state in states:
+            vars(state)["_root_post_backward_final_callback"] = self._followed(
+                state._root_post_backward_final_callback
+            )
+        for module in modules:
+            if hasattr(
+                module, "set_reduce_scatter_unused_params"
+            ):  # else torch leaves gaps, which are refused
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        for each in self.parameters:
+            each.__class__ = _Parameter
+            vars(each)["_unused"] = self
+
+    def zero(self, parameter: FSDPParam, zero: Tensor) -> Tensor:
+        """Note that `zero` stands for a gradient; in the dtype of those that have been accumulated."""
+        self.left[parameter] = parameter.sharded_param.grad is not None
+        accumulated = self.unit.window.index > 0 and parameter.reduce_dtype is not None
+        return zero.to(parameter.reduce_dtype) if accumulated else zero
+
+    def _followed(self, finish: Callable[[], None]) -> Callable[[], None]:
+        def ended() -> None:
+            finish()
+            if (self.left or self.compares) and self.groups[0].reduce_grads:
+                left, self.left = self.left, {}
+                self._compare(left)
+
+        return ended
+
+    def _compare(self, left: dict[FSDPParam, bool]) -> None:
+        """Collective, where ranks compare."""
+        if not self.compares:
+            raise AccelError(
+                f"unit {self.unit.name!r}: {self._names(left)} got no gradient on this rank. In the first"
+                " step all parameters did, and since then ranks do not compare which did\n"
+                "set fsdp.find_unused_parameters: true"
+            )
+        trained = [each for each in self.parameters if each.sharded_param.requires_grad]
+        mine = [WITHOUT if each in left else _has_gradient(each) for each in trained]
+        if not trained:
+            return
+        both = torch.tensor([mine, [-state for state in mine]], device=self.unit.run.device)
+        for ranks in self.ranks:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks)
+        most, least = both.tolist()
+        apart = [each for each, high, low in zip(trained, most, least, strict=True) if high and not low]
+        if apart:
+            raise AccelError(
+                f"unit {self.unit.name!r}: only some ranks ran the modules of {self._names(apart)}, which"
+                " are sharded by themselves: their weights were gathered from ranks that gave others\n"
+                "run them on all ranks, or choose fsdp.auto_wrap_policy so that they are sharded with the"
+                " module around them"
+            )
+        for each, high in zip(trained, most, strict=True):
+            if high == WITHOUT and not left[each]:
+                each.sharded_param.grad = None
+        self.compares = self.always or any(-low < WITH for low in least)
+
+    def _names(self, parameters: Sequence[FSDPParam] | dict[FSDPParam, bool]) -> str:
+        names = {parameter: name for name, parameter in self.unit.named_parameters().items()}
+        found = [names.get(each.sharded_param, "a parameter") for each in parameters]
+        return ", ".join(found[:10])
+
+
+class _Parameter(FSDPParam):
+    """torch's, which tells of the zero that it gives for a gradient."""
+
+    _unused: Unused
+
+    @property
+    def unsharded_zero_grad_data(self) -> Tensor:
+        zero: Tensor = super().unsharded_zero_grad_data
+        return self._unused.zero(self, zero)
+
+
+def _has_gradient(parameter: FSDPParam) -> int:
+    return NOT_RUN if parameter.sharded_param.grad is None else WITH
+
+
+def _groups(state: Any) -> list[Any]:
+    """The state's parameter groups; torch 2.10 and earlier have one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -1,0 +1,170 @@
+"""What holds a parameter from before `prepare`, or hooks one, is right or told: nothing is lost silently."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fsdp_problem import MLP, accelerator, distance, loss_of, net, plugin
+from torch import Tensor, nn
+
+from accel_core import AccelError, ConfigError
+from accel_core.testing import run_processes
+
+VERSIONS = (1, 2)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.ones(4, 6), torch.zeros(4, dtype=torch.long)
+
+
+def said_by(action: Callable[[], Any]) -> str | None:
+    try:
+        action()
+    except AccelError as error:
+        return str(error)
+    return None
+
+
+def never_prepared(version: int) -> tuple[str | None, float]:
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = run.prepare(model)
+    run.backward(loss_of(model, *batch()))
+    said = said_by(optimizer.step)
+    moved = distance(dict(run.get_state_dict(model)), before)
+    run.end_training()
+    return said, moved
+
+
+def test_an_optimizer_that_was_never_prepared_steps_or_says_so() -> None:
+    for said, moved in run_processes(never_prepared, 1):
+        assert said is None
+        assert moved > 0
+    for said, _ in run_processes(never_prepared, 2):
+        assert said is not None
+        assert said.startswith("0.weight: ")
+        assert "accelerator.prepare(model, optimizer)" in said.splitlines()[-1]
+
+
+def prepared_late() -> float:
+    run = accelerator(plugin("mlp", 2))
+    model = net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = run.prepare(model)
+    optimizer = run.prepare(optimizer)
+    run.backward(loss_of(model, *batch()))
+    optimizer.step()
+    moved = distance(dict(run.get_state_dict(model)), before)
+    run.end_training()
+    return moved
+
+
+def test_an_optimizer_may_be_prepared_later() -> None:
+    assert min(run_processes(prepared_late)) > 0
+
+
+def hooked_before(version: int, kind: str) -> str | None:
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    getattr(model[3].weight, kind)(lambda _: None)
+    said = said_by(lambda: run.prepare(model))
+    run.end_training()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [(1, "register_hook"), (2, "register_hook"), (1, "register_post_accumulate_grad_hook")],
+)
+def test_hooks_that_would_never_be_called_are_refused_by_name(version: int, kind: str) -> None:
+    for said in run_processes(hooked_before, version, kind):
+        assert said is not None
+        assert said.startswith(f"3.weight has a hook ({kind})")
+        assert "register_full_backward_hook" in said.splitlines()[-1]
+
+
+def hooked_after(version: int, kind: str) -> str | None:
+    run = accelerator(plugin("mlp", version))
+    model = run.prepare(net("mlp"))
+    said = said_by(lambda: getattr(next(iter(model.parameters())), kind)(print))
+    run.end_training()
+    return said
+
+
+def test_so_are_those_that_come_later() -> None:
+    for version, kind in (
+        (1, "register_hook"),
+        (2, "register_hook"),
+        (1, "register_post_accumulate_grad_hook"),
+    ):
+        for said in run_processes(hooked_after, version, kind):
+            assert said is not None
+            assert said.startswith("0.weight is sharded, and register_")
+
+
+def stepped_in_backward() -> float:
+    """An optimizer for each parameter, which steps as soon as its gradient is reduced."""
+    run = accelerator(plugin("mlp", 2))
+    model, alone = net("mlp"), net("mlp")
+
+    def descend(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    for each in (*model.parameters(), *alone.parameters()):
+        each.register_post_accumulate_grad_hook(descend)
+    model = run.prepare(model)
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+    y = batch()[1]
+    for _ in range(3):
+        run.backward(loss_of(model, x[run.process_index], y))
+        loss_of(alone, x.flatten(0, 1), torch.cat([y, y])).backward()
+    gap = distance(dict(run.get_state_dict(model)), alone.state_dict())
+    run.end_training()
+    return gap
+
+
+def test_hooks_after_accumulation_see_reduced_gradients_of_version_2() -> None:
+    assert max(run_processes(stepped_in_backward)) < 1e-6
+
+
+def prepared_again(version: int) -> str:
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    run.prepare(model)
+    run.free_memory()
+    with pytest.raises(ConfigError) as caught:
+        run.prepare(model)
+    run.end_training()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_model_that_was_sharded_before_is_refused(version: int) -> None:
+    for said in run_processes(prepared_again, version):
+        assert "MLP was sharded by an earlier prepare" in said
+        assert said.splitlines()[-1].startswith("build it anew")
+
+
+def copied(version: int) -> str:
+    run = accelerator(plugin("mlp", version))
+    model = run.prepare(MLP())
+    with pytest.raises(Exception, match="deepcopy") as caught:
+        copy.deepcopy(model)
+    run.end_training()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_copy_is_refused_in_words_about_copies(version: int) -> None:
+    for said in run_processes(copied, version):
+        assert "DataLoader" not in said

@@ -1,0 +1,165 @@
+"""Ranks use different parameters, or none use some: steps are those of one process, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from fsdp_problem import TIMEOUT
+from torch import Tensor, nn
+
+from accel_core import Accelerator, AccelError
+from accel_core.testing import run_processes
+from accel_fsdp import FullyShardedDataParallelPlugin
+
+Used = Sequence[Sequence[int]]
+"""Of each step: which heads rank 0 uses, and which rank 1."""
+CASES: dict[str, list[list[list[int]]]] = {
+    "by rank": [[[0], [1]], [[1], [0]], [[0], [1]]],
+    "the same": [[[0], [0]], [[0], [0]], [[0], [0]]],
+    "alternating": [[[0], [0]], [[1], [1]], [[2], [2]]],
+    "one rank all": [[[0, 1, 2], [1]], [[0], [0, 1, 2]], [[2], [2]]],
+}
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return torch.stack([self.heads[each](hidden).square().mean() for each in used]).sum()
+
+
+class Mixture(nn.Module):
+    """Experts in a list, of which a rank calls those that its tokens choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = x.new_zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero()[:, 0]
+            if len(mine):
+                out = out.index_add(0, mine, expert(x[mine]) * weights[mine, None])
+        return out.square().mean()
+
+
+def started(net: nn.Module, optimizer: str, sharded: bool, **options: Any) -> tuple[Accelerator, Any, Any]:
+    plugins = [TIMEOUT, FullyShardedDataParallelPlugin(**options)] if sharded else []
+    run = Accelerator(device="cpu", strategy="fsdp" if sharded else "single", plugins=plugins)
+    made = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1)
+    return (run, *run.prepare(net, made))
+
+
+def data(step: int) -> Tensor:
+    return torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(step))
+
+
+def of_heads(used: Used, optimizer: str, sharded: bool, options: dict[str, Any]) -> dict[str, Tensor]:
+    run, model, stepper = started(Heads(), optimizer, sharded, **options)
+    for step, ranks in enumerate(used):
+        x = data(step)
+        mine = [run.process_index] if sharded else [0, 1]
+        run.backward(torch.stack([model(x[rank], ranks[rank]) for rank in mine]).mean())
+        stepper.step()
+        stepper.zero_grad()
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("case", CASES)
+def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, optimizer: str) -> None:
+    expected = of_heads(CASES[case], optimizer, False, {})
+    for found in run_processes(of_heads, CASES[case], optimizer, True, {}):
+        torch.testing.assert_close(found, expected)
+
+
+def test_ranks_may_compare_in_each_step() -> None:
+    used = [[[0, 1, 2], [0, 1, 2]], [[0], [1]]]
+    expected = of_heads(used, "SGD", False, {})
+    for found in run_processes(of_heads, used, "SGD", True, {"find_unused_parameters": True}):
+        torch.testing.assert_close(found, expected)
+
+
+def mixed(sharded: bool) -> dict[str, Tensor]:
+    run, model, stepper = started(Mixture(), "SGD", sharded)
+    for step in range(4):
+        x = data(step)
+        mine = [run.process_index] if sharded else [0, 1]
+        run.backward(torch.stack([model(x[rank]) for rank in mine]).mean())
+        stepper.step()
+        stepper.zero_grad()
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    run.end_training()
+    return found
+
+
+def test_experts_in_a_list_train_though_a_rank_has_no_token_for_some() -> None:
+    for found in run_processes(mixed, True):
+        torch.testing.assert_close(found, mixed(False))
+
+
+def accumulated(precision: str) -> tuple[list[str], float]:
+    """A window whose micro-batches use different heads; which have a gradient at its end."""
+    run = Accelerator(
+        device="cpu",
+        strategy="fsdp",
+        plugins=[TIMEOUT, FullyShardedDataParallelPlugin()],
+        gradient_accumulation_steps=2,
+        mixed_precision=precision,
+    )
+    model = run.prepare(Heads())
+    x = data(0)[0]
+    for used in ([0, 1], [0]):
+        with run.accumulate(model):
+            run.backward(model(x, used))
+    names = [name for name, p in model.named_parameters() if p.grad is not None and "weight" in name]
+    total = model.heads[1].weight.grad.full_tensor().sum().item()
+    run.end_training()
+    return names, total
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_what_an_earlier_micro_batch_used_counts(precision: str) -> None:
+    net, x = Heads(), data(0)[0]
+    (net(x, [0, 1]) / 2).backward()
+    expected = net.heads[1].weight.grad.sum().item()
+    for names, total in run_processes(accumulated, precision):
+        assert names == ["body.weight", "heads.0.weight", "heads.1.weight"]
+        assert total == pytest.approx(expected, rel=1e-5 if precision == "no" else 0.1)
+
+
+def refused(used: Used, options: dict[str, Any]) -> str:
+    run, model, _ = started(Heads(), "SGD", True, **options)
+    for step, ranks in enumerate(used[:-1]):
+        run.backward(model(data(step)[run.process_index], ranks[run.process_index]))
+    loss = model(data(-1)[run.process_index], used[-1][run.process_index])
+    with pytest.raises(AccelError) as caught:
+        run.backward(loss)
+    run.end_training()
+    return str(caught.value)
+
+
+def test_a_parameter_that_is_left_out_later_is_named() -> None:
+    for said in run_processes(refused, [[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {}):
+        assert "heads.1.weight, heads.1.bias got no gradient" in said
+        assert said.splitlines()[-1] == "set fsdp.find_unused_parameters: true"
+
+
+def test_blocks_that_only_some_ranks_run_are_named() -> None:
+    blocks = {"transformer_cls_names_to_wrap": ["Linear"]}
+    for said in run_processes(refused, [[[0], [1]]], blocks):
+        assert "only some ranks ran the modules of heads.0.weight" in said
