@@ -7,12 +7,14 @@ starts with "$" (docs/checkpoint-format.md lists them). Decoding builds data onl
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -20,7 +22,17 @@ from torch import Tensor
 
 from accel_core.errors import CheckpointError
 
-__all__ = ["DTYPES", "bytes_of", "bytes_within", "decode", "encode", "name_of", "tensor_from"]
+__all__ = [
+    "DTYPES",
+    "bytes_of",
+    "bytes_within",
+    "decode",
+    "encode",
+    "key_of",
+    "key_text",
+    "name_of",
+    "tensor_from",
+]
 
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
@@ -122,6 +134,22 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
     except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
         # Whatever a damaged or crafted body makes of the constructors.
         raise CheckpointError(f"{path}: {tag} is unknown or malformed ({error})") from error
+
+
+def key_text(key: Any, path: str) -> str:
+    """The key of a mapping as text without "/": itself, where it is such text.
+
+    Raises:
+        CheckpointError: it is not plain data; the message names its path.
+    """
+    if type(key) is str and not key.startswith("%") and "/" not in key:
+        return key
+    return "%" + quote(json.dumps(encode(key, path)), safe="")
+
+
+def key_of(text: str) -> Any:
+    """The key that `key_text` was given."""
+    return decode(json.loads(unquote(text[1:])), text) if text.startswith("%") else text
 
 
 def _refusal(path: str, problem: str) -> CheckpointError:

@@ -212,6 +212,7 @@ def _optimizer(found: Collected, unit: Unit, optimizer: Optimizer, path: str) ->
         "class": state.algorithm or class_of(optimizer),
         "groups": found.encode(groups, f"{path}.groups"),
         "plain": found.encode({name: dict(plain) for name, plain in state.plain.items()}, f"{path}.state"),
+        **({"own": found.encode(dict(state.own), f"{path}.state_dict()")} if state.own else {}),
     }
 
 

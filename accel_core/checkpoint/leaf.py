@@ -133,12 +133,15 @@ class OptimizerState:
         something in any stack, and under `params` the parameters' names. Ranks may have different ones.
     algorithm: name of the class in torch that does the same; None: the optimizer's own class. Only
         state of one algorithm is resumed from.
+    own: what its `state_dict` holds that belongs to no parameter; `state`: entries of `state` by their
+        key, `rest`: members beside `state` and `param_groups`. Empty, where there is no such state.
     """
 
     leaves: Mapping[str, Leaf]
     plain: Mapping[str, Mapping[str, Json]] = field(factory=dict)
     groups: Sequence[Mapping[str, Json]]
     algorithm: str | None = None
+    own: Mapping[str, Mapping[Any, Json]] = field(factory=dict)
 
 
 @frozen

@@ -14,6 +14,7 @@ from torch import Tensor
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
 from accel_core.checkpoint.leaf import TensorTemplate
 from accel_core.errors import CheckpointError
+from accel_core.native.own import restore_own_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -59,6 +60,11 @@ def restore_optimizers(
     only other ranks hold. schedulers: each in words, itself, and its state.
     """
     left = dict(_saved_parameters(unit, checkpoint, described))
+    owns = {
+        number: checkpoint.decode(each["own"], f"units.{unit.name} {each['class']}.own")
+        for number, each in enumerate(described)
+        if "own" in each
+    }
     origins: dict[Optimizer, list[set[tuple[int, int]]]] = {}
     for optimizer in unit.optimizers:
         state = unit.hooks.optimizer_state(unit, optimizer)
@@ -67,13 +73,20 @@ def restore_optimizers(
         mine = {name: left.pop(name) for name in names if name in left}
         problems.compare(f"{unit.name}: {algorithm} of ", mine, names)
         for name in [name for name in mine if mine[name].algorithm != algorithm]:
-            found = f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, which takes other state"
+            found = f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, another class"
             problems.found.append(f"{unit.name}: {name} {found}")
-        for number, (group, has) in enumerate(zip(optimizer.param_groups, state.groups, strict=True)):
+        what = f"{unit.name}: own state of {algorithm}"
+        own = _own(
+            what, [owns.pop(n, {}) for n in sorted({each.group[0] for each in mine.values()})], problems
+        )
+        problems.compare(f"{what}: ", own.get("rest", ()), state.own.get("rest", ()))
+        if own:
+            yield what, partial(restore_own_state, optimizer, own)
+        for number, has in enumerate(state.groups):
             what = f"{unit.name}: group {number} of {algorithm}"
-            yield what, partial(_set_group, group, _group_values(what, has, mine, problems))
-            origin = {mine[name].group for name in has["params"] if name in mine}
-            origins.setdefault(optimizer, []).append(origin)
+            yield what, partial(_set_group, optimizer, number, _group_values(what, has, mine, problems))
+            groups = {mine[name].group for name in has["params"] if name in mine}
+            origins.setdefault(optimizer, []).append(groups)
         stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
         plain = {name: each.plain for name, each in mine.items() if each.plain}
         template = _template(stored)
@@ -82,6 +95,8 @@ def restore_optimizers(
         problems.fatal.extend(f"{what}: {reason}" for reason in reasons)
         yield what, partial(_fill_state, unit, optimizer, stored, template, plain)
     problems.compare(f"{unit.name}: optimizer state of ", left.keys() - elsewhere, ())
+    unused = [f"{described[number]['class']}" for number, own in owns.items() if own]
+    problems.compare(f"{unit.name}: own state of ", unused, ())
     for what, scheduler, state in schedulers:
         problems.fatal.extend(_regroup(what, state, origins.get(scheduler.optimizer, ())))
         yield what, partial(scheduler.load_state_dict, state)
@@ -129,15 +144,23 @@ def _group_values(
             if not torch.as_tensor(value == agreed_value).all():
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
-    problems.compare(f"{what}: ", agreed, agreed.keys() & has.keys())
     for key in has.keys() - agreed.keys() - {"params", *NEVER_RESTORED} if agreed else ():
         problems.warn(f"{what}: {key} is not in the checkpoint, it stays {has[key]!r}")
-    return {key: value for key, (_, value) in agreed.items() if key in has}
+    # A key that the group lacks is one that the optimizer makes in its first step.
+    return {key: value for key, (_, value) in agreed.items()}
 
 
-def _set_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _own(what: str, saved: Sequence[Mapping[str, Any]], problems: Problems) -> Mapping[str, Any]:
+    """What belongs to no parameter, of the saved optimizers whose parameters are in one here."""
+    if len(saved) > 1 and any(saved):
+        problems.fatal.append(f"{what}: {len(saved)} optimizers that each have such are one now")
+    return next(iter(saved), {})
+
+
+def _set_group(optimizer: Optimizer, number: int, values: Mapping[str, Any]) -> None:
+    group = optimizer.param_groups[number]
     for key, value in values.items():
-        if isinstance(group[key], Tensor):
+        if isinstance(group.get(key), Tensor):
             group[key].copy_(torch.as_tensor(value))
         else:
             group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from accel_core import hookspecs as hooks
-from accel_core.checkpoint.codec import DTYPES, decode, encode
+from accel_core.checkpoint.codec import DTYPES, decode, encode, key_of, key_text
 from accel_core.checkpoint.leaf import Leaf, OptimizerState, leaf_of
 from accel_core.errors import CheckpointError
 from accel_core.hookspecs import implements
+from accel_core.native.own import own_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,12 +64,13 @@ class BaseState:
                 tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
                 packed = any(value.ndim and value.dtype in _CODES for value in tensors.values())
                 for key, value in tensors.items():
-                    leaves[f"{name}/{key}"] = _leaf(optimizer, parameter, value, packed=packed)
+                    path = f"{name}/{key_text(key, f'state of {name}')}"
+                    leaves[path] = _leaf(optimizer, parameter, value, packed=packed)
                 if len(state) > len(tensors):
                     plain[name] = {key: value for key, value in state.items() if key not in tensors}
             hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
             groups.append({**hyperparameters, "params": listed})
-        return OptimizerState(leaves=leaves, plain=plain, groups=groups)
+        return OptimizerState(leaves=leaves, plain=plain, groups=groups, own=own_state(optimizer))
 
     @implements(hooks.refuse_optimizer_state)
     def refuse_optimizer_state(
@@ -91,7 +93,8 @@ class BaseState:
         names = {parameter: name for name, parameter in unit.named_parameters().items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                wanted, values = template.get(names[parameter], {}), plain.get(names[parameter], {})
+                asked, values = template.get(names[parameter], {}), plain.get(names[parameter], {})
+                wanted = {key_of(text): tensor for text, tensor in asked.items()}
                 if not (wanted or values) and parameter not in optimizer.state:
                     continue  # `state` makes an entry on access; an optimizer without state has none
                 state = optimizer.state[parameter]

@@ -1,0 +1,70 @@
+"""What an optimizer holds beside the state of its parameters, by its own account."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accel_core.errors import CheckpointError
+
+__all__ = ["own_state", "restore_own_state"]
+
+
+def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
+    """As `OptimizerState.own` describes it.
+
+    Raises:
+        CheckpointError: its `state_dict` tells of the parameters' state otherwise than `optimizer.state`.
+    """
+    held: dict[Any, Any] = optimizer.state  # by parameter, says torch
+    state = {key: value for key, value in held.items() if not isinstance(key, Tensor)}
+    rest: dict[Any, Any] = {}
+    if _has_own_account(optimizer):
+        told = optimizer.state_dict()
+        rest = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
+        _compare(optimizer, told)
+    return {"state": state, "rest": rest} if state or rest else {}
+
+
+def restore_own_state(optimizer: Optimizer, own: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Take back what `own_state` gave; the state of parameters may be another's afterwards."""
+    held: dict[Any, Any] = optimizer.state
+    for key in [key for key in held if not isinstance(key, Tensor)]:
+        del held[key]
+    held.update(own.get("state", {}))
+    if own.get("rest"):
+        optimizer.load_state_dict({**optimizer.state_dict(), **own["rest"]})
+
+
+def _has_own_account(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    return bool(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
+
+
+def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    held = dict(optimizer.state)
+    expected = {n: held.pop(each) for n, each in enumerate(parameters) if each in held} | held
+    found = told.get("state", {})
+    odd = [key for key in found.keys() | expected.keys() if not _equal(found.get(key), expected.get(key))]
+    groups = told.get("param_groups", [])
+    if [{*group} for group in groups] != [{*group} for group in optimizer.param_groups]:
+        odd.append("param_groups")
+    if odd:
+        raise CheckpointError(
+            f"{type(optimizer).__qualname__}.state_dict() tells of {odd[0]!r} otherwise than its state does,"
+            " and only what it keeps in `state`, in `param_groups`, or under keys of its own can be saved\n"
+            "keep the rest under keys of its own in state_dict(), beside 'state' and 'param_groups'"
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.shape == other.shape and torch.equal(one, other))
+    return one is other or bool(one == other)

@@ -1,0 +1,145 @@
+"""Optimizers with state beside that of their parameters go on exactly, or are refused when they are saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_core import Accelerator, CheckpointError
+
+
+class Averaging(torch.optim.SGD):
+    """SGD over a decaying average, with the count of steps where `place` says."""
+
+    place = "own"
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+
+    def counted(self):
+        return self.count
+
+    def count_one(self):
+        self.count += 1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count_one()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault(self.key, torch.zeros_like(parameter))
+                average.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(average, alpha=group["lr"] / self.counted())
+
+    key = "average"
+
+
+class OfNoParameter(Averaging):
+    def counted(self):
+        return self.state["global"]["count"]
+
+    def count_one(self):
+        self.state["global"]["count"] = self.state["global"].get("count", 0) + 1
+
+
+class InItsStateDict(Averaging):
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        self.count = state.pop("count")
+        super().load_state_dict(state)
+
+
+class ByHooks(Averaging):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.register_state_dict_post_hook(lambda self, state: {**state, "count": self.count})
+        self.register_load_state_dict_pre_hook(lambda self, state: setattr(self, "count", state["count"]))
+
+
+class InItsGroups(Averaging):
+    """As apex's fused optimizers: the key is there from the first step on."""
+
+    def counted(self):
+        return self.param_groups[0]["step"]
+
+    def count_one(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+class WithASlash(OfNoParameter):
+    key = "average/fast"
+
+
+class WithANumber(OfNoParameter):
+    key = 0
+
+
+class WithAPercent(OfNoParameter):
+    key = "%5B0%5D"
+
+
+def trained(kind, steps, load=None, save=None):
+    """The weight after `steps` steps, which begin at a checkpoint, or end at one."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(device="cpu")
+    model = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, kind(model.parameters()))
+    if load:
+        accelerator.load_state(load)
+    for step in steps:
+        accelerator.backward(model(torch.full((1, 3), float(step))).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save)
+    accelerator.end_training()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    "kind", [OfNoParameter, InItsStateDict, ByHooks, InItsGroups, WithASlash, WithANumber, WithAPercent]
+)
+def test_it_goes_on_as_if_nothing_had_happened(tmp_path, kind):
+    whole = trained(kind, range(1, 6))
+    trained(kind, range(1, 4), save=tmp_path / "ck")
+    assert torch.equal(trained(kind, range(4, 6), load=tmp_path / "ck"), whole)
+
+
+class Hiding(Averaging):
+    def state_dict(self):
+        told = super().state_dict()
+        state = {number: {"average": each["average"] * 2} for number, each in told["state"].items()}
+        return {**told, "state": state}
+
+
+class Flattening(Averaging):
+    def state_dict(self):
+        return {"state": {}, "param_groups": []}
+
+
+@pytest.mark.parametrize("kind", [Hiding, Flattening])
+def test_a_state_dict_that_tells_other_values_is_refused_by_name(tmp_path, kind):
+    with pytest.raises(CheckpointError, match=rf"{kind.__name__}\.state_dict\(\) tells of .* otherwise"):
+        trained(kind, range(1, 3), save=tmp_path / "ck")
+
+
+class Unstorable(Averaging):
+    def state_dict(self):
+        return {**super().state_dict(), "made by": object()}
+
+
+def test_state_of_its_own_that_is_no_plain_data_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"Unstorable.state_dict\(\).*made by.* cannot be stored"):
+        trained(Unstorable, range(1, 3), save=tmp_path / "ck")
+
+
+def test_another_class_is_named_with_the_class_that_saved_it(tmp_path):
+    trained(torch.optim.Adam, range(1, 3), save=tmp_path / "ck")
+    with pytest.raises(CheckpointError, match="was stepped by Adam, here by AdamW, another class"):
+        trained(torch.optim.AdamW, range(1, 3), load=tmp_path / "ck")
