@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         PluginError,
     )
     from accel_core.hookspecs import API_VERSION, Job, StepOutput, implements
+    from accel_core.known import install_hint
     from accel_core.local_sgd import LocalSGD
     from accel_core.logging import MultiProcessAdapter, get_logger
     from accel_core.memory import find_executable_batch_size, is_out_of_memory, release_memory
@@ -82,6 +83,7 @@ _HOMES = {
     "data.skipping": "skip_first_batches",
     "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError",
     "hookspecs": "API_VERSION Job StepOutput implements",
+    "known": "install_hint",
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
     "memory": "find_executable_batch_size is_out_of_memory release_memory",
@@ -151,6 +153,7 @@ __all__ = [
     "has_state",
     "hooks",
     "implements",
+    "install_hint",
     "is_out_of_memory",
     "leaf_of",
     "no_op",

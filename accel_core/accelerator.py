@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from accel_core.config.options import remember_given
 from accel_core.data.loader import PreparedLoader
 from accel_core.data.skipping import skip_first_batches
 from accel_core.errors import ConfigError
@@ -42,7 +43,7 @@ class Accelerator(Ranks, Training, States):
     """Runs an ordinary training loop on the devices and under the strategy that were chosen.
 
     What is given here wins over the config file; what contradicts a flag or an environment
-    variable is an error. An argument left at its default says nothing.
+    variable is an error. An argument that is not given, or None, says nothing.
 
     Args:
         device_placement: move prepared models and batches to the device.
@@ -76,6 +77,9 @@ class Accelerator(Ranks, Training, States):
     All ranks of the world must make it.
     """
 
+    _given: frozenset[str]
+
+    @remember_given
     def __init__(
         self,
         device_placement: bool = True,
@@ -106,18 +110,20 @@ class Accelerator(Ranks, Training, States):
             )
         tracker_names, own_trackers = sort_out(log_with)
         given = {
-            "device_placement": None if device_placement else False,
-            "data.split_batches": split_batches or None,
+            "device_placement": device_placement if "device_placement" in self._given else None,
+            "data.split_batches": split_batches if "split_batches" in self._given else None,
             "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": None
-            if gradient_accumulation_steps == 1
-            else gradient_accumulation_steps,
+            "gradient_accumulation_steps": gradient_accumulation_steps
+            if "gradient_accumulation_steps" in self._given
+            else None,
             "device": "cpu" if cpu else device,
             "strategy": strategy,
             "rng_types": rng_types,
             "log_with": tracker_names,
             "project.project_dir": project_dir,
-            "step_scheduler_with_optimizer": None if step_scheduler_with_optimizer else False,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer
+            if "step_scheduler_with_optimizer" in self._given
+            else None,
             "compile.backend": dynamo_backend,
         }
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)

@@ -6,6 +6,7 @@ never what somebody typed.
 
 from __future__ import annotations
 
+import shlex
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -14,16 +15,18 @@ from attrs import frozen
 
 from accel_core.plugins import Discovery, Slot, near
 
-__all__ = ["Known", "absence", "known_plugin", "known_plugins", "old_flag"]
+__all__ = ["Known", "absence", "absent_device", "install_hint", "known_plugin", "known_plugins", "old_flag"]
 
 
 @frozen(kw_only=True)
 class Known:
-    """A first-party plugin: its name, slot, options, and the distribution that ships it."""
+    """A first-party plugin: its name, slot and options, and the distribution that ships it."""
 
     name: str
     slot: str
     distribution: str
+    folder: str
+    """Of the distribution, in this repository."""
     keys: tuple[str, ...] = ()
 
 
@@ -44,10 +47,31 @@ def absence(name: str, slot: Slot, discovery: Discovery) -> str:
     if record is not None:
         remedy = f"; {name} is a {record.slot}"
     elif missing is not None:
-        remedy = f"; pip install {missing.distribution}"
+        remedy = f"; {install_hint(missing.folder)}"
     else:
         remedy = near(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
     return f"no {slot} {name!r} is installed{remedy}"
+
+
+def absent_device(kind: str, discovery: Discovery) -> str:
+    """What to write, or to install, instead of a device that nobody knows."""
+    missing, usual = known_plugin(kind), _data()["devices"].get(kind)
+    if missing is not None and missing.slot == "device":
+        return f"; {install_hint(missing.folder)}"
+    if usual is not None:
+        return f"; write {usual}, or auto"
+    return near(kind, ["auto", "cpu", *(record.name for record in discovery.of("device"))])
+
+
+def install_hint(path: str) -> str:
+    """How to install a package of this repository.
+
+    path: its folder, with extras: `backends/acme[runtime]`.
+
+    No package of ours is on an index yet, so a stranger could take its name there: until they are
+    published, a hint names a folder of a clone. This is the only place that decides so.
+    """
+    return f"in a clone of accel-core: pip install {shlex.quote(f'./{path}')}"
 
 
 def old_flag(spelling: str) -> str | None:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load
+from accel_core.config.sources import Problem
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
-from accel_core.plugins import Discovery, discover
+from accel_core.plugins import Discovery, discover, near
 from accel_core.plugins import load as load_plugin
-from accel_core.stack import auto_may_take, unused_sections
+from accel_core.stack import auto_may_take, strategy_to_name, unknown_device, unused_sections
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from accel_core.config.schema import RunConfig
     from accel_core.plugins import Record
 
-__all__ = ["Launch", "environment_of", "plan"]
+__all__ = ["Launch", "environment_of", "mistakes", "plan"]
 
 
 def plan(**given: Any) -> Launch:
@@ -40,10 +41,19 @@ def plan(**given: Any) -> Launch:
     """
     discovery = discover()
     resolved = load(**given, discovery=discovery)
-    problems = list(resolved.misnamed())
+    problems = mistakes(resolved, discovery)
     if problems:
         raise ConfigError("\n".join(problems), problems=problems)
     return Launch(resolved, discovery)
+
+
+def mistakes(resolved: Resolved, discovery: Discovery) -> list[str]:
+    """What is wrong with a config that can be read: names that nothing here answers to."""
+    problems, given = list(resolved.misnamed()), resolved.settings.get(("device",))
+    unknown = unknown_device(resolved.config.device, discovery)
+    if unknown and given:
+        problems.insert(0, str(Problem(given.origin, given.path, unknown)))
+    return problems
 
 
 @frozen
@@ -83,11 +93,41 @@ class Launch:
             if record.status != "available":
                 reason = f"not usable on this machine ({record.reason})"
                 yield f"{record.name}: {reason}; fine if the job runs elsewhere"
+        if self.config.strategy == "auto" and not self._strategy_for_several():
+            remedy = strategy_to_name(self.discovery)
+            yield f"auto takes no installed strategy for several processes; {remedy}"
         used = {self.config.device, *(name for _, _, name in self.config.plugin_names())}
         for record, given, setting in unused_sections(self.resolved, used, self.discovery):
             if not auto_may_take(record, self.resolved):
                 about = f"{given.origin}: {record.slot} {record.name} is not in this config"
                 yield f"{about}: its options do nothing; `{setting}` chooses it"
+
+        yield from self._doubtful_words()
+
+    def _doubtful_words(self) -> Iterator[str]:
+        """Words that only a plugin, a script or another machine's torch can know."""
+        streams = ["generator", "torch", "python", "numpy", *(it.name for it in self.discovery.of("device"))]
+        for name in self.config.rng_types:
+            if name not in streams:
+                yield f"rng_types: {name!r} is no built-in stream{near(name, streams)}"
+        for name in self.config.profile.activities or ():
+            known = _activities()
+            if name.lower() not in known:
+                yield f"profile.activities: torch here cannot record {name!r}{near(name, known)}"
+        backend = self.config.compile.backend
+        if backend not in (None, "auto", "no", "inductor", "eager") and backend not in (
+            known := _compilers()
+        ):
+            yield f"compile.backend: torch here has no {backend!r}{near(str(backend), known)}"
+
+    def hardware(self) -> str:
+        """The devices that `device: auto` means on this machine, in words."""
+        record, count = self._device(), self._visible()
+        if not count:
+            return "no accelerator; runs use the CPU"
+        return (
+            f"{count} x {'torch.accelerator' if record is None or record.name == 'native' else record.name}"
+        )
 
     def processes(self) -> int:
         """Workers on this node: what was asked, or the visible devices of the kind asked for.
@@ -161,6 +201,11 @@ class Launch:
         layer = binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)
         return binder.hooks([layer])
 
+    def _strategy_for_several(self) -> bool:
+        launch = self.config.launch
+        alone = launch.nodes == 1 and launch.processes_per_node in (1, "auto")
+        return alone or any(record.name != "single" for _, record in self.discovery.usable("strategy"))
+
     # -- which devices are here ------------------------------------------------------------------
 
     def _visible(self) -> int | None:
@@ -197,6 +242,18 @@ def _light(record: Record) -> Any:
     if record.card is None or record.card.launch is None or record.status != "available":
         return None
     return load_plugin(record, record.card.launch)()
+
+
+def _activities() -> list[str]:
+    from torch import profiler
+
+    return [activity.name.lower() for activity in profiler.supported_activities()]
+
+
+def _compilers() -> list[str]:
+    import torch._dynamo
+
+    return list(torch._dynamo.list_backends(exclude_tags=None))
 
 
 def _count_by_torch(device: str) -> int | None:

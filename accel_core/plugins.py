@@ -204,8 +204,9 @@ def _priority(record: Record) -> int:
 
 def near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """`; did you mean 'x'?` if one of the known words looks like it, else nothing."""
-    found = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    spelt = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), list(spelt), 1)
+    return f"; did you mean {spelt[found[0]]!r}?" if found else ""
 
 
 def discover(environment: Mapping[str, str] = os.environ) -> Discovery:

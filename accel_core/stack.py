@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve, field, frozen
 
 from accel_core.errors import ConfigError, PluginError
-from accel_core.known import absence, known_plugins
-from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot, near
+from accel_core.known import absence, absent_device, install_hint, known_plugins
+from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
     from accel_core.config.sources import Given
     from accel_core.plugins import Card
 
-__all__ = ["Chosen", "Stack", "auto_may_take", "choose", "unused_sections"]
+__all__ = [
+    "Chosen",
+    "Stack",
+    "auto_may_take",
+    "choose",
+    "strategy_to_name",
+    "unknown_device",
+    "unused_sections",
+]
 
 SETTING: Final[Mapping[str, str]] = {
     "device": "device",
@@ -120,7 +128,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     if default not in aliases:
         offered = frozenset[str]().union(*(each.card.offers for each in (device, *extensions)))
         chosen = chooser.strategy(default, processes, offered)
-        default = chosen.name if default == "auto" else default
+        default = chosen.name
         aliases[default] = chosen
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
     stack = Stack(
@@ -168,14 +176,18 @@ class _Chooser:
         return Chosen(native.record, f"torch runs {kind}, and no installed plugin is named after it")
 
     def strategy(self, asked: str, processes: int, offered: frozenset[str]) -> Chosen:
-        given = self.by_object("strategy")
-        if (given and asked not in ("auto", *(chosen.name for chosen in given))) or len(given) > 1:
+        given, setting = self.by_object("strategy"), self.resolved.settings.get(("strategy",))
+        others = [chosen.name for chosen in given if asked not in ("auto", chosen.name)]
+        from_file = setting is not None and setting.source in ("preset", "file")
+        if len(given) > 1 or (others and not from_file):
             names = ", ".join(chosen.name for chosen in given)
             raise ConfigError(
                 f"Accelerator was given the config of {names}, but strategy is {asked!r}"
                 f" ({self.resolved.origins.get('strategy', 'default')})\n"
                 "ask for one of them: name it, or leave the other's config object out"
             )
+        if others and setting:
+            return Chosen(given[0].record, f"{given[0].why} (over {asked!r} from {setting.origin})")
         if given:
             return given[0]
         if asked != "auto":
@@ -191,9 +203,8 @@ class _Chooser:
         # Where the device carries none, the best of all is refused by the words that it lacks.
         best = self._best("strategy", offered) or self._best("strategy")
         if best is None:
-            packages = [known.distribution for known in known_plugins() if known.slot == "strategy"]
             raise ConfigError(
-                f"strategy: auto found none for {processes} processes\npip install {' or '.join(packages)}"
+                f"strategy: auto found none for {processes} processes\n{strategy_to_name(self.discovery)}"
             )
         return best
 
@@ -232,18 +243,38 @@ class _Chooser:
         return Chosen(top[0], f"auto: usable, and of the highest priority ({highest})")
 
 
-def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
+def strategy_to_name(discovery: Discovery) -> str:
+    """What to do where `strategy: auto` finds none: name one that is usable here, else install one."""
+    here = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
+    if here:
+        verb = "is" if len(here) == 1 else "are"
+        return f"{', '.join(here)} {verb} installed and taken only when named: --strategy {here[0]}"
+    return next(install_hint(known.folder) for known in known_plugins() if known.slot == "strategy")
+
+
+def unknown_device(asked: str, discovery: Discovery) -> str:
+    """Why no device of that name can be meant; empty if an installed plugin or torch knows it."""
+    kind = asked.partition(":")[0]
+    record = discovery.get(kind)
+    if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
+        return ""
     import torch
 
     try:
-        usable = kind == "cpu" or torch.get_device_module(kind).is_available()
+        torch.get_device_module(kind)
     except (RuntimeError, AttributeError):
-        names = ["auto", "cpu", *(record.name for record in discovery.of("device"))]
-        raise ConfigError(
-            f"device: {kind!r} ({origin}) is neither an installed device plugin nor a torch device type"
-            f"{near(kind, names)}\n`accel plugins` lists what is installed"
-        ) from None
-    if not usable:
+        about = f"{kind!r} is neither an installed device plugin nor a device type of this torch"
+        return about + absent_device(kind, discovery)
+    return ""
+
+
+def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
+    import torch
+
+    problem = unknown_device(kind, discovery)
+    if problem:
+        raise ConfigError(f"device ({origin}): {problem}\n`accel plugins` lists what is installed")
+    if kind != "cpu" and not torch.get_device_module(kind).is_available():
         raise ConfigError(
             f"device: {kind} ({origin}): torch {torch.__version__} knows this device type, but finds no such"
             " device here\nchoose device: cpu, or auto"

@@ -38,6 +38,7 @@ def rows(member: Path) -> list[dict[str, Any]]:
         if group.startswith(GROUP):
             for name, target in entries.items():
                 row = {"name": name, "slot": group.removeprefix(GROUP), "distribution": project["name"]}
+                row["folder"] = member.relative_to(ROOT).as_posix()
                 found.append({**row, "keys": _keys(_resolve(target))})
     return found
 

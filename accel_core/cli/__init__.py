@@ -14,7 +14,7 @@ from accel_core.errors import AccelError, LaunchError
 if TYPE_CHECKING:
     from accel_core.plugins import Record
 
-__all__ = ["accel", "main"]
+__all__ = ["Group", "accel", "main"]
 
 BUILT_IN: Final = {  # each in the module of its name
     "launch": "Start a script on one or many processes.",
@@ -31,7 +31,20 @@ CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 10
 """Inherited by every command."""
 
 
-class _Lazy(click.Group):
+class Group(click.Group):
+    """Answers a command that it does not have with the one that was probably meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            from accel_core.plugins import near
+
+            ctx.fail(f"No such command {args[0]!r}{near(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+class _Lazy(Group):
     """Knows its commands by name and summary; imports the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from accel_core.cli import Group
 from accel_core.cli.plugins import aligned
 from accel_core.errors import ConfigError
 from accel_core.plugins import discover, near
@@ -23,7 +25,7 @@ _file = click.option("--config", "file", metavar="FILE", help="Read FILE, not AC
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
     """Check, show and write configuration files."""
 
@@ -39,9 +41,9 @@ def check(file: str | None, as_json: bool) -> None:
     except ConfigError as error:
         problems = list(error.problems)
     else:
-        from accel_core.launching import Launch
+        from accel_core.launching import Launch, mistakes
 
-        problems = list(resolved.misnamed())
+        problems = mistakes(resolved, discover())
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         print(json.dumps({"file": _read(file), "problems": problems, "notes": notes}, indent=1))
@@ -115,6 +117,7 @@ ASKED: Final = (
     "gradient_accumulation_steps",
     "launch.processes_per_node",
     "launch.nodes",
+    "launch.rendezvous",
     "project.project_dir",
 )
 """What `init` asks; each question is made from the option."""
@@ -136,6 +139,12 @@ def init(defaults: bool, output: str, force: bool) -> None:
 
     if Path(output).exists() and not force:
         raise ConfigError(f"{output} exists already\nuse --force to overwrite it, or --output FILE")
+    if not defaults:
+        from accel_core.config.resolve import load
+        from accel_core.launching import Launch
+
+        unset = load(discovery=discover(), environment={}, directory=os.devnull)  # where no file lies
+        click.echo(f"This machine: {Launch(unset, discover()).hardware()}")
     answers = ask(ASKED, discover(), silent=defaults)
     Path(output).write_text(render(answers), encoding="utf-8")
     print(f"wrote {output}; `accel config check` looks at it, `accel launch SCRIPT` uses it")

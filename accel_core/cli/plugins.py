@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Final
 import click
 from attrs import asdict, filters
 
+from accel_core.cli import Group
 from accel_core.cli.new import new
 from accel_core.errors import AccelError, PluginError
+from accel_core.known import install_hint
 from accel_core.plugins import SLOTS, Discovery, Record, discover, load, near
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ CHOSEN: Final = {
 }
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=Group, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a plugin, in a list.")
 @click.option("--why", is_flag=True, help="Say in words what would be chosen on this machine, and why.")
 @click.pass_context
@@ -168,7 +170,7 @@ def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
         if name != CARD.name:
             _find(name)
     if find_spec("pytest") is None:
-        raise AccelError("the conformance tests need pytest\npip install 'accel-core[testing]'")
+        raise AccelError(f"the conformance tests need pytest\n{install_hint('.[testing]')}")
     command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "--accel-stack", stack]
     if world:
         command += ["--accel-world", world]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import click
 from attrs import Attribute, frozen
@@ -12,10 +12,15 @@ from accel_core.config.options import default_of, describe, options_of, section_
 from accel_core.config.reader import Reader
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Text
-from accel_core.config.structure import MismatchError, convert, plain
+from accel_core.config.structure import MismatchError, convert, members, plain
+from accel_core.known import absence
 from accel_core.plugins import Discovery, Slot
+from accel_core.stack import unknown_device
 
-__all__ = ["Answer", "ask", "render"]
+__all__ = ["MEETING", "Answer", "ask", "render"]
+
+MEETING: Final = "launch.rendezvous"
+"""Asked for where there are several nodes."""
 
 
 @frozen
@@ -25,6 +30,7 @@ class Answer:
     path: str
     help: str
     value: Any
+    default: Any
 
 
 def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> list[Answer]:
@@ -32,7 +38,10 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
 
     silent: ask nothing, answer with the defaults.
     """
-    answers = [_answer(path, *_core_option(path), discovery, silent) for path in paths]
+    answers: list[Answer] = []
+    for path in paths:
+        if path != MEETING or next(it.value for it in answers if it.path == "launch.nodes") > 1:
+            answers.append(_answer(path, *_core_option(path), discovery, silent))
     strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
     options = Reader(discovery).section(strategy)
     if options and click.confirm(f"Set options of {strategy}?", default=False):
@@ -54,27 +63,46 @@ def _answer(path: str, attribute: Attribute[Any], kind: Any, discovery: Discover
     about = describe(attribute)
     default = plain(default_of(attribute, None))
     if silent:
-        return Answer(path, about.sentence, default)
-    click.echo(f"\n{about.sentence}{_installed(path, discovery)}")
+        return Answer(path, about.sentence, default, default)
+    names = _names(path, discovery)
+    choices = names or [str(plain(choice)) for choice in about.choices or members(kind)]
+    one_of = f" One of: {', '.join(choices)}." if choices else ""
+    click.echo(f"\n{about.sentence}{one_of}")
     shown = "" if default is None else default
-    value = click.prompt(path, default=shown, value_proc=_parser(attribute, kind), show_default=bool(shown))
-    return Answer(path, about.sentence, plain(value))
+    parse = _parser(attribute, kind, lambda value: _misnamed(path, value, names, discovery))
+    value = click.prompt(path, default=shown, value_proc=parse, show_default=bool(shown))
+    return Answer(path, about.sentence, plain(value), default)
 
 
-def _installed(path: str, discovery: Discovery) -> str:
-    slots: dict[str, Slot] = {"device": "device", "strategy": "strategy", "mixed_precision": "precision"}
-    if path not in slots:
+SLOTS: Final[Mapping[str, tuple[Slot, tuple[str, ...]]]] = {
+    "device": ("device", ("auto", "cpu")),
+    "strategy": ("strategy", ("auto",)),
+    "mixed_precision": ("precision", ("no",)),
+}
+"""Option that names a plugin -> its slot, and the words that are none."""
+
+
+def _names(path: str, discovery: Discovery) -> list[str]:
+    """What can be answered where a plugin is asked for; empty elsewhere."""
+    if path not in SLOTS:
+        return []
+    slot, words = SLOTS[path]
+    return [*words, *(record.name for record in discovery.of(slot))]
+
+
+def _misnamed(path: str, value: Any, names: Sequence[str], discovery: Discovery) -> str:
+    if not names or value in names:
         return ""
-    return f" Installed: {', '.join(record.name for record in discovery.of(slots[path]))}."
+    return unknown_device(value, discovery) if path == "device" else absence(value, SLOTS[path][0], discovery)
 
 
-def _parser(attribute: Attribute[Any], kind: Any) -> Callable[[str], Any]:
+def _parser(attribute: Attribute[Any], kind: Any, misnamed: Callable[[Any], str]) -> Callable[[str], Any]:
     def parse(text: Any) -> Any:
         try:
             value = convert(Text(text or "null") if isinstance(text, str) else text, kind)
         except MismatchError as mismatch:
             raise click.UsageError(str(mismatch)) from None
-        objection = describe(attribute).objection(value)
+        objection = describe(attribute).objection(value) or misnamed(value)
         if objection:
             raise click.UsageError(objection)
         return value
@@ -83,7 +111,10 @@ def _parser(attribute: Attribute[Any], kind: Any) -> Callable[[str], Any]:
 
 
 def render(answers: Sequence[Answer]) -> str:
-    """The answers as YAML, each under the help of its option; sections after plain options."""
+    """The answers as YAML, each under the help of its option; sections after plain options.
+
+    What is the default stays a comment, so that the file does not pin it.
+    """
     lines = ["# Settings of accel runs. All options: accel config schema; their origins: accel config show."]
     section = ""
     for answer in sorted(answers, key=lambda answer: "." in answer.path):
@@ -92,10 +123,11 @@ def render(answers: Sequence[Answer]) -> str:
             lines += ["", f"{head}:"]
             section = head
         indent = "  " if head else ""
+        mark = "# " if answer.value == answer.default else ""
         lines += [
             *([] if head else [""]),
             f"{indent}# {answer.help}",
-            f"{indent}{name or head}: {_scalar(answer.value)}",
+            f"{indent}{mark}{name or head}: {_scalar(answer.value)}",
         ]
     return "\n".join(lines) + "\n"
 

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
 from attrs import NOTHING, Attribute, frozen
 
-__all__ = ["RESERVED_NAMES", "changed", "default_of", "describe", "option", "options_of", "section_class"]
+__all__ = [
+    "RESERVED_NAMES",
+    "Remembering",
+    "changed",
+    "default_of",
+    "describe",
+    "option",
+    "options_of",
+    "remember_given",
+    "said",
+    "section_class",
+]
 
 Path = tuple[str, ...]
 """An option's address, such as ("launch", "nodes")."""
+
+F = TypeVar("F", bound=Callable[..., None])
 
 _KEY: Final = "accel_core.option"
 
@@ -114,6 +129,40 @@ def changed(instance: Any) -> dict[str, Any]:
     """The options of a config object that differ from their defaults."""
     held = {alias: (a, getattr(instance, a.name)) for alias, (a, _) in options_of(type(instance)).items()}
     return {alias: value for alias, (a, value) in held.items() if value != default_of(a, instance)}
+
+
+def remember_given(init: F) -> F:
+    """An `__init__` that leaves the names of the arguments it was given in `self._given`."""
+    names = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def remembering(self: object, *args: Any, **kwargs: Any) -> None:
+        object.__setattr__(self, "_given", frozenset((*names[: len(args)], *kwargs)))
+        init(self, *args, **kwargs)
+
+    return cast("F", remembering)
+
+
+class Remembering:
+    """Base of config classes whose objects know which options they were given, equal to a default or not."""
+
+    __slots__ = ("_given",)
+
+    def __init_subclass__(cls) -> None:
+        if "__init__" in vars(cls):  # attrs makes a class with slots a second time, then with its __init__
+            cls.__init__ = remember_given(cls.__init__)  # type: ignore[method-assign]
+
+
+def said(instance: Any) -> dict[str, Any]:
+    """The options that a config object speaks of: those it was given, and those that are not the default.
+
+    None says nothing where it is the default.
+    """
+    given: frozenset[str] = getattr(instance, "_given", frozenset())  # a copy does not remember
+    named = {alias: getattr(instance, a.name) for alias, (a, _) in options_of(type(instance)).items()}
+    return {alias: named[alias] for alias in given & named.keys() if named[alias] is not None} | changed(
+        instance
+    )
 
 
 def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, Final
 
 from attrs import Attribute, define, evolve, field
 
 from accel_core import known
-from accel_core.config.options import Path, changed, describe, options_of, section_class
+from accel_core.config.options import Path, describe, options_of, said, section_class
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Given, Problem, Text, show, spell
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins import Discovery, Record, load, near
 
-__all__ = ["CORE", "Reader", "load_class"]
+__all__ = ["ALIASES", "CORE", "Reader", "load_class"]
 
 CORE: Final = {name: kind for name, (_, kind) in options_of(RunConfig).items() if name != "plugins"}
 """Core's own top-level options and sections: name -> type."""
+
+ALIASES: Final[Mapping[Path, Path]] = {("accumulation", "num_steps"): ("gradient_accumulation_steps",)}
+"""A second name of an option -> the first."""
 
 
 @define
@@ -36,6 +40,7 @@ class Reader:
     """Sections kept unread, and why. A dict, for the order."""
     _classes: dict[str, type | None] = field(factory=dict)
     _faults: dict[str, str] = field(factory=dict)
+    _namers: dict[str, Given] = field(factory=dict)
     _within_of: tuple[int, dict[Path, list[Path]]] = field(default=(-1, {}))
 
     def read(self, givens: Iterable[Given]) -> None:
@@ -43,7 +48,7 @@ class Reader:
         opened = [each for given in givens for each in self._opened(given)]
         for given in opened:  # an alias's options are read by its plugin, whichever source named it
             if given.path[0] == "strategies" and given.path[2:] == ("plugin",):
-                self.named[given.path[1]] = str(given.value)
+                self.named[given.path[1]], self._namers[given.path[1]] = str(given.value), given
         for given in opened:
             self._read(given)
 
@@ -57,6 +62,22 @@ class Reader:
     def refuse(self, given: Given, message: str, path: Path | None = None) -> None:
         """Add a problem with what a source gave."""
         self.problems.append(Problem(given.origin, given.path if path is None else path, message))
+
+    def refuse_near_variables(self, environment: Iterable[str]) -> None:
+        """Refuse ACCEL_MIXED_PRECISION and its kin; variables that name no option are left alone."""
+        options: dict[str, str] = {}
+        for name, kind in CORE.items():
+            inner = section_class(kind)
+            options |= (
+                {f"{name}_{key}": f"{name}__{key}" for key in options_of(inner)} if inner else {name: name}
+            )
+        for name in sorted(environment):
+            head, _, rest = name.upper().partition("_")
+            if head == "ACCEL" and rest.lower() in options:
+                meant = f"ACCEL__{options[rest.lower()].upper()}"
+                self.problems.append(
+                    Problem(f"variable {name}", (), f"is read by nobody; did you mean {meant}?")
+                )
 
     def section(self, name: str) -> type | None:
         """The class of a section; None if there is none, or it cannot be read."""
@@ -81,7 +102,8 @@ class Reader:
         given = len(self.settings) + len(self.objects)
         if self._within_of[0] != given:  # indexed once: a look at all of them for each section is quadratic
             held: dict[Path, list[Path]] = {}
-            for place in (*self.settings, *self.objects):
+            mirrors = [alias for alias, path in ALIASES.items() if path in self.settings]
+            for place in (*self.settings, *self.objects, *mirrors):
                 for depth in range(len(place) + 1):
                     held.setdefault(place[:depth], []).append(place)
             self._within_of = (given, held)
@@ -125,13 +147,13 @@ class Reader:
         return None
 
     def _entries(self, given: Given, cls: type | None) -> list[Given]:
-        """What is given for the keys of a section; of an object, what differs from the defaults."""
+        """What is given for the keys of a section; of an object, what it speaks of."""
         raw = given.value.looks_like() if isinstance(given.value, Text) else given.value
         if cls and isinstance(raw, cls):
             if given.path in self.objects:
                 self.refuse(given, f"a second object for section {spell(given.path)}; give one")
             self.objects[given.path] = raw
-            raw = changed(raw)
+            raw = said(raw)
         if raw is None:  # a section whose keys are all commented out
             return []
         if not isinstance(raw, Mapping):
@@ -177,7 +199,11 @@ class Reader:
     def _option(self, given: Given, attribute: Attribute[Any], kind: Any) -> None:
         from accel_core.config.structure import convert
 
-        value = given.value
+        value, path = given.value, ALIASES.get(given.path, given.path)
+        if value is None and path != given.path:
+            return  # unset, so that the other name says it
+        if value is False and _value(attribute.default) == "no":
+            value = "no"  # as YAML reads the bare word
         try:
             if given.source in ("preset", "python") and callable(attribute.converter):
                 value = attribute.converter(value)
@@ -188,10 +214,13 @@ class Reader:
         if objection:
             self.refuse(given, objection)
         else:
-            self._merge(evolve(given, value=value))
+            self._merge(evolve(given, value=value, path=path))
 
     def _merge(self, given: Given) -> None:
-        """Lay it over what was there; but Python contradicts no flag or variable, a proposal nobody."""
+        """Lay it over what was there; but Python contradicts no flag or variable, a proposal nobody.
+
+        Nor does a source contradict itself, by two names of one option for instance.
+        """
         before = self.settings.setdefault(given.path, given)
         if before.value == given.value:
             if given.source != "proposal":
@@ -202,7 +231,9 @@ class Reader:
         mine, theirs = repr(plain(given.value)), repr(plain(before.value))
         if given.source == "proposal":
             self.refuse(given, f"wants {mine}, but it is {theirs} by {before.origin}")
-        elif given.source == "python" and before.source not in ("preset", "file"):
+        elif given.source == before.source != "preset" or (
+            given.source == "python" and before.source not in ("preset", "file")
+        ):
             self.refuse(given, f"{mine} here, but {theirs} by {before.origin}; give it once")
         else:
             self.settings[given.path] = evolve(
@@ -216,13 +247,14 @@ class Reader:
         record, missing = self.discovery.get(name), known.known_plugin(name)
         reason = self._faults.get(name)
         if missing and not record:
-            reason = f"{missing.slot} {name} is not installed; pip install {missing.distribution}"
+            reason = f"{missing.slot} {name} is not installed; {known.install_hint(missing.folder)}"
         if reason:
             self.notes[f"{spell(place)} ({given.origin}) is kept unread: {reason}"] = None
         elif record and record.slot != "command":
             self.refuse(given, f"the plugin {name} has no options", place)
         elif len(place) > 1:
-            self.refuse(given, known.absence(name, "strategy", self.discovery), place)
+            namer = self._namers[place[1]]
+            self.refuse(namer, known.absence(name, "strategy", self.discovery), namer.path)
         else:
             self.refuse(given, f"unknown key{self._hint(place, RunConfig)}", place)
 
@@ -237,9 +269,13 @@ class Reader:
         owners += [other for other, cls in self.sections() if name in options_of(cls) and [other] != section]
         for it in known.known_plugins():
             if name in it.keys and self.discovery.get(it.name) is None:
-                owners.append(f"{it.name} (not installed: pip install {it.distribution})")
+                owners.append(f"{it.name} (not installed; {known.install_hint(it.folder)})")
         close = near(name, mine)
         return f"; it is an option of {' and '.join(owners)}" if owners and not close else close
+
+
+def _value(default: Any) -> Any:
+    return default.value if isinstance(default, Enum) else default
 
 
 def load_class(record: Record) -> type | None:

@@ -17,7 +17,7 @@ from attrs import NOTHING, evolve, field, frozen
 
 from accel_core.config import sources
 from accel_core.config.options import Path, options_of, section_class
-from accel_core.config.reader import CORE, Reader, load_class
+from accel_core.config.reader import ALIASES, CORE, Reader, load_class
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import HANDOVER_VARIABLE, Given, Problem, spell
 from accel_core.known import absence
@@ -47,7 +47,9 @@ class Resolved:
     @property
     def origins(self) -> Mapping[str, str]:
         """Dotted path -> who set it, for whatever is not a default."""
-        return {spell(path): given.origin for path, given in self.settings.items()}
+        found = {path: given.origin for path, given in self.settings.items()}
+        found |= {alias: found[path] for alias, path in ALIASES.items() if path in found}
+        return {spell(path): origin for path, origin in found.items()}
 
     @property
     def notes(self) -> Sequence[str]:
@@ -165,6 +167,7 @@ def load(
 
             givens += read_yaml(name, FilePath(directory), reader.problems)
         givens += [*sources.from_environment(environment), *sources.from_flags(flags or {})]
+        reader.refuse_near_variables(environment)
     reader.read([*sources.from_presets(presets or {}), *givens, *sources.from_python(python or {}, objects)])
     return _resolved(reader, name)
 
@@ -182,7 +185,6 @@ def find_file(
 
 
 def _resolved(reader: Reader, file: str | None) -> Resolved:
-    _check_accumulation(reader)
     reader.finish()
     names = dict.fromkeys(path[0] for path in (*reader.settings, *reader.objects) if path[0] not in CORE)
     classes = {alias: reader.section(plugin) for alias, plugin in reader.named.items()}
@@ -202,19 +204,13 @@ def _resolved(reader: Reader, file: str | None) -> Resolved:
     return Resolved(config=config, file=file, reader=reader, strategies=strategies)
 
 
-def _check_accumulation(reader: Reader) -> None:
-    one, two = map(reader.settings.get, (("accumulation", "num_steps"), ("gradient_accumulation_steps",)))
-    if one and two and one.value != two.value:
-        other = f"{spell(two.path)} is {two.value} by {two.origin}"
-        reader.refuse(one, f"is {one.value}, but {other}; give one of them")
-
-
 def _built(cls: type, path: Path, reader: Reader, **values: Any) -> Any:
     """The section's object: the one that Python gave where nobody else has a say, else with all settings."""
     touched = reader.within(path)
     origin = next((reader.settings[place].origin for place in touched if place in reader.settings), "")
     for alias, (attribute, kind) in options_of(cls).items():
-        place, inner = (*path, alias), section_class(kind)
+        named, inner = (*path, alias), section_class(kind)
+        place = ALIASES.get(named, named)
         if place in reader.settings:
             values[alias] = reader.settings[place].value
         elif inner and reader.within(place):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import Factory, field, frozen
 from attrs.converters import optional
 
-from accel_core.config.options import changed, option
+from accel_core.config.options import Remembering, changed, option
 
 if TYPE_CHECKING:
     from accel_core.plugins import Slot
@@ -32,8 +32,8 @@ __all__ = [
 
 
 @frozen(kw_only=True)
-class KwargsHandler:
-    """A config class whose fields are arguments of something in torch."""
+class KwargsHandler(Remembering):
+    """Base of config classes: an object knows which options it was given, so that these win over a file."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from the class's defaults.
@@ -113,7 +113,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 @frozen(kw_only=True)
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(Remembering):
     """How prepared dataloaders share out the data. Section `data`."""
 
     split_batches: bool = option(False, help="Share each batch out, instead of a batch for each process.")
@@ -144,7 +144,7 @@ def _home(path: str | os.PathLike[str]) -> str:
 
 
 @frozen(kw_only=True)
-class ProjectConfiguration:
+class ProjectConfiguration(Remembering):
     """Where a run writes. Section `project`."""
 
     project_dir: str | None = option(None, converter=optional(_home), help="Folder of the project.")
@@ -174,6 +174,11 @@ class LaunchConfig:
     rendezvous: str | None = option(None, help="host:port of node 0; unset: 127.0.0.1 and a free port.")
     max_restarts: int = option(0, minimum=0, help="How often failed workers are started again.")
     launcher: str = option("torchrun", help="The launcher plugin.")
+
+    def __attrs_post_init__(self) -> None:
+        if self.node_rank >= self.nodes:
+            ranks = f"0 to {self.nodes - 1}" if self.nodes > 1 else "0 only"
+            raise ValueError(f"node_rank {self.node_rank} is none of {self.nodes} node(s); ranks are {ranks}")
 
 
 @frozen(kw_only=True)
@@ -210,8 +215,8 @@ class RunConfig:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches a step, wherever that was set."""
-        return self.accumulation.num_steps or self.gradient_accumulation_steps
+        """Micro-batches a step, by whichever of its two names that was set."""
+        return self.gradient_accumulation_steps
 
     def plugin_names(self) -> Iterator[tuple[tuple[str, ...], Slot, str]]:
         """(path, slot, name) of each plugin that is asked for by name.

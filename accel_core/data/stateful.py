@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from accel_core.errors import ConfigError
+from accel_core.known import install_hint
 
 if TYPE_CHECKING:
     from accel_core.data.feed import ShardedIterable, Shares
@@ -38,7 +39,7 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     except ImportError as error:
         raise ConfigError(
             "data.use_stateful_dataloader=True: torchdata is not installed (map-style data resumes exactly"
-            " without it)\npip install 'accel-core[stateful]'"
+            f" without it)\n{install_hint('.[stateful]')}"
         ) from error
     made: DataLoader[Any] = StatefulDataLoader(())
     made.__dict__.update(loader.__dict__)

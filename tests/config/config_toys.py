@@ -92,7 +92,7 @@ TOYS = Discovery(
 )
 
 TEN_MISTAKES = """\
-mixed_precision: no
+device: no
 gradient_accumulation_steps: "4"
 strategi: shard
 launch:

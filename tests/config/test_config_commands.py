@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,28 +143,38 @@ def test_the_schema_of_one_section(accel):
     assert (done.returncode, "did you mean 'grad_scaler'?" in done.stderr) == (1, True)
 
 
-def test_init_with_defaults_writes_a_commented_file_that_means_the_defaults(accel):
+def test_init_with_defaults_writes_a_commented_file_that_pins_nothing(accel):
     assert accel("init", "--defaults").returncode == 0
     text = (accel.folder / "accel.yaml").read_text()
-    assert "# A device plugin, a torch device type, or auto.\ndevice: auto\n" in text
-    assert "mixed_precision: 'no'" in text
+    assert "# A device plugin, a torch device type, or auto.\n# device: auto\n" in text
+    assert yaml.safe_load(text) == {"launch": None, "project": None}
     assert accel("check").returncode == 0
     values = json.loads(accel("show", "--json").stdout)["values"]
     assert {row["path"]: row["value"] for row in values}["mixed_precision"] == "no"
 
 
-def test_init_asks_again_after_an_answer_that_cannot_be(accel):
-    done = accel("init", answers="\n\nbf16\n0\nmany\n4\n\n2\nout\n")
+def test_init_asks_again_after_an_answer_that_cannot_be_and_writes_what_differs(accel):
+    answers = "gpu\n\nfdsp\nsingle\nbf61\nbf16\n0\nmany\n4\n\n2\nhost:29500\nout\n"
+    done = accel("init", answers=answers)
+    assert "'gpu' is neither an installed device" in done.stdout
+    assert "no strategy 'fdsp' is installed" in done.stdout
+    assert "did you mean 'bf16'?" in done.stdout
     assert "must be at least 1, got 0" in done.stdout
     assert "expected a whole number, got 'many'" in done.stdout
     assert yaml.safe_load((accel.folder / "accel.yaml").read_text()) == {
-        "device": "auto",
-        "strategy": "auto",
+        "strategy": "single",
         "mixed_precision": "bf16",
         "gradient_accumulation_steps": 4,
-        "launch": {"processes_per_node": "auto", "nodes": 2},
+        "launch": {"nodes": 2, "rendezvous": "host:29500"},
         "project": {"project_dir": "out"},
     }
+
+
+def test_init_says_which_devices_it_found_and_what_can_be_answered(accel):
+    done = accel("init", answers="\n" * 9)
+    assert done.stdout.startswith("This machine: ")
+    assert re.search(r"One of: auto, cpu, .*far-away", done.stdout)
+    assert re.search(r"One of: no, .*bf16", done.stdout)
 
 
 def test_init_overwrites_nothing_unless_forced(accel):
@@ -177,3 +188,58 @@ def test_no_command_imports_torch(accel):
     done = accel("show", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if line.rpartition("|")[2].strip() == "torch"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("device: gpu\n", "accel.yaml:1:1: device: 'gpu' is neither .*; write cuda, or auto"),
+        ("device: fat-away\n", "device: 'fat-away' .*; did you mean 'far-away'"),
+        ("launch: {node_rank: 4}\n", "accel.yaml:1:10: launch: node_rank 4 is none of 1 node"),
+        ("launch: {nodes: 2, node_rank: 2}\n", "node_rank 2 is none of 2 node.*; ranks are 0 to 1"),
+        ("mixed_precision: BF16\n", "did you mean 'bf16'"),
+        ("MIXED_PRECISION: bf16\n", "unknown key; did you mean 'mixed_precision'"),
+        (
+            "strategies: {big: {cpu_offloa: 1, plugin: singel}}\n",
+            "accel.yaml:1:35: strategies.big.plugin: no strategy 'singel' .*did you mean 'single'",
+        ),
+    ],
+)
+def test_check_finds_what_no_machine_can_run(accel, text, problem):
+    (accel.folder / "accel.yaml").write_text(text)
+    done = accel("check")
+    assert done.returncode == 1
+    assert re.search(problem, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "doubt"),
+    [
+        ("rng_types: [pyton]\n", "rng_types: 'pyton' is no built-in stream; did you mean 'python'"),
+        ("profile: {activities: [gpu]}\n", "profile.activities: torch here cannot record 'gpu'"),
+        (
+            "compile: {backend: inducter}\n",
+            "compile.backend: torch here has no 'inducter'; did you mean 'inductor'",
+        ),
+    ],
+)
+def test_check_doubts_words_that_only_other_machines_can_know(accel, text, doubt):
+    (accel.folder / "accel.yaml").write_text(text)
+    assert doubt in accel("check").stdout
+
+
+def test_a_bare_no_is_the_word_where_no_is_one(accel):
+    (accel.folder / "accel.yaml").write_text("mixed_precision: no\n")
+    assert accel("check").returncode == 0
+
+
+def test_a_variable_with_one_underscore_too_few_is_an_error_with_the_right_one(accel):
+    done = accel("check", ACCEL_MIXED_PRECISION="bf16", ACCEL_LAUNCH_NODES="2", ACCEL_RUN_ID="x")
+    assert done.stdout.splitlines() == [
+        "variable ACCEL_LAUNCH_NODES: is read by nobody; did you mean ACCEL__LAUNCH__NODES?",
+        "variable ACCEL_MIXED_PRECISION: is read by nobody; did you mean ACCEL__MIXED_PRECISION?",
+    ]
+
+
+def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(accel):
+    assert "No such command 'chekc'; did you mean 'check'?" in accel("chekc").stderr

@@ -12,7 +12,7 @@ from config_toys import TOYS, ShardConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_core import ConfigError, GradScalerKwargs, RunConfig
+from accel_core import ConfigError, GradientAccumulationPlugin, GradScalerKwargs, RunConfig
 from accel_core.config.options import options_of, section_class
 from accel_core.config.resolve import load
 from accel_core.config.structure import convert
@@ -195,13 +195,28 @@ def test_a_variable_cannot_reach_into_an_option_that_holds_a_mapping(resolve):
         resolve(ACCEL__SHARD__EXTRA__A="1")
 
 
-def test_the_two_ways_to_set_accumulation_may_agree_but_not_differ(resolve):
+def test_one_file_may_not_give_accumulation_two_values_by_its_two_names(resolve):
     yaml_text = "gradient_accumulation_steps: 4\naccumulation: {num_steps: "
     assert resolve(yaml_text + "4}\n").config.accumulation_steps == 4
     with pytest.raises(
-        ConfigError, match=r"accumulation.num_steps: is 2, but gradient_accumulation_steps is 4 by"
+        ConfigError, match=r"accel.yaml:2:16: .*: 2 here, but 4 by accel.yaml:1:1; give it once"
     ):
         resolve(yaml_text + "2}\n")
+
+
+@pytest.mark.parametrize(
+    "stronger",
+    [
+        {"flags": {"accumulation.num-steps": "4"}},
+        {"ACCEL__ACCUMULATION__NUM_STEPS": "4"},
+        {"objects": [GradientAccumulationPlugin(num_steps=4)]},
+        {"python": {"gradient_accumulation_steps": 4}},
+    ],
+)
+def test_accumulation_wins_over_a_file_that_used_its_other_name(resolve, stronger):
+    for weaker in ("gradient_accumulation_steps: 1\n", "accumulation: {num_steps: 1}\n"):
+        config = resolve(weaker, **stronger).config
+        assert (config.accumulation_steps, config.accumulation.num_steps) == (4, 4)
 
 
 def test_accumulation_is_one_value_wherever_it_was_set(resolve):

@@ -10,7 +10,14 @@ import pytest
 from attrs import frozen
 from config_toys import Policy, RivalConfig, ShardConfig
 
-from accel_core import ConfigError, GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RunConfig
+from accel_core import (
+    ConfigError,
+    DataLoaderConfiguration,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    RunConfig,
+)
 
 
 def test_an_object_of_core_configures_its_section(resolve):
@@ -194,7 +201,7 @@ def test_the_digest_tells_configs_apart_but_not_machines(resolve):
         name: resolve(python=given).digest()
         for name, given in {
             "plain": {},
-            "node": {"launch.node_rank": 1},
+            "node": {"launch.nodes": 2, "launch.node_rank": 1},
             "default": {"device": "auto"},
             "other": {"device": "cpu"},
         }.items()
@@ -205,3 +212,24 @@ def test_the_digest_tells_configs_apart_but_not_machines(resolve):
 def test_the_digest_knows_the_sections_within_a_named_strategy(resolve):
     yaml = "strategies: {a: {plugin: shard, policy: {min_size: %d}}}\n"
     assert resolve(yaml % 3).digest() != resolve(yaml % 4).digest()
+
+
+def test_what_an_object_was_given_wins_over_the_file_though_it_equals_the_default(resolve):
+    found = resolve("shard: {cpu_offload: true, stage: 3}\n", objects=[ShardConfig(cpu_offload=False)])
+    assert (found.config.plugins["shard"].cpu_offload, found.config.plugins["shard"].stage) == (False, 3)
+    assert found.origins["shard.cpu_offload"] == "ShardConfig(...) (over True from accel.yaml:1:9)"
+
+
+def test_what_an_object_was_given_contradicts_a_flag_though_it_equals_the_default(resolve):
+    with pytest.raises(ConfigError, match=r"even_batches: True here, but False by flag --data.even-batches"):
+        resolve(objects=[DataLoaderConfiguration(even_batches=True)], flags={"data.even-batches": "false"})
+
+
+def test_a_none_that_is_the_default_says_nothing(resolve):
+    found = resolve("process_group: {timeout: 5}\n", objects=[InitProcessGroupKwargs(timeout=None)])
+    assert found.config.process_group.timeout == timedelta(seconds=5)
+
+
+def test_an_argument_and_an_object_that_differ_by_a_default_are_an_error(resolve):
+    with pytest.raises(ConfigError, match=r"split_batches: False here, but True by Accelerator"):
+        resolve(python={"data.split_batches": True}, objects=[DataLoaderConfiguration(split_batches=False)])

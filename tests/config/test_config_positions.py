@@ -18,7 +18,7 @@ def mistakes(resolve, yaml: str) -> tuple[str, ...]:
 
 def test_ten_mistakes_are_ten_lines_in_the_order_of_the_file(resolve):
     assert mistakes(resolve, TEN_MISTAKES) == (
-        f"accel.yaml:1:1: mixed_precision: expected text, got false; {BARE_NO}",
+        f"accel.yaml:1:1: device: expected text, got false; {BARE_NO}",
         "accel.yaml:2:1: gradient_accumulation_steps: expected a whole number, got '4'; remove the quotes",
         "accel.yaml:3:1: strategi: unknown key; did you mean 'strategies'?",
         "accel.yaml:6:3: launch.nodes: given again; it is already on line 5",

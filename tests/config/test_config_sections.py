@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from accel_core import ConfigError, PluginError, known
-from accel_core.known import Known
+from accel_core.known import Known, install_hint
 
 
 @pytest.fixture
 def workspace(monkeypatch):
     """Plugins that exist, and are not installed."""
-    rows = (Known(name="far", slot="strategy", distribution="accel-far", keys=("reach",)),)
+    rows = (
+        Known(name="far", slot="strategy", distribution="accel-far", folder="backends/far", keys=("reach",)),
+    )
     monkeypatch.setattr(known, "known_plugins", lambda: rows)
 
 
@@ -29,7 +31,7 @@ def test_the_section_of_a_plugin_that_is_not_selected_is_validated(resolve):
 def test_the_section_of_a_known_plugin_that_is_missing_is_kept_with_a_note(resolve, workspace):
     found = resolve("far: {reach: 3, anything: goes}\n")
     assert found.notes == (
-        "far (accel.yaml:1:1) is kept unread: strategy far is not installed; pip install accel-far",
+        f"far (accel.yaml:1:1) is kept unread: strategy far is not installed; {install_hint('backends/far')}",
     )
 
 
@@ -53,7 +55,9 @@ def test_a_key_of_another_plugin_says_whose_it_is(resolve, workspace):
         "accel.yaml:1:23: rival-one.compression: unknown key; it is an option of shard",
     )
     (line,) = problems(resolve, "shard: {reach: 3}\n")
-    assert line.endswith("unknown key; it is an option of far (not installed: pip install accel-far)")
+    assert line.endswith(
+        f"unknown key; it is an option of far (not installed; {install_hint('backends/far')})"
+    )
 
 
 def test_an_option_of_a_section_written_at_the_top_says_where_it_belongs(resolve):
@@ -88,10 +92,12 @@ def test_annotations_that_only_type_checkers_know_are_said(resolve, toys):
 def test_options_of_a_named_strategy_that_is_not_installed_say_what_to_install(resolve, workspace):
     (line,) = problems(resolve, "strategies: {a: {plugin: shrd, stage: 2}}\n")
     assert (
-        line == "accel.yaml:1:32: strategies.a.stage: no strategy 'shrd' is installed; did you mean 'shard'?"
+        line == "accel.yaml:1:18: strategies.a.plugin: no strategy 'shrd' is installed; did you mean 'shard'?"
     )
     (note,) = resolve("strategies: {a: {plugin: far, stage: 2}}\n").notes
-    assert note.endswith("kept unread: strategy far is not installed; pip install accel-far")
+    assert note.endswith(
+        "kept unread: strategy far is not installed; in a clone of accel-core: pip install ./backends/far"
+    )
 
 
 def test_a_broken_plugin_that_nobody_mentions_is_not_mentioned(resolve, toys):

@@ -190,7 +190,7 @@ def test_changes_that_it_does_not_survive_are_refused(change, says):
 def test_without_torchdata_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     make, options = loaders("map")
-    with pytest.raises(ConfigError, match=r"pip install 'accel-core\[stateful\]'"):
+    with pytest.raises(ConfigError, match=r"pip install './\.\[stateful\]'"):
         prepared(make, **options)
 
 

@@ -42,3 +42,27 @@ def test_a_second_accelerator_leaves_the_first_as_it_was():
     assert (second.gradient_accumulation_steps, second.mixed_precision) == (1, "bf16")
     for accelerator in (first, second):
         accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "other"),
+    [
+        ({"gradient_accumulation_steps": 1}, "GRADIENT_ACCUMULATION_STEPS", "2"),
+        ({"device_placement": True}, "DEVICE_PLACEMENT", "false"),
+        ({"split_batches": False}, "DATA__SPLIT_BATCHES", "true"),
+        ({"step_scheduler_with_optimizer": True}, "STEP_SCHEDULER_WITH_OPTIMIZER", "false"),
+    ],
+)
+def test_an_argument_written_out_contradicts_a_variable_though_it_is_the_default(
+    monkeypatch, argument, variable, other
+):
+    monkeypatch.setenv(f"ACCEL__{variable}", other)
+    with pytest.raises(ConfigError, match=f"by variable ACCEL__{variable}; give it once"):
+        Accelerator(cpu=True, **argument)
+
+
+def test_an_argument_that_is_not_given_contradicts_nothing(monkeypatch):
+    monkeypatch.setenv("ACCEL__GRADIENT_ACCUMULATION_STEPS", "2")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.gradient_accumulation_steps == 2
+    accelerator.end_training()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from attrs import frozen
 
-from accel_core import Card, ConfigError, PluginError
+from accel_core import Card, ConfigError, PluginError, option
 from accel_core.config.resolve import load
 from accel_core.plugins import Discovery, Record, discover
 from accel_core.stack import choose
@@ -91,7 +92,7 @@ def test_a_named_device_that_cannot_be_used_is_an_error_with_its_reason():
 
 
 def test_a_misspelt_device_is_an_error_with_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"device: 'fats' .*did you mean 'fast'"):
+    with pytest.raises(ConfigError, match=r"device \(.*\): 'fats' .*did you mean 'fast'"):
         stack_of(native_and(record("fast", "device")), device="fats")
 
 
@@ -101,8 +102,17 @@ def test_a_device_type_that_torch_lacks_here_is_an_error():
 
 
 def test_several_processes_without_a_strategy_say_what_to_install():
-    with pytest.raises(ConfigError, match=r"auto found none for 2 processes\n.*pip install accel-ddp"):
+    with pytest.raises(
+        ConfigError, match=r"auto found none for 2 processes\nin a clone of.*pip install ./backends/ddp$"
+    ):
         stack_of(native_and(), 2, device="cpu")
+
+
+def test_several_processes_where_only_a_shy_strategy_is_installed_say_to_name_it():
+    with pytest.raises(
+        ConfigError, match=r"found none for 2 processes\nshy is installed .*: --strategy shy$"
+    ):
+        stack_of(native_and(record("shy", "strategy")), 2, device="cpu")
 
 
 def test_several_processes_take_the_strategy_of_highest_priority():
@@ -133,7 +143,7 @@ def test_a_strategy_that_looks_like_none_lists_the_installed_ones():
 
 
 def test_a_strategy_of_ours_that_is_not_installed_says_how_to_get_it():
-    with pytest.raises(ConfigError, match="pip install accel-ddp"):
+    with pytest.raises(ConfigError, match="pip install ./backends/ddp"):
         stack_of(native_and(), strategy="ddp")
 
 
@@ -236,3 +246,22 @@ def test_a_file_may_hold_options_of_what_auto_takes_elsewhere(tmp_path):
     (tmp_path / "accel.yaml").write_text("chip: {enabled: true}\n")
     resolved = load(discovery=discovery, environment={}, directory=tmp_path)
     assert choose(resolved, 1, discovery).notes == ()
+
+
+@frozen(kw_only=True)
+class Rare:
+    """Options of a strategy."""
+
+    depth: int = option(1, help="How deep.")
+
+
+def test_a_config_object_of_a_strategy_wins_over_the_strategy_of_a_file_and_not_over_a_flag(tmp_path):
+    (tmp_path / "accel.yaml").write_text("strategy: usual\n")
+    discovery = native_and(record("usual", "strategy"), record("rare", "strategy", config=f"{__name__}:Rare"))
+    given = {"objects": [Rare()], "discovery": discovery, "environment": {}}
+    found = choose(load(directory=tmp_path, **given), 2, discovery)
+    assert (found.strategy.name, "over 'usual' from accel.yaml:1:1" in found.strategy.why) == ("rare", True)
+    with pytest.raises(
+        ConfigError, match="given the config of rare, but strategy is 'usual' .flag --strategy"
+    ):
+        choose(load(flags={"strategy": "usual"}, **given), 2, discovery)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_core import install_hint
 from accel_npu import machine
 from accel_npu.machine import NpuLaunch, chip_count, probe
 
@@ -49,7 +50,7 @@ def test_a_machine_with_library_toolkit_and_chips_is_usable(here: Machine) -> No
 def test_without_torch_npu_the_reason_says_what_to_install(here: Machine) -> None:
     del here.versions["torch_npu"]
 
-    assert probe() == "torch_npu is not installed (pip install 'accel-npu[runtime]')"
+    assert probe() == f"torch_npu is not installed; {install_hint('backends/npu[runtime]')}"
 
 
 def test_a_torch_npu_for_another_torch_is_told(here: Machine) -> None:

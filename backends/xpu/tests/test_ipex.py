@@ -31,7 +31,7 @@ def one(function: Any, *args: Any, **options: Any) -> Any:
     ("versions", "reason"),
     [
         ({"torch": "2.8.0+cpu", "intel-extension-for-pytorch": "2.8.0"}, None),
-        ({"torch": "2.8.0+cpu"}, "is not installed (pip install 'accel-xpu[ipex]')"),
+        ({"torch": "2.8.0+cpu"}, "pip install './backends/xpu[ipex]'"),
         (
             {"torch": "2.13.0", "intel-extension-for-pytorch": "2.8.0"},
             "2.8.0 was built for another torch than 2.13.0",

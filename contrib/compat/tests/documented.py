@@ -220,7 +220,7 @@ from accelerate.utils import install_xla
 
 install_xla(upgrade=True)
 """,
-        "NotServedError: .*pip install 'accel-xla",
+        "NotServedError: .*pip install './backends/xla",
     ),
     "configuration 4": (
         "1.15 refuses it",

@@ -74,7 +74,7 @@ def test_accel_megatron_takes_the_plugin():
 
 @pytest.mark.skipif(find_spec("accel_megatron") is not None, reason="accel-megatron is installed")
 def test_without_its_package_megatron_is_refused_with_the_command_that_installs_it():
-    with pytest.raises(PluginError, match="pip install accel-megatron"):
+    with pytest.raises(PluginError, match="pip install ./backends/megatron"):
         Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from accel_core import option
+from accel_core import KwargsHandler, option
 
 __all__ = ["CudaConfig"]
 
 
 @frozen(kw_only=True)
-class CudaConfig:
+class CudaConfig(KwargsHandler):
     """Switches of this process's CUDA libraries, and where the process runs. Section `cuda`."""
 
     tf32: bool | None = option(

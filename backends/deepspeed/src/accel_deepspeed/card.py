@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from accel_core import Card
+from accel_core import Card, install_hint
 
 __all__ = ["DEEPSPEED"]
 
@@ -12,7 +12,7 @@ __all__ = ["DEEPSPEED"]
 def probe() -> str | None:
     """Whether DeepSpeed is installed; it is not imported."""
     if find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed: pip install accel-deepspeed[runtime]"
+        return f"DeepSpeed is not installed; {install_hint('backends/deepspeed[runtime]')}"
     return None
 
 

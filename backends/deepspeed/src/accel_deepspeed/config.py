@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from attrs import frozen
 
-from accel_core import Proposal, RunConfig, option
+from accel_core import KwargsHandler, Proposal, RunConfig, option
 from accel_deepspeed import settings
 
 __all__ = ["DeepSpeedPlugin"]
@@ -27,7 +27,7 @@ _PATHS: Final = {
 
 
 @frozen(kw_only=True)
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(KwargsHandler):
     """What DeepSpeed does, by its own JSON, by these options, or by both. Section `deepspeed`.
 
     "auto" in the JSON is filled in as it becomes known: from these options, the run, or what is prepared.

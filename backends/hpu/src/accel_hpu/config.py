@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from accel_core import option
+from accel_core import KwargsHandler, option
 
 __all__ = ["HpuConfig"]
 
@@ -20,7 +20,7 @@ def _usual() -> dict[str, float]:
 
 
 @frozen(kw_only=True)
-class HpuConfig:
+class HpuConfig(KwargsHandler):
     """How this process uses its HPU. Section `hpu`."""
 
     lazy: bool | None = option(

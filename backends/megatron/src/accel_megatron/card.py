@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from accel_core import Card
+from accel_core import Card, install_hint
 
 __all__ = ["MEGATRON"]
 
@@ -15,7 +15,7 @@ def probe() -> str | None:
     found = find_spec("megatron")
     folders = () if found is None else found.submodule_search_locations or ()
     if not any(Path(folder, "core", "__init__.py").is_file() for folder in folders):
-        return "megatron-core is not installed: pip install accel-megatron[runtime]"
+        return f"megatron-core is not installed; {install_hint('backends/megatron[runtime]')}"
     return None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from accel_core import option
+from accel_core import KwargsHandler, option
 
 __all__ = ["MpsConfig"]
 
 
 @frozen(kw_only=True)
-class MpsConfig:
+class MpsConfig(KwargsHandler):
     """How this process uses the Apple GPU. Section `mps`."""
 
     memory_fraction: float | None = option(

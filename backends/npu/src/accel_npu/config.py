@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from accel_core import option
+from accel_core import KwargsHandler, option
 
 __all__ = ["NpuConfig"]
 
 
 @frozen(kw_only=True)
-class NpuConfig:
+class NpuConfig(KwargsHandler):
     """Switches of this process's torch_npu. Section `npu`."""
 
     jit_compile: bool | None = option(

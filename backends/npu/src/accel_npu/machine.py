@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements
+from accel_core import hooks, implements, install_hint
 
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
@@ -27,7 +27,7 @@ def probe() -> str | None:
     """None if an NPU can be expected here, else why not."""
     vendor, torch = _version("torch_npu"), _version("torch")
     if vendor is None:
-        return "torch_npu is not installed (pip install 'accel-npu[runtime]')"
+        return f"torch_npu is not installed; {install_hint('backends/npu[runtime]')}"
     if torch is None or torch.split(".")[:2] != vendor.split(".")[:2]:
         return f"torch_npu {vendor} was built for another torch than {torch}; install the pair it names"
     if find_runtime() is None:

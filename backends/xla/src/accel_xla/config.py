@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from accel_core import option
+from accel_core import KwargsHandler, option
 
 __all__ = ["SpmdConfig", "XlaConfig"]
 
 
 @frozen(kw_only=True)
-class XlaConfig:
+class XlaConfig(KwargsHandler):
     """How this process uses its XLA device. Section `xla`."""
 
     pjrt_device: str | None = option(
@@ -26,7 +26,7 @@ class XlaConfig:
 
 
 @frozen(kw_only=True)
-class SpmdConfig:
+class SpmdConfig(KwargsHandler):
     """How one process spreads a model over all its devices. Section `xla-spmd`."""
 
     dp_shard_size: int = option(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from accel_core import option
+from accel_core import KwargsHandler, option
 
 __all__ = ["IpexConfig", "XpuConfig"]
 
 
 @frozen(kw_only=True)
-class XpuConfig:
+class XpuConfig(KwargsHandler):
     """Switches of this process's Intel GPU libraries. Section `xpu`."""
 
     tf32: bool | None = option(None, help="Let float32 matrix products use TF32: faster, fewer bits.")
@@ -18,7 +18,7 @@ class XpuConfig:
 
 
 @frozen(kw_only=True)
-class IpexConfig:
+class IpexConfig(KwargsHandler):
     """What `ipex.optimize` does to models that are trained. Section `ipex`."""
 
     fuse_update_step: bool | None = option(

@@ -8,6 +8,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from accel_core import install_hint
+
 __all__ = ["cpus_near", "gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
 
 VISIBLE = "ZE_AFFINITY_MASK"
@@ -39,11 +41,11 @@ def probe_ipex() -> str | None:
     """None if intel-extension-for-pytorch loads beside this torch, else why not."""
     extension, torch = _version("intel-extension-for-pytorch"), _version("torch")
     if extension is None:
-        return "intel-extension-for-pytorch is not installed (pip install 'accel-xpu[ipex]')"
+        return f"intel-extension-for-pytorch is not installed; {install_hint('backends/xpu[ipex]')}"
     if torch is None or torch.split(".")[:2] != extension.split(".")[:2]:
         return (
             f"intel-extension-for-pytorch {extension} was built for another torch than {torch};"
-            " install the pair (pip install 'accel-xpu[ipex]')"
+            f" the pair is installed by: {install_hint('backends/xpu[ipex]')}"
         )
     return None
 

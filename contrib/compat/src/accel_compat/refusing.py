@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from accel_core import AccelError
+from accel_core import AccelError, install_hint
 
 __all__ = ["PACKAGES", "NotServedError", "inventory", "unserved", "why"]
 
@@ -35,15 +35,15 @@ REASONS: Final[Mapping[str, str]] = {
 
 
 PACKAGES: Final[Mapping[str, str]] = {
-    "DeepSpeedPlugin": "accel-deepspeed",
-    "DummyOptim": "accel-deepspeed",
-    "DummyScheduler": "accel-deepspeed",
-    "FullyShardedDataParallelPlugin": "accel-fsdp",
-    "MegatronLMDummyScheduler": "accel-megatron",
-    "MegatronLMPlugin": "accel-megatron",
-    "TorchTensorParallelPlugin": "accel-fsdp",
+    "DeepSpeedPlugin": "backends/deepspeed",
+    "DummyOptim": "backends/deepspeed",
+    "DummyScheduler": "backends/deepspeed",
+    "FullyShardedDataParallelPlugin": "backends/fsdp",
+    "MegatronLMDummyScheduler": "backends/megatron",
+    "MegatronLMPlugin": "backends/megatron",
+    "TorchTensorParallelPlugin": "backends/fsdp",
 }
-"""Name that works where a package of ours is installed -> that package."""
+"""Name that works where a package of ours is installed -> its folder in the repository."""
 
 
 class NotServedError(AccelError, NotImplementedError):
@@ -63,7 +63,7 @@ def why(module: str, name: str) -> str:
         homes = (each for each in inventory() if each in REASONS and name in inventory()[each])
         module = next(homes, module)
     if name in PACKAGES:
-        return f"it needs a package: pip install {PACKAGES[name]}"
+        return f"it needs a package; {install_hint(PACKAGES[name])}"
     if "Megatron" in name or "megatron" in name:
         return MEGATRON
     fitting = [start for start in REASONS if module == start or module.startswith(start + ".")]

@@ -9,7 +9,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, ClassVar
 
-from accel_core import PluginError
+from accel_core import PluginError, install_hint
 
 __all__ = ["Spelled", "Translated", "load"]
 
@@ -65,9 +65,9 @@ def load(path: str, wanted: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        distribution = module.replace("_", "-")
+        distribution, folder = module.replace("_", "-"), module.removeprefix("accel_").replace("_", "-")
         raise PluginError(
-            f"{wanted} needs {distribution}, which is not installed\npip install {distribution}",
+            f"{wanted} needs {distribution}, which is not installed\n{install_hint(f'backends/{folder}')}",
             distribution=distribution,
         ) from error
 

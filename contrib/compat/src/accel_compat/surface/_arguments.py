@@ -46,6 +46,15 @@ STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
 
 
+UNSAID: Final = {
+    "device_placement": True,
+    "step_scheduler_with_optimizer": True,
+    "split_batches": False,
+    "cpu": False,
+    "gradient_accumulation_steps": 1,
+}
+
+
 @define
 class Asked:
     """core: arguments of accel-core's Accelerator. kept: attributes that Accelerate's has besides."""
@@ -54,6 +63,10 @@ class Asked:
     kept: dict[str, Any]
     accumulation: Any
     deepspeed: Any
+
+    def spoken(self) -> dict[str, Any]:
+        """The arguments that say something: Accelerate's defaults are no wish, and a file wins over them."""
+        return {name: value for name, value in self.core.items() if value != UNSAID.get(name)}
 
 
 def read(given: dict[str, Any]) -> Asked:

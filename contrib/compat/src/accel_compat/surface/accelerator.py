@@ -82,7 +82,7 @@ class Accelerator(Ranks):
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState()._check_initialized(asked.core["mixed_precision"], cpu)
         self._loose, self._stepping = [], []
-        super().__init__(**asked.core)
+        super().__init__(**asked.spoken())
         runs.adopt(self.run)
         for name, value in asked.kept.items():
             setattr(self, name, value)
