@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ class Job:
             self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
+
+    def state(self, path: str) -> Tensor:
+        """This rank's only part of what the optimizer keeps under that path."""
+        (unit,) = self.accelerator.run.units
+        return unit.hooks.optimizer_state(unit, unit.optimizers[0]).leaves[path].shards[0][1].clone()
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         return {name: each.clone() for name, each in self.accelerator.iter_weights(self.model, dtype=dtype)}
@@ -138,20 +144,77 @@ def counts(how: Mapping[str, Any], folder: str) -> tuple[int, int]:
     return saved.model.global_steps, loaded.model.global_steps
 
 
-def mixes(how: Mapping[str, Any] | None, folder: str, *, save: bool) -> str:
-    """Natively one bias is never stepped. What the engine says to that."""
+def mixes(
+    how: Mapping[str, Any] | None, folder: str, *, save: bool, late: bool = False
+) -> tuple[str, float, list[float], bool]:
+    """Natively one bias is never stepped, or later than the rest.
+
+    What is said of that, its moments, the steps that all have, and whether weights stayed what they were.
+    """
     job = Job(how, 0)
     if save:
         job.module.last.bias.requires_grad_(requires_grad=False)
         job.train(0)
         job.module.last.bias.requires_grad_()
+        if late:
+            job.train(STEPS, 1)
         job.accelerator.save_state(folder)
-        return ""
+        return "", 0.0, [], True
+    job.train(50, 1)
+    before, said = job.weights(), Said()
     try:
-        job.accelerator.load_state(folder)
+        with said:
+            job.accelerator.load_state(folder, strict=not late)
     except Exception as error:
-        return str(error)
-    return "it was loaded"
+        said.lines.append(str(error))
+    after = job.weights()
+    return (
+        "\n".join(said.lines),
+        float(job.state("last.bias/exp_avg").abs().sum()),
+        sorted({float(job.state(f"{name}/step")) for name in ("first.bias", "last.bias")}),
+        all(torch.equal(before[name], each) for name, each in after.items()),
+    )
+
+
+class Said(logging.Handler):
+    """What is logged inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        logging.getLogger().addHandler(self)
+
+    def __exit__(self, *args: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+
+def again(how: Mapping[str, Any], folder: str, *, between: bool) -> tuple[list[float], ...]:
+    """Losses of one run, of one that was saved and loaded twice, and the steps in its last checkpoint."""
+    job = Job(how, 0)
+    job.train(0)
+    job.accelerator.save_state(f"{folder}/1")
+    expected = job.train(STEPS) + job.train(2 * STEPS)
+    job.accelerator.end_training()
+    job = Job(how, 1)
+    job.accelerator.load_state(f"{folder}/1")
+    if between:
+        job.accelerator.save_state(f"{folder}/between")
+    found = job.train(STEPS)
+    job.accelerator.save_state(f"{folder}/2")
+    job.accelerator.end_training()
+    job = Job(how, 2)
+    job.accelerator.load_state(f"{folder}/2")
+    (unit,) = job.accelerator.run.units
+    leaves = unit.hooks.optimizer_state(unit, unit.optimizers[0]).leaves
+    steps = {float(leaf.shards[0][1]) for name, leaf in leaves.items() if name.endswith("/step")}
+    found += job.train(2 * STEPS)
+    job.accelerator.end_training()
+    return expected, found, steps
 
 
 def names_in_boxes(how: Mapping[str, Any]) -> dict[str, int]:

@@ -124,3 +124,16 @@ def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     Gradients(engine, 0.0).clamp(4.0)
 
     assert gradient.tolist() == [3.0, -4.0]
+
+
+def stepped_before() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match="the SGD has state already, and DeepSpeed's engine"):
+        accelerator().prepare(model, optimizer)
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    run_processes(stepped_before, world=1)

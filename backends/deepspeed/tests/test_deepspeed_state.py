@@ -169,10 +169,32 @@ def test_counters_of_the_engine_go_on(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_a_parameter_without_state_among_others_is_named(tmp_path: Any, name: str) -> None:
+def test_a_parameter_without_state_begins_with_no_moments_and_is_named(tmp_path: Any, name: str) -> None:
     run(jobs.mixes, None, str(tmp_path / "state"), save=True, world=1)
 
-    (said,) = run(jobs.mixes, JSON[name], str(tmp_path / "state"), save=False, world=1)
+    (found,) = run(jobs.mixes, JSON[name], str(tmp_path / "state"), save=False, world=1)
 
-    assert "last.bias of no step, and DeepSpeed steps them as one" in said
-    assert "a param_group of its own" in said
+    said, moments, steps, untouched = found
+    assert "no optimizer state of last.bias; DeepSpeed steps parameters together" in said
+    assert (moments, steps, untouched) == (0.0, [jobs.STEPS], False)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_steps_that_differ_are_refused_before_anything_is_loaded(tmp_path: Any, name: str) -> None:
+    run(jobs.mixes, None, str(tmp_path / "state"), save=True, late=True, world=1)
+
+    (found,) = run(jobs.mixes, JSON[name], str(tmp_path / "state"), save=False, late=True, world=1)
+
+    said, moments, steps, untouched = found
+    assert "step of first.bias is 4, of last.bias 1, and DeepSpeed steps them as one" in said
+    assert "nothing was loaded" in said
+    assert moments > 0
+    assert (steps, untouched) == ([1.0], True)
+
+
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3-small"])
+def test_a_run_that_has_resumed_saves_what_goes_on(tmp_path: Any, name: str, between: bool) -> None:
+    for expected, found, steps in run(jobs.again, JSON[name], str(tmp_path), between=between):
+        assert found == expected
+        assert steps == {2 * jobs.STEPS}

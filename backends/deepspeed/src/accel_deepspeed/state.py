@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -30,6 +31,9 @@ _OWN: Final = ("params", "param_names", "moe", "name")
 _ADAM: Final[Mapping[str, str]] = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}
 """DeepSpeed's own Adam, torch's in other words: class -> attribute that says whether it is AdamW."""
 
+logger = logging.getLogger(__name__)
+
+Template = Mapping[str, Mapping[str, "TensorTemplate"]]
 Scalars = dict[str, Tensor]
 """`NAME/KEY` -> a number that DeepSpeed keeps once for all parameters of a flat tensor (their step)."""
 
@@ -81,29 +85,53 @@ class EngineState:
         ]
         return OptimizerState(leaves=leaves, groups=groups, algorithm=_algorithm(base))
 
+    @implements(hooks.refuse_optimizer_state)
+    def refuse_optimizer_state(
+        self,
+        unit: Unit,
+        optimizer: Optimizer,
+        template: Template,
+        plain: Mapping[str, Mapping[str, Any]],
+    ) -> Sequence[str]:
+        """What flat tensors have no place for, and parameters that differ and are stepped as one."""
+        reasons = [*_foreign(_base(unit), template, plain)]
+        for _, parts in _by_flat(unit):
+            reasons += _disagreements(_known(parts, template))
+        return reasons
+
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
         self,
         unit: Unit,
         optimizer: Optimizer,
-        template: Mapping[str, Mapping[str, TensorTemplate]],
+        template: Template,
         plain: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Flat tensors, zero where DeepSpeed pads. Numbers wait for `state_loaded`, to be compared."""
+        """Flat tensors, zero where DeepSpeed pads and of what is new. Numbers wait for `state_loaded`."""
         (engine,) = unit.wrapped
         base, scalars = _base(unit), self._loading.setdefault(unit, {})
         scalars.clear()
-        _refuse_foreign(base, template, plain)
+        new: list[str] = []
         for flat, parts in _by_flat(unit):
-            had = base.state.pop(flat, {})
-            for key, tensor in _agreed(parts, template).items():
+            had, known = base.state.pop(flat, {}), _known(parts, template)
+            fresh = [each for each in parts if known and each.name not in known]
+            new += [each.name for each in fresh]
+            for key, tensor in next(iter(known.values()), {}).items():
                 if tensor.kind == "scalar":
                     base.state[flat][key] = 0
-                    scalars.update({f"{each.name}/{key}": torch.zeros(()) for each in parts})
+                    scalars.update({f"{name}/{key}": torch.zeros(()) for name in known})
                     continue
                 dtype = getattr(torch, tensor.dtype)
                 fits = key in had and had[key].dtype == dtype
                 base.state[flat][key] = had[key] if fits else torch.zeros_like(flat.detach(), dtype=dtype)
+                for each in fresh:
+                    each.cut(base.state[flat][key]).zero_()
+        if new:
+            logger.warning(
+                "deepspeed: the checkpoint has no optimizer state of %s; DeepSpeed steps parameters together,"
+                " so their moments begin at zero, and their step is that of their group",
+                ", ".join(new[:10]) + (", ..." if len(new) > 10 else ""),
+            )
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
             engine.optimizer._hp_optimizer_states_linked = False  # its views are of what was there before
 
@@ -112,10 +140,10 @@ class EngineState:
         """Collective: what forward computes with is made from the masters."""
         base, scalars = _base(unit), self._loading.pop(unit, {})
         for flat, parts in _by_flat(unit):
-            state = base.state.get(flat, {})
-            for key in [key for key in state if f"{parts[0].name}/{key}" in scalars]:
-                value = _one_value(key, {each.name: scalars[f"{each.name}/{key}"].item() for each in parts})
-                state[key] = _number(base, parts[0], value)
+            for key in base.state.get(flat, {}):
+                paths = [path for each in parts if (path := f"{each.name}/{key}") in scalars]
+                if paths:  # they agree, or they would have been refused
+                    base.state[flat][key] = _number(base, parts[0], scalars[paths[0]].item())
         _refresh(unit)
 
     @implements(hooks.save_state)
@@ -185,7 +213,7 @@ def _hyperparameters(base: Any, group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in group if key not in (*_OWN, "bias_correction", "step")}
 
 
-def _refuse_foreign(base: Any, template: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+def _foreign(base: Any, template: Template, plain: Mapping[str, Any]) -> Iterator[str]:
     odd = [f"{name}/{key}" for name, values in plain.items() for key in values]
     kinds = ("like_param", "scalar")
     odd += [
@@ -195,38 +223,33 @@ def _refuse_foreign(base: Any, template: Mapping[str, Any], plain: Mapping[str, 
         flags = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in base.param_groups)]
         odd += [f"{key}=True" for key in flags]
     if odd:
-        raise CheckpointError(
-            f"deepspeed: {type(base).__name__} over flat tensors has no place for {', '.join(odd[:10])}\n"
-            "resume with the optimizer that saved it, or load with strict=False and without its state"
+        yield (
+            f"{type(base).__name__} over flat tensors has no place for {', '.join(odd[:10])};"
+            " resume with the optimizer that saved it"
         )
 
 
-def _agreed(
-    parts: Sequence[Fragment], template: Mapping[str, Mapping[str, TensorTemplate]]
-) -> Mapping[str, Any]:
-    """What is wanted of each parameter of a flat tensor, which can only be the same."""
-    first, wanted = parts[0], template.get(parts[0].name, {})
-    for each in parts:
-        if {k: t.dtype for k, t in template.get(each.name, {}).items()} != {
-            k: t.dtype for k, t in wanted.items()
-        }:
-            raise CheckpointError(
-                f"deepspeed: {first.name} has the state {sorted(wanted) or 'of no step'}, {each.name}"
-                f" {sorted(template.get(each.name, {})) or 'of no step'}, and DeepSpeed steps them as one\n"
-                "give each a param_group of its own, or freeze what is never stepped"
-            )
-    return wanted
+def _known(parts: Sequence[Fragment], template: Template) -> dict[str, Mapping[str, TensorTemplate]]:
+    """What is wanted of those parameters of a flat tensor of which the checkpoint has any state."""
+    return {each.name: wanted for each in parts if (wanted := template.get(each.name))}
 
 
-def _one_value(key: str, values: Mapping[str, float]) -> float:
-    first, value = next(iter(values.items()))
-    for name, other in values.items():
-        if other != value:
-            raise CheckpointError(
-                f"deepspeed: {key} of {first} is {value}, of {name} {other}, and they are stepped as one\n"
-                "give each a param_group of its own"
+def _disagreements(known: Template) -> Iterator[str]:
+    """Parameters that would be stepped as one need the same state and numbers."""
+    for (first, wanted), (name, other) in pairwise(known.items()):
+        if {k: t.dtype for k, t in other.items()} != {k: t.dtype for k, t in wanted.items()}:
+            yield (
+                f"{first} has {sorted(wanted)}, {name} {sorted(other)}, and DeepSpeed steps them as one;"
+                " give each a param_group of its own"
             )
-    return value
+            return
+        for key, tensor in other.items():
+            if tensor.kind == "scalar" and (one := wanted[key].number()) != (two := tensor.number()):
+                yield (
+                    f"{key} of {first} is {one:g}, of {name} {two:g}, and DeepSpeed steps them as one;"
+                    " give each a param_group of its own"
+                )
+                return
 
 
 def _number(base: Any, part: Fragment, value: float) -> Tensor | int:

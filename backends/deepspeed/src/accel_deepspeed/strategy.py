@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from attrs import evolve
 
-from accel_core import AccelError, ConfigError, hooks, implements, no_op
+from accel_core import AccelError, ConfigError, has_state, hooks, implements, no_op
 from accel_deepspeed import completing, experts, gradients, settings
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.initializing import sharded_init
@@ -115,6 +115,12 @@ class DeepSpeed(SharedSequences, EngineState):
         is_half = self.run.config.mixed_precision != "no"
         flat = self.config.stage > 0 or is_half
         reasons += [reason for each in optimizers if (reason := unserved(each, flat=flat))]
+        reasons += [
+            f"the {type(each).__name__} has state already, and DeepSpeed's engine begins with none\n"
+            "prepare it before its first step, and bring its state back with accelerator.load_state"
+            for each in optimizers
+            if has_state(each)
+        ]
         for name, parameter in (pair for model in models for pair in model.named_parameters()):
             if parameter.ndim == 0:
                 reasons.append(

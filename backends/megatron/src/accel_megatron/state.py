@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accel_core import AccelError, CheckpointError, Entry, Leaf, OptimizerState, hooks, implements, whole
+from accel_core import AccelError, Entry, Leaf, OptimizerState, hooks, implements, whole
 from accel_megatron.building import first_ranks
 from accel_megatron.pieces import boxes
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronState"]
 
+logger = logging.getLogger(__name__)
+
+Template = Mapping[str, Mapping[str, "TensorTemplate"]]
+Known = dict[str, Mapping[str, "TensorTemplate"]]
 Scalars = dict[tuple[Tensor, str], dict[str, Tensor]]
 """(what is stepped, key) -> canonical name -> a number that is loaded for it."""
 _STREAM = "megatron:"
@@ -69,7 +75,8 @@ class MegatronState:
         leaves: dict[str, Leaf] = {}
         for each in self.steppers[unit].stepped():
             pieces = self.engines[unit].chunks.pieces[each.parameter]
-            for key, value in each.state.items():
+            numbers = {"step": each.group["step"]} if each.counts_by_group and "step" in each.group else {}
+            for key, value in [*each.state.items(), *numbers.items()]:
                 if _is_number(value, each):
                     waiting = loading.get((each.key, key), {})
                     leaves |= {
@@ -86,55 +93,81 @@ class MegatronState:
         below: OptimizerState = self.below.optimizer_state(unit, optimizer)
         return OptimizerState(leaves=leaves, groups=below.groups)
 
+    @implements(hooks.refuse_optimizer_state)
+    def refuse_optimizer_state(
+        self, unit: Unit, optimizer: Optimizer, template: Template, plain: Mapping[str, Mapping[str, Any]]
+    ) -> Sequence[str]:
+        """What megatron-core's optimizer has no place for, and weights that differ and are stepped as one."""
+        reasons = [
+            f"there is no place for {name}'s {', '.join(kept)}" for name, kept in plain.items() if kept
+        ]
+        reasons += [
+            f"{key} of {name} is {tensor.kind}, which is not kept here; resume with what saved it"
+            for name, tensors in template.items()
+            for key, tensor in tensors.items()
+            if tensor.kind not in ("like_param", "scalar")
+        ]
+        groups: dict[int, Known] = {}
+        for each in self.steppers[unit].stepped():
+            known = self._known(unit, each, template)
+            reasons += _disagreements(known, None)
+            if each.counts_by_group:
+                groups.setdefault(id(each.group), {}).update(known)
+        for known in groups.values():
+            reasons += _disagreements(known, ("step",))
+        return list(dict.fromkeys(reasons))
+
+    def _known(
+        self, unit: Unit, each: Stepped, template: Template
+    ) -> dict[str, Mapping[str, TensorTemplate]]:
+        """What is wanted of those weights of a tensor of which the checkpoint has any state."""
+        names = _names(unit, self.engines[unit].chunks.pieces[each.parameter])
+        return {name: wanted for name in names if (wanted := template.get(name))}
+
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
-        self,
-        unit: Unit,
-        optimizer: Optimizer,
-        template: Mapping[str, Mapping[str, TensorTemplate]],
-        plain: Mapping[str, Mapping[str, Any]],
+        self, unit: Unit, optimizer: Optimizer, template: Template, plain: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Numbers wait for `state_loaded`, to be compared: several weights may be stepped as one."""
+        """Numbers wait for `state_loaded`. What is new in a tensor has no moments, and the tensor's step."""
         loading = self._loading.setdefault(unit, {})
         loading.clear()
         self._asked[unit] = {
             f"{name}/{key}": tensor for name, tensors in template.items() for key, tensor in tensors.items()
         }
-        if any(plain.values()):
-            raise CheckpointError(
-                f"megatron: there is no place for {next(n for n, v in plain.items() if v)}'s state"
-            )
+        new: list[str] = []
         for each in self.steppers[unit].stepped():
+            known, state = self._known(unit, each, template), each.optimizer.state[each.key]
+            wanted = next(iter(known.values()), {})
             names = _names(unit, self.engines[unit].chunks.pieces[each.parameter])
-            wanted = _agreed({name: template.get(name, {}) for name in names})
-            state = each.optimizer.state[each.key]
+            fresh = [name for name in names if known and name not in known]
+            new += fresh
             for key in [key for key in state if key not in wanted]:
                 del state[key]
             for key, tensor in wanted.items():
                 if tensor.kind == "scalar":
-                    loading[each.key, key] = {name: torch.zeros(()) for name in names}
-                    state.setdefault(key, torch.zeros(()))
-                elif tensor.kind != "like_param":
-                    raise CheckpointError(
-                        f"megatron: {key} of {names[0]} is {tensor.kind}, which is not kept here\n"
-                        "resume with the optimizer that saved it"
-                    )
-                elif getattr(state.get(key), "shape", None) != each.key.shape:
+                    loading[each.key, key] = {name: torch.zeros(()) for name in known}
+                    (each.group if each.counts_by_group and key == "step" else state).setdefault(key, 0)
+                elif fresh or getattr(state.get(key), "shape", None) != each.key.shape:
                     state[key] = torch.zeros_like(each.key.detach(), dtype=getattr(torch, tensor.dtype))
+        if new:
+            logger.warning(
+                "megatron: the checkpoint has no optimizer state of %s; what they are stepped together with"
+                " has, so their moments begin at zero, and their step is that of the others",
+                ", ".join(dict.fromkeys(new)),
+            )
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
         """Collective: forward computes with what was loaded."""
         self._asked.pop(unit, None)
-        for (key, name), values in self._loading.pop(unit, {}).items():
-            (optimizer,) = [each.optimizer for each in self.steppers[unit].stepped() if each.key is key]
-            found = {float(value) for value in values.values()}
-            if len(found) > 1:
-                raise CheckpointError(
-                    f"megatron: {name} differs between {', '.join(values)}, which are stepped as one\n"
-                    "load with strict=False and without optimizer state"
-                )
-            optimizer.state[key][name] = torch.tensor(found.pop())
+        loading = self._loading.pop(unit, {})
+        stepped = {each.key: each for each in self.steppers[unit].stepped()} if loading else {}
+        for (key, name), values in loading.items():
+            value = next(iter(values.values())).item()  # they agree, or they would have been refused
+            if stepped[key].counts_by_group and name == "step":
+                _set_step(stepped[key].group, value)
+            else:
+                stepped[key].state[name] = torch.tensor(value)
         if unit in self.steppers:
             self.steppers[unit].refresh()
 
@@ -246,18 +279,24 @@ def _number(value: Any) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
-def _agreed(wanted: Mapping[str, Mapping[str, TensorTemplate]]) -> Mapping[str, TensorTemplate]:
-    (first, keys), *others = wanted.items()
-    for name, other in others:
-        if {k: (t.kind, t.dtype) for k, t in other.items()} != {
-            k: (t.kind, t.dtype) for k, t in keys.items()
-        }:
-            raise CheckpointError(
-                f"megatron: {first} has the state {sorted(keys) or 'of no step'}, {name}"
-                f" {sorted(other) or 'of no step'}, and they are stepped as one tensor\n"
-                "load with strict=False and without optimizer state"
-            )
-    return keys
+def _disagreements(known: Template, keys: Sequence[str] | None) -> Iterator[str]:
+    """Weights that would be stepped as one need the same state and numbers. keys: of these only."""
+    for (first, wanted), (name, other) in pairwise(known.items()):
+        if keys is None and {k: t.dtype for k, t in other.items()} != {k: t.dtype for k, t in wanted.items()}:
+            yield f"{first} has {sorted(wanted)}, {name} {sorted(other)}, and they are stepped as one"
+            return
+        for key in other.keys() & wanted.keys() & set(other if keys is None else keys):
+            if other[key].kind == "scalar" and (one := wanted[key].number()) != (two := other[key].number()):
+                yield f"{key} of {first} is {one:g}, of {name} {two:g}, and they are stepped as one"
+                return
+
+
+def _set_step(group: dict[str, Any], value: float) -> None:
+    """As the optimizer has it: a tensor where its step can be captured, else a number."""
+    if isinstance(group.get("step"), Tensor):
+        group["step"].fill_(int(value))
+    else:
+        group["step"] = int(value)
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,13 +50,14 @@ def why_not(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
 class Stepped:
     """What is stepped of a parameter on this rank: elements from number `begin` on of it, flattened.
 
-    key: the tensor that the optimizer keeps state under.
+    key: the tensor that the optimizer keeps state under. group: the key's, of that optimizer.
     """
 
     parameter: nn.Parameter
     key: Tensor
     begin: int
     optimizer: Any
+    group: dict[str, Any]
 
     @property
     def elements(self) -> Tensor:
@@ -68,6 +69,11 @@ class Stepped:
         """Of the key, possibly none yet."""
         found: dict[str, Any] = self.optimizer.state.get(self.key, {})
         return found
+
+    @property
+    def counts_by_group(self) -> bool:
+        """Whether `step` is kept by group: so do the optimizers of transformer-engine and apex."""
+        return not type(self.optimizer).__module__.startswith("torch.optim")
 
 
 class Stepper:
@@ -188,11 +194,12 @@ class Stepper:
     def stepped(self) -> Iterator[Stepped]:
         """What this rank steps."""
         for each in self.each():
+            groups = {id(key): group for group in each.optimizer.param_groups for key in group["params"]}
             for parameter, key in _pairs(each):
                 begin = 0
                 if hasattr(each, "gbuf_ranges"):
                     begin = each._get_model_param_range_map(parameter)["param"].start
-                yield Stepped(parameter, key, begin, each.optimizer)
+                yield Stepped(parameter, key, begin, each.optimizer, groups[id(key)])
 
     def refresh(self) -> None:
         """Have forward compute with what the optimizer steps. Collective."""

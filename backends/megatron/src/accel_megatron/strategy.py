@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch.utils._pytree import tree_map_only
 
-from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
+from accel_core import AccelError, ConfigError, MeshDim, StepOutput, has_state, hooks, implements
 from accel_megatron import building, library, plain, settings, stepping, twins
 from accel_megatron.config import MegatronLMPlugin
 from accel_megatron.datasets import Onward
@@ -93,6 +93,12 @@ class Megatron(MegatronState):
         if len(unit.models) + len(models) > 1 or len(unit.optimizers) + len(optimizers) > 1:
             return ["megatron-core has one model and one optimizer a unit\nprepare each pair by itself"]
         reasons = [reason for each in optimizers if (reason := stepping.why_not(each, self.config))]
+        reasons += [
+            f"the {type(each).__name__} has state already, and megatron-core's optimizer begins with none\n"
+            "prepare it before its first step, and bring its state back with accelerator.load_state"
+            for each in optimizers
+            if has_state(each)
+        ]
         for model in models:
             reasons += [
                 f"{name} is float64, and megatron-core steps in float32\nmake it float32, or use strategy ddp"
