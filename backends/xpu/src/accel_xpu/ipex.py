@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Ipex"]
 
+_EAGER: Final = r"(aten::layer_norm|torch_ipex::\w+): an autograd kernel was not registered"
+"""torch's warning of operators of ipex. In eager mode their gradients are right."""
 _COMPILED: Final = (
     "compiled code loses the backward of ipex's operators: parameters before a layer norm get no gradient"
 )
@@ -75,6 +77,7 @@ class Ipex:
     def _optimized(self, model: nn.Module, optimizer: Optimizer, again: bool) -> nn.Module:
         if self.run.device.type == "xpu":  # it optimizes for where the parameters are
             model = model.to(self.run.device)
+        warnings.filterwarnings("ignore", _EAGER, UserWarning)  # what is compiled was refused
         training, step = model.training, optimizer.step
         model.training = True  # its word for "has an optimizer", asked of the outermost module alone
         options = {"inplace": True, "weights_prepack": False, **asdict(self.config)}
