@@ -20,17 +20,19 @@ def agree(control: Collectives, action: Callable[[], T]) -> T:
 
     Raises:
         CheckpointError: it failed somewhere; the message has each rank's failure. One that all ranks
-            have alike is raised as it is.
+            have alike is raised as it is; else it is of the most special kind among them.
     """
     error: Exception | None = None
     try:
         result = action()
     except Exception as raised:  # whatever it is, the other ranks are waiting for our word
         error = raised
-    votes = control.all_gather_object(error and f"{type(error).__name__}: {error}")
+    kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+    votes = control.all_gather_object(error and (kind, f"{type(error).__name__}: {error}"))
     if error is not None and len(set(votes)) == 1:
         raise error
-    said = [f"rank {rank}: {vote}" for rank, vote in enumerate(votes) if vote is not None]
+    said = [f"rank {rank}: {vote[1]}" for rank, vote in enumerate(votes) if vote is not None]
     if said:
-        raise CheckpointError("\n".join(said), path=getattr(error, "path", None)) from error
+        kind = max((vote[0] for vote in votes if vote is not None), key=lambda kind: len(kind.__mro__))
+        raise kind("\n".join(said), path=getattr(error, "path", None)) from error
     return result

@@ -37,7 +37,11 @@ __all__ = [
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
 
-DTYPES: Final = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES: Final = {
+    name: value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not (name := str(value)[6:]).startswith(("bits", "q"))
+}
 """torch's names without the prefix: float32, bfloat16, ..."""
 
 Store = Callable[[str, Tensor], str]

@@ -8,12 +8,16 @@ while it writes nor sync what it wrote. Imports torch only to look into tensors.
 
 from __future__ import annotations
 
+import errno
 import json
-import mmap
 import os
+import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+from weakref import ref
 
 from attrs import frozen
 from cattrs import Converter
@@ -24,7 +28,16 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DataFile", "FileRecord", "Manifest", "damaged", "is_ours", "read_manifest", "write_manifest"]
+__all__ = [
+    "DataFile",
+    "FileRecord",
+    "Manifest",
+    "UnreadableError",
+    "damaged",
+    "is_ours",
+    "read_manifest",
+    "write_manifest",
+]
 
 MANIFEST: Final = "manifest.json"
 MANIFEST_BYTES: Final = 1 << 28
@@ -33,6 +46,10 @@ FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 1
 _CONVERTER: Final = Converter(detailed_validation=False)
 BLOCK_BYTES: Final = 4 << 20
+OPEN_FILES: Final = 64
+"""How many data files are held open: a checkpoint of many ranks has more than a process may open."""
+_memory: Final = threading.local()
+"""Of each thread, the `block` that it reads into."""
 _ALIGNMENT: Final = 64
 
 _SAFETENSORS: Final[Mapping[str, str]] = {
@@ -101,33 +118,55 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
     return head, [len(head) + start for start in starts[:-1]]
 
 
+class UnreadableError(CheckpointError):
+    """It cannot be read here and now, and may be whole: no older checkpoint is taken instead."""
+
+
 class DataFile:
-    """A file of a checkpoint that is being read, mapped into memory.
+    """A file of a checkpoint that is being read. Copied from, never mapped: of a mapped file, what the
+    disk cannot read ends the process.
 
     Raises:
-        CheckpointError: it is not a file of the recorded size.
+        CheckpointError: it is not a file of the recorded size, or cannot be read.
     """
+
+    _open: ClassVar[deque[ref[DataFile]]] = deque()
+    """Those that are open."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         self.path, self.record = path, record
-        if path.is_symlink() or not path.is_file() or path.stat().st_size != record.size:
-            raise damaged(path, f"it is no file of {record.size} bytes")
-        try:
-            with path.open("rb") as file:
-                # Copy on write: torch wants a writable buffer, and nothing ever writes.
-                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise damaged(path, f"it cannot be read ({error})") from error
+        self._handle: int | None = None
+        self._identity: tuple[int, ...] | None = None
+        self._opened()
 
     @property
     def blocks(self) -> range:
         """The numbers of its blocks."""
         return range(-(-self.record.size // BLOCK_BYTES))
 
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on.
+
+        Raises:
+            CheckpointError: they are not there, or cannot be read.
+        """
+        while into:
+            try:
+                count = os.preadv(self._opened(), [into], start)
+            except OSError as error:
+                raise _failed(self.path, error) from error
+            if not count:
+                raise damaged(self.path, f"it ends after {start} bytes")
+            start, into = start + count, into[count:]
+
     def block(self, number: int) -> str:
         """The digest of a block, as it is on the disk now."""
-        with memoryview(self._memory) as view, view[number * BLOCK_BYTES :][:BLOCK_BYTES] as block:
-            return xxh3_64_hexdigest(block)
+        start = number * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self.record.size - start)
+        if not hasattr(_memory, "block"):
+            _memory.block = memoryview(bytearray(BLOCK_BYTES))
+        self.read(start, block := _memory.block[:size])
+        return xxh3_64_hexdigest(block)
 
     def check(self, blocks: Iterable[str]) -> None:
         """Raises CheckpointError if these are not the blocks that the manifest vouches for."""
@@ -136,17 +175,63 @@ class DataFile:
 
     def json(self) -> Any:
         """The content of a JSON file, verified."""
-        self.check(map(self.block, self.blocks))
+        content = bytearray(self.record.size)
+        self.read(0, whole := memoryview(content))
+        self.check([xxh3_64_hexdigest(whole[number * BLOCK_BYTES :][:BLOCK_BYTES]) for number in self.blocks])
         try:
-            return json.loads(self._memory[:])
+            return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise damaged(self.path, f"it cannot be understood ({error!r})") from error
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
-        """A tensor over the mapped bytes; read it, do not write it."""
-        from accel_core.checkpoint.codec import tensor_from
+        """A tensor of the bytes from `start` on, in memory of its own."""
+        from accel_core.checkpoint.codec import bytes_within, tensor_from
 
-        return tensor_from(self._memory, dtype, shape, start)
+        memory = bytearray(bytes_within(self.record.size, dtype, shape, start))
+        self.read(start, memoryview(memory))
+        return tensor_from(memory, dtype, shape)
+
+    def _opened(self) -> int:
+        if self._handle is None:
+            self._handle = _open_file(self.path)
+            found = os.fstat(self._handle)
+            identity = found.st_dev, found.st_ino, found.st_mtime_ns
+            if not S_ISREG(found.st_mode) or found.st_size != self.record.size:
+                raise damaged(self.path, f"it is no file of {self.record.size} bytes")
+            if identity != (self._identity or identity):
+                raise damaged(self.path, "it was replaced while it was read")
+            self._identity = identity
+            self._open.append(ref(self))
+            if len(self._open) > OPEN_FILES and (first := self._open.popleft()()):
+                first._close()
+        return self._handle
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def _open_file(path: Path) -> int:
+    """A handle to read from; follows no symbolic link and waits for no pipe."""
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise _failed(path, error) from error
+
+
+def _failed(path: Path, error: OSError) -> CheckpointError:
+    """What to raise for a file that the system does not let us read."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EIO):
+        return damaged(path, f"it cannot be read ({error})")
+    return UnreadableError(
+        f"{path} cannot be read: {error}\n"
+        "it may be whole, so no other is taken instead; mend that, and load again",
+        path=str(path),
+    )
 
 
 def sync_folder(path: Path) -> None:
@@ -207,18 +292,16 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is damaged, or of a version that is not known here.
     """
     path = folder / MANIFEST
-    if not path.is_file():  # a pipe would make us wait
+    if not os.path.lexists(path):
         raise CheckpointError(
             f"{folder} is no checkpoint: it has no {MANIFEST}\ngive the folder that save_state() returned",
             path=str(folder),
         )
+    content = _content(path)
     try:
-        if path.stat().st_size > MANIFEST_BYTES:
-            raise ValueError(f"it has more than {MANIFEST_BYTES} bytes")
-        content = path.read_bytes()
-        members = json.loads(content)
+        members = json.loads(content, parse_constant=_no_number)
         if (members["format"], members["version"]) != (FORMAT, VERSION):
-            raise CheckpointError(
+            raise UnreadableError(
                 f"{path} is of format {members['format']} version {members['version']}\n"
                 f"this accel-core reads {FORMAT} version {VERSION}; load it with the one that wrote it",
                 path=str(path),
@@ -227,11 +310,31 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its checksum does not fit its content")
         if outside := [name for name in members["files"] if Path(name).name != name]:
             raise ValueError(f"{outside[0]!r} is no file in this folder")
-        if min(members["world"]["size"], members["world"]["readers"]) < 1:
-            raise ValueError("it is of a world without ranks")
+        size, readers = members["world"]["size"], members["world"]["readers"]
+        if not (1 <= size <= len(members["files"]) and readers >= 1):
+            raise ValueError(f"it is of a world of {size} ranks and {readers} readers")
         return _CONVERTER.structure({**members, "members": members}, Manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged(path, f"it cannot be understood ({error!r})") from error
+
+
+def _content(path: Path) -> bytes:
+    """All of a manifest. Raises CheckpointError."""
+    handle = _open_file(path)
+    try:
+        found = os.fstat(handle)
+        if not S_ISREG(found.st_mode) or found.st_size > MANIFEST_BYTES:
+            raise damaged(path, f"it is no file of at most {MANIFEST_BYTES} bytes")
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise _failed(path, error) from error
+    finally:
+        os.close(handle)
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
 
 
 def manifest_if_any(folder: Path) -> Manifest | None:
@@ -244,10 +347,9 @@ def manifest_if_any(folder: Path) -> Manifest | None:
 
 def is_ours(folder: Path) -> bool:
     """Whether some version of this format wrote the folder, damaged or not."""
-    path = folder / MANIFEST
     try:
-        return path.is_file() and bool(json.loads(path.read_bytes())["format"] == FORMAT)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return bool(json.loads(_content(folder / MANIFEST))["format"] == FORMAT)
+    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

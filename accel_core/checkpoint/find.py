@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.commit import carry_back, holders, locate
+from accel_core.checkpoint.files import UnreadableError
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import candidates, folder_of, number_in
 from accel_core.errors import CheckpointError
@@ -44,6 +45,8 @@ def find(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool
     for name in found:
         try:
             return _verified(run, numbered / name)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             if control.rank == 0:
                 logger.warning("passed over: %s", error)

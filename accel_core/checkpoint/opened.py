@@ -35,6 +35,17 @@ class Opened:
             CheckpointError: it is none, or a file is missing or damaged; the message names it.
         """
         manifest = read_manifest(folder)
+        while True:
+            try:
+                return cls._of(folder, manifest)
+            except CheckpointError:
+                now = read_manifest(folder)
+                if now.save_id == manifest.save_id:
+                    raise
+                manifest = now  # it was replaced by another save meanwhile
+
+    @classmethod
+    def _of(cls, folder: Path, manifest: Manifest) -> Opened:
         path = folder / MANIFEST
 
         def opened(name: str) -> DataFile:
@@ -51,9 +62,9 @@ class Opened:
                 path, index = file.path, file.json()
                 data.check(index["blocks"])
                 shares[rank] = data, index
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
-        return cls(folder, manifest, state, shares)
+        return Opened(folder, manifest, state, shares)
 
     @property
     def blocks(self) -> list[tuple[DataFile, int, str]]:

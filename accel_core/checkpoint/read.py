@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from attrs import field, frozen
@@ -18,6 +19,9 @@ from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
 from accel_core.errors import CheckpointError
 
 __all__ = ["Checkpoint", "Stored"]
+
+STAGING_BYTES: Final = 16 << 20
+"""What is read at a time, where a tensor is not read to where it belongs."""
 
 
 @frozen
@@ -53,11 +57,25 @@ class Stored:
         for offset, tensor in leaf.shards:
             wanted = Box(tuple(offset), tuple(tensor.shape))
             for box, (file, start) in self.boxes.items():
-                source = file.tensor(self.dtype, box.shape, start)
-                if box == wanted:
-                    tensor.copy_(source)
+                if box == wanted and _takes_bytes(tensor, self.dtype):
+                    file.read(start, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
                 elif common := intersect(box, wanted):
-                    tensor[_slices(common, wanted)].copy_(source[_slices(common, box)])
+                    self._copy(tensor[_slices(common, wanted)], common, box, file, start)
+
+    def _copy(self, target: Tensor, part: Box, box: Box, file: DataFile, start: int) -> None:
+        """Fill `target` with a part of a box, some rows of the file at a time."""
+        if not part.shape:
+            target.copy_(file.tensor(self.dtype, (), start))
+            return
+        row = math.prod(box.shape[1:])
+        size = row * DTYPES[self.dtype].itemsize
+        at = max(1, STAGING_BYTES // max(1, size))
+        inner = _slices(part, box)[1:]
+        first = part.offset[0] - box.offset[0]
+        for begin in range(0, part.shape[0], at):
+            rows = min(at, part.shape[0] - begin)
+            source = file.tensor(self.dtype, (rows, *box.shape[1:]), start + (first + begin) * size)
+            target[begin : begin + rows].copy_(source[(slice(None), *inner)])
 
     def require(self, leaf: Leaf) -> None:
         """Raises CheckpointError if a part that this rank holds of the leaf is on another node."""
@@ -88,7 +106,7 @@ class Checkpoint(Opened):
             for (unit, key), stored in tensors.items() if files.absent is None else ():
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
         return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
 
@@ -122,12 +140,24 @@ def _add_tensors(
             if stored != described:
                 raise ValueError(f"{key} is described otherwise by another rank")
             for offset, shape, start in each["boxes"]:
+                if {*map(type, (*offset, *shape, start))} != {int}:
+                    raise ValueError(f"{key} has a box that is not made of whole numbers")
                 bytes_within(data.record.size, stored.dtype, shape, start)
                 box = Box(tuple(offset), tuple(shape))
                 # Each node has its own copy of what is the same on all; the lowest rank's is read.
                 if box in stored.boxes and (not files.manifest.domains or stored.boxes[box][0] is data):
                     raise ValueError(f"{key} {box} is there twice")
                 stored.boxes.setdefault(box, (data, start))
+
+
+def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
+    """Whether the tensor's memory is that of the file: it can be read there."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype == DTYPES[dtype]
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
 
 
 def _slices(part: Box, whole: Box) -> tuple[slice, ...]:

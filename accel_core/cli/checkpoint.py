@@ -142,6 +142,16 @@ def verify(folders: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _problems(folder: Path) -> list[str]:
+    """What is wrong with the checkpoint; looked for again if another save has replaced it meanwhile."""
+    from accel_core.checkpoint.files import manifest_if_any
+
+    before = manifest_if_any(folder)
+    found = _problems_now(folder)
+    now = manifest_if_any(folder) if found else None
+    return _problems(folder) if before and now and before.save_id != now.save_id else found
+
+
+def _problems_now(folder: Path) -> list[str]:
     from rich.console import Console
     from rich.progress import track
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import json
 import os
 import pickle
@@ -23,6 +24,9 @@ from series_job import Job
 from torch import nn
 
 from accel_core import Accelerator
+from accel_core.checkpoint import files
+from accel_core.checkpoint.files import DataFile
+from accel_core.checkpoint.read import Checkpoint
 from accel_core.errors import CheckpointError
 from accel_core.testing.processes import run_processes
 
@@ -116,11 +120,140 @@ def test_the_manifest_of_another_save(job, folder, caplog):
         job.load(folder / "checkpoint_2")
 
 
-def test_an_unknown_version(job, folder, caplog):
+def test_one_of_a_newer_version_is_not_passed_over_for_an_older_one(job, folder):
     rewrite(folder / "checkpoint_2", "manifest.json", lambda members: members.update(version=2))
+    with pytest.raises(CheckpointError, match="is of format accel-checkpoint version 2\nthis"):
+        job.load()
+
+
+def test_a_manifest_that_is_a_link_is_not_followed(job, folder, caplog):
+    manifest = folder / "checkpoint_2" / "manifest.json"
+    manifest.rename(manifest.with_name("elsewhere"))
+    manifest.symlink_to("elsewhere")
     value, (said,) = loaded_after(job, caplog)
     assert value == 1
-    assert "is of format accel-checkpoint version 2\nthis accel-core reads accel-checkpoint version 1" in said
+    assert f"{manifest} is damaged: it cannot be read" in said
+
+
+HUGE = {"size": 10**12, "readers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("manifest.json", lambda members: members.update(iteration=float("inf"))),
+        ("manifest.json", lambda members: members["files"]["state.json"].update(size=float("inf"))),
+        ("manifest.json", lambda members: members["world"].update(size=10**12)),
+        (
+            "manifest.json",
+            lambda members: members.update(world={"size": 10**12, "readers": 1}, domains=[[0]]),
+        ),
+        ("rank-00000.json", lambda members: box_of(members)[0].__setitem__(0, 0.5)),
+        ("rank-00000.json", lambda members: box_of(members).__setitem__(2, 1e300)),
+        (
+            "rank-00000.json",
+            lambda members: weight_of(members).update(dtype="bits8"),
+        ),
+        (
+            "rank-00000.json",
+            lambda members: weight_of(members).update(dtype="quint8"),
+        ),
+    ],
+)
+def test_numbers_that_nobody_writes_are_damage(job, folder, caplog, name, change):
+    rewrite(folder / "checkpoint_2", name, change)
+    value, (said,) = loaded_after(job, caplog)
+    assert value == 1
+    assert f"{folder / 'checkpoint_2' / name} is damaged: it cannot be understood" in said
+
+
+def weight_of(members):
+    return members["tensors"]["unit0"]["model/weight"]
+
+
+def box_of(members):
+    return weight_of(members)["boxes"][0]
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+def failing(monkeypatch, number, name):
+    """Reading what has this in its path fails."""
+    read = os.preadv
+
+    def fails(handle, buffers, start):
+        if name in str(Path(f"/proc/self/fd/{handle}").readlink()):
+            raise OSError(number, os.strerror(number))
+        return read(handle, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", fails)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a file is told by its handle")
+
+
+@needs_proc
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_disk_that_cannot_read_a_file_has_damaged_it(job, folder, caplog, monkeypatch, name):
+    failing(monkeypatch, errno.EIO, f"checkpoint_2/{name}")
+    value, (said,) = loaded_after(job, caplog)
+    assert value == 1
+    assert f"{folder / 'checkpoint_2' / name} is damaged: it cannot be read ([Errno 5]" in said
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_what_cannot_be_read_now_costs_no_progress(job, folder, monkeypatch, number):
+    failing(monkeypatch, number, "checkpoint_2/rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="it may be whole, so no other is taken instead"):
+        job.load()
+    monkeypatch.undo()
+    assert job.load() == 2
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(job, folder, caplog, monkeypatch):
+    verify = Checkpoint.verify
+
+    def cut(checkpoint, share, shares):
+        if checkpoint.folder.name == "checkpoint_2":
+            os.truncate(folder / "checkpoint_2" / "rank-00000.safetensors", 10)
+        verify(checkpoint, share, shares)
+
+    monkeypatch.setattr(Checkpoint, "verify", cut)
+    value, said = loaded_after(job, caplog)
+    assert value == 1
+    assert "checkpoint_2/rank-00000.safetensors is damaged: it ends after 10 bytes" in said[0]
+
+
+def test_one_that_is_replaced_while_it_is_opened_is_opened_anew(job, tmp_path, monkeypatch):
+    target = tmp_path / "best"
+    job.save(5, target)
+    json_of, times = DataFile.json, []
+
+    def replaced(file):
+        if not times:
+            times.append(1)
+            job.save(6, target)
+        return json_of(file)
+
+    monkeypatch.setattr(DataFile, "json", replaced)
+    assert Checkpoint.open(target).verify(0, 1) is None
+    assert job.load(target) == 6
+
+
+def test_one_that_is_replaced_after_it_was_opened_is_read_to_its_end(job, tmp_path):
+    target = tmp_path / "best"
+    job.save(5, target)
+    opened = Checkpoint.open(target)
+    job.save(6, target)
+    opened.verify(0, 1)
+    assert opened.tensors["unit0", "model/weight"].tensor().item() == 5
+
+
+def test_more_files_than_are_held_open_are_read(job, folder, monkeypatch):
+    monkeypatch.setattr(files, "OPEN_FILES", 1)
+    assert job.load() == 2
 
 
 # -- disks ---------------------------------------------------------------------------------------
@@ -261,7 +394,7 @@ def test_a_crafted_value_is_refused_and_nothing_of_it_runs(saved, value, tmp_pat
         state["registered"][0]["state"] = {"here": value}
 
     rewrite(saved.folder, "state.json", change)
-    assert "registered object Anything" in saved.refused()
+    assert "registered object 0 (Anything)" in saved.refused()
     assert not (tmp_path / "RAN").exists()
 
 

@@ -265,7 +265,7 @@ def test_a_crafted_index_is_refused_before_anything_is_allocated(saved, changed)
 
 def test_a_crafted_state_is_refused(saved):
     rewrite(saved, "state.json", lambda state: state["registered"][0].update(state={"$pickle": "Y29z"}))
-    assert "registered object Large: $pickle is unknown or malformed" in str(refused(saved))
+    assert "registered object 0 (Large): $pickle is unknown or malformed" in str(refused(saved))
 
 
 def test_what_was_never_a_checkpoint_is_said(saved, tmp_path):
