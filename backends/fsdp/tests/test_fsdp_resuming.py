@@ -46,7 +46,15 @@ class Plain(nn.Sequential):
         return F.mse_loss(super().forward(x.flatten(1)[:, :8]), torch.ones(len(x), 4))
 
 
-MODELS = {each.__name__: each for each in (Lying, Plain)}
+class Empty(Plain):
+    """A parameter without elements, such as an expert that nobody has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+
+
+MODELS = {each.__name__: each for each in (Lying, Plain, Empty)}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.1},
     "NAdam": {"lr": 0.1},
@@ -144,6 +152,16 @@ def test_a_resumed_run_is_saved_and_resumed_again(
     torch.testing.assert_close(
         goes_on("single", "Plain", optimizer, second, range(4, 6)), in_one_go("single", "Plain", optimizer, 6)
     )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_parameter_without_elements_is_saved_and_resumed(tmp_path: Path, version: int) -> None:
+    folder, stack = str(tmp_path / "saved"), f"fsdp{version}"
+    run_processes(in_one_go, stack, "Empty", "AdamW", 2, folder)
+    expected = in_one_go("single", "Empty", "AdamW", 4)
+    torch.testing.assert_close(goes_on("single", "Empty", "AdamW", folder, range(2, 4)), expected)
+    for found in run_processes(goes_on, stack, "Empty", "AdamW", folder, range(2, 4)):
+        torch.testing.assert_close(found, expected)
 
 
 def refused(version: int, kind: str) -> str:

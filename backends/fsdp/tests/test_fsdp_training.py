@@ -202,6 +202,19 @@ def test_weights_are_gathered_in_the_policys_dtype_and_kept_in_their_own(
     assert found == {"computed in": dtype, "kept in": {torch.float32}}
 
 
+def outputs(version: int, precision: str) -> torch.dtype:
+    run = accelerator(plugin("mlp", version), mixed_precision=precision)
+    found: torch.dtype = run.prepare(net("mlp"))(torch.ones(2, 6)).dtype
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_outputs_are_float32_whatever_the_run_computes_in(version: int) -> None:
+    for precision in ("bf16", "fp16"):
+        assert run_processes(outputs, version, precision) == [torch.float32] * 2
+
+
 def test_a_policy_object_of_torch_is_taken_as_it_is() -> None:
     for version, make in ((1, MixedPrecision), (2, MixedPrecisionPolicy)):
         (found,) = run_processes(policies, version, make(param_dtype=torch.bfloat16), None, world=1)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrateg
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import AccelError, flat_range, hooks, implements
-from accel_fsdp.norms import Layout, clip_norm
+from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.strategy import FullyShardedDataParallel
@@ -127,7 +127,7 @@ class Flat(FullyShardedDataParallel):
     ) -> Tensor:
         parts, group = _parts(unit), self.mesh.get_group(self.mesh.ndim - 1)
         kinds = tuple(int(parameter not in parts) for parameter in parameters)
-        layout = Layout(tuple(parameters), kinds, splits=((group,), ()))
+        layout = Layout(tuple(parameters), kinds, ((group,), ()), is_double(parameters))
         return clip_norm(layout, max_norm, norm_type, self.run.device)
 
     # -- state ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ gradient is split over, for all gradients together: a number each, however many 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Layout", "clip_norm", "clip_value"]
+__all__ = ["Layout", "clip_norm", "clip_value", "is_double"]
 
 
 @frozen(eq=False)
@@ -25,13 +25,20 @@ class Layout:
     """Where the gradients of some parameters lie. The same on all ranks that hold parts of them.
 
     kinds: for each parameter, which set of `splits` it belongs to; -1: others count it. splits: the
-    groups that its parts are spread over. stages: the group of those that hold other parameters of the model.
+    groups that its parts are spread over. is_double: one is float64. stages: the group of those that hold
+    other parameters of the model.
     """
 
     parameters: tuple[nn.Parameter, ...]
     kinds: tuple[int, ...]
     splits: tuple[tuple[dist.ProcessGroup, ...], ...]
+    is_double: bool
     stages: dist.ProcessGroup | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of norms."""
+        return torch.float64 if self.is_double else torch.float32
 
     @classmethod
     def of(
@@ -45,13 +52,18 @@ class Layout:
         kinds = tuple(
             [-1 if p in elsewhere else found.setdefault(_groups(p), len(found)) for p in parameters]
         )
-        return cls(tuple(parameters), kinds, tuple(found), stages)
+        return cls(tuple(parameters), kinds, tuple(found), is_double(parameters), stages)
 
     def is_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it is that of these parameters."""
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
+
+
+def is_double(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one of them is float64. The same on all ranks that name the same parameters."""
+    return any(parameter.dtype == torch.float64 for parameter in parameters)
 
 
 def _groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
@@ -67,7 +79,8 @@ def _groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
 def clip_norm(layout: Layout, max_norm: float, norm_type: float, device: torch.device) -> Tensor:
     """Scale the gradients so that their total norm is `max_norm` at most; gives the norm before. Collective.
 
-    As `torch.nn.utils.clip_grad_norm_` computes it of the whole gradients, in float32.
+    As `torch.nn.utils.clip_grad_norm_` computes it of the whole gradients, in float32; in float64, where a
+    parameter is of it.
     """
     pairs = [(_local(p.grad), kind) for p, kind in zip(layout.parameters, layout.kinds, strict=True)]
     here = [(gradient, kind) for gradient, kind in pairs if gradient is not None]
@@ -92,32 +105,37 @@ def _total(
 ) -> Tensor:
     extreme = norm_type == float("inf")
     operation = dist.ReduceOp.MAX if extreme else dist.ReduceOp.SUM
-    parts = torch.zeros(max(len(layout.splits), 1), device=device)
-    norms = _norms([gradient for gradient, _ in here], norm_type, device)
+    nothing = torch.zeros((), device=device, dtype=layout.dtype)
+    parts = [nothing] * max(len(layout.splits), 1)
+    norms = _norms([gradient for gradient, _ in here], norm_type, nothing)
     for kind in range(len(layout.splits)):
         mine = [norm for norm, (_, of) in zip(norms, here, strict=True) if of == kind]
         if mine:
             stacked = torch.stack(mine)
             parts[kind] = stacked.max() if extreme else (stacked**norm_type).sum()
     for group in dict.fromkeys(group for groups in layout.splits for group in groups):
+        # One by one and put together again: to index by a list would wait for the device.
         split = [kind for kind, groups in enumerate(layout.splits) if group in groups]
-        reduced = parts[split]
+        reduced = torch.stack([parts[kind] for kind in split])
         dist.all_reduce(reduced, operation, group=group)
-        parts[split] = reduced
-    total = parts.max() if extreme else parts.sum()
+        for kind, part in zip(split, reduced.unbind(), strict=True):
+            parts[kind] = part
+    every = torch.stack(parts)
+    total = every.max() if extreme else every.sum()
     if layout.stages is not None:
         dist.all_reduce(total, operation, group=layout.stages)
     return total if extreme else total ** (1.0 / norm_type)
 
 
-def _norms(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
+def _norms(gradients: Sequence[Tensor], norm_type: float, nothing: Tensor) -> list[Tensor]:
+    """The norm of each, where and of the dtype that `nothing` is."""
     # torch has no maximum of nothing, and an uneven shard may be empty.
     found: dict[int, Tensor] = {}
     full = [gradient for gradient in gradients if gradient.numel()]
     for same in _by_device(full).values():
-        of = torch._foreach_norm(same, norm_type, dtype=torch.float32)
-        found |= {id(gradient): norm.to(device) for gradient, norm in zip(same, of, strict=True)}
-    nothing = torch.zeros((), device=device)
+        # All of a device at once: those of offloaded gradients would be copied one by one.
+        of = torch.stack(torch._foreach_norm(same, norm_type, dtype=nothing.dtype)).to(nothing.device)
+        found |= {id(gradient): norm for gradient, norm in zip(same, of.unbind(), strict=True)}
     return [found.get(id(gradient), nothing) for gradient in gradients]
 
 

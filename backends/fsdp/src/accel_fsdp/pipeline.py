@@ -134,7 +134,8 @@ class Pipelined(Sharded):
         held, parameters = pipe.held(leaves), unit.named_parameters()  # sharded again by now
         for name, (leaf, owner, wanted) in held.items():
             if owner == pipe.rank:
-                tensor = whole(parameters[name] if name in parameters else leaf.shards[0][1]).contiguous()
+                tensor = whole(parameters[name] if name in parameters else leaf.shards[0][1])
+                tensor = tensor.to(self.run.device).contiguous()  # where the others receive it
             else:
                 tensor = torch.empty(leaf.global_shape, dtype=wanted, device=self.run.device)
             dist.broadcast(tensor, group=pipe.group, group_src=owner)

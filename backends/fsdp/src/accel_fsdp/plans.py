@@ -99,7 +99,27 @@ def plan_of(
             f" layer\ngive it the style colwise_rep in {OPTION}"
         )
     _refuse_parted(model, found)
+    _refuse_parted_heads(model, found, size)
     return found
+
+
+def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> None:
+    """transformers' attention views what its projections give as whole heads."""
+    config = getattr(model, "config", None)
+    heads = {
+        "q_proj": "num_attention_heads",
+        "k_proj": "num_key_value_heads",
+        "v_proj": "num_key_value_heads",
+    }
+    for planned in found:
+        option = heads.get(planned.name.rpartition(".")[2], "")
+        count = getattr(config, option, None)
+        if isinstance(count, int) and count % size and isinstance(planned.style, ColwiseParallel):
+            raise ConfigError(
+                f"{planned.name} is split over tensor-parallel.tp_size {size}, but the model has"
+                f" {option} {count}, and no rank can have a part of a head\n"
+                f"choose a tp_size that divides {count}"
+            )
 
 
 def _planned(name: str, module: nn.Module, asked: Any, size: int, *, loss_parallel: bool) -> Planned:
@@ -112,7 +132,8 @@ def _planned(name: str, module: nn.Module, asked: Any, size: int, *, loss_parall
         raise ConfigError(
             f"{OPTION}: {asked!r} for {name} is no style that is known here\n"
             f"choose among {', '.join(WORDS)}; a mapping {{style: colwise, input: sequence, output: whole}}"
-            f" of the layouts {', '.join(LAYOUTS)}; or an object of torch.distributed.tensor.parallel"
+            f" of the layouts {', '.join(LAYOUTS)}; an object of torch.distributed.tensor.parallel; or null,"
+            f" which leaves it whole: {OPTION}: {{{name}: null}}"
         )
     gives_whole = parts.get("style") == "colwise" and parts.get("output") == "whole"
     head = gives_whole and isinstance(module, nn.Linear)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, StepOutput
+from accel_fsdp.norms import is_double
 from accel_fsdp.stages import Left, cut, points_of
 from accel_fsdp.ties import Ties
 
@@ -60,6 +61,8 @@ class Pipe:
             ConfigError: stages and ranks do not go together, or the model cannot be cut.
         """
         self.model, self.group, self.device = model, group, device
+        self.dtype = torch.float64 if is_double(model.parameters()) else torch.float32
+        """That of losses, the same on all ranks."""
         self.kind, self.rank, ranks = (
             get_schedule_class(config.pp_schedule),
             dist.get_rank(group),
@@ -107,8 +110,9 @@ class Pipe:
 
     def _output(self, window: _Window, last: bool) -> StepOutput:
         found = [window.outputs[number] for number in range(len(window.batches))] if last else []
-        losses = [loss.float() for loss, _ in found]
-        loss = torch.stack(losses).sum() / window.divisor if last else torch.empty((), device=self.device)
+        losses = [loss.to(self.dtype) for loss, _ in found]
+        whole = torch.empty((), dtype=self.dtype, device=self.device)
+        loss = torch.stack(losses).sum() / window.divisor if last else whole
         dist.broadcast(loss, group=self.group, group_src=self.last)
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
 

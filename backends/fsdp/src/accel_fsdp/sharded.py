@@ -74,6 +74,7 @@ class Sharded(FullyShardedDataParallel):
             self.materialize(group)
             whole_ones = group.parameters
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
+            left |= {p for p in whole_ones if not p.numel()}  # whose gradients torch cannot reduce
             mesh = self._mesh_of(unit, group)
             before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}
             called = {place: names.get(old, "") for place, old in _places(group.modules)}

@@ -177,7 +177,7 @@ def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.M
             stage += 1
         inner = [point for point in points if point.startswith(f"{name}." if name else "")]
         if name and not inner and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            if name in points or any(True for _ in chain(module.parameters(), module.buffers())):
+            if name in points or _has_state(module):
                 yield name, module, stage
             continue
         if any(value is not None for value in module._parameters.values()):
@@ -187,6 +187,12 @@ def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.M
             )
         children = [(f"{name}.{child}" if name else child, value) for child, value in module.named_children()]
         stack.extend(reversed(children))
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether a rank must have the module's stage to run it; others run wherever they are called."""
+    kept = (set(each._buffers) - each._non_persistent_buffers_set for each in module.modules())
+    return any(True for _ in module.parameters()) or any(kept)
 
 
 def _refuse_two_turns(model: nn.Module, pieces: Mapping[int, Sequence[nn.Module]]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
@@ -65,6 +66,7 @@ class TensorParallel:
             parallelize_module(planned.module, mesh, planned.style, src_data_rank=None)
             if config.loss_parallel and planned.head:
                 planned.module.register_forward_pre_hook(self._require_context)
+                planned.module.register_forward_hook(self._whole_without_gradient)
         for (module, key), first in ties.items():
             module._parameters[key] = first[0]._parameters[first[1]]
         model.register_forward_hook(_give_no_views)
@@ -90,6 +92,11 @@ class TensorParallel:
                 " logits are computed\n"
                 "use accelerator.accumulate(model, batch=batch), or accelerator.forward_backward"
             )
+
+    def _whole_without_gradient(self, module: nn.Module, inputs: Any, logits: Any) -> Any:
+        # An evaluation computes its loss as any program does. Collective over `tp`.
+        is_split = isinstance(logits, DTensor) and not self._loss_is_parallel
+        return logits.full_tensor() if is_split and not torch.is_grad_enabled() else logits
 
 
 class _Same(torch.autograd.Function):
