@@ -209,12 +209,13 @@ def near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     return f"; did you mean {spelt[found[0]]!r}?" if found else ""
 
 
-def discover(environment: Mapping[str, str] = os.environ) -> Discovery:
+def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     """Read the metadata of all installed distributions once, and import their cards.
 
     Names listed in ACCEL_PLUGINS_BLOCK (comma separated) are not imported; core's own plugins
     cannot be blocked.
     """
+    environment = os.environ if environment is None else environment
     blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
     patience = Patience()
     records = [

@@ -54,12 +54,13 @@ class World:
         return cls(rank=rank, size=size, local_rank=rank, local_size=size)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """The world that torchrun's variables describe; a world of one where there are none.
 
         Raises:
             LaunchError: a variable is not a number, or RANK is given without WORLD_SIZE.
         """
+        environment = os.environ if environment is None else environment
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
             return cls()
 

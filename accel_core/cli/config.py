@@ -83,9 +83,9 @@ def _read(file: str | None) -> str | None:
 
 
 def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
-    from accel_core.config.structure import flat, plain
+    from accel_core.config.structure import flat, shown
 
-    values, origins = plain(resolved.config), resolved.origins
+    values, origins = shown(resolved.config), resolved.origins
     for path, value in flat(values | values.pop("plugins")):
         given = path
         while given and given not in origins:  # a mapping that is one option has one origin

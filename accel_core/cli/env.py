@@ -11,6 +11,7 @@ from typing import Final
 
 import click
 
+from accel_core.config.options import MASK, may_be_secret
 from accel_core.plugins import Record, discover, load
 
 __all__ = ["env"]
@@ -31,8 +32,10 @@ def env() -> None:
     # A vendor's library may end or hang the process: what was found by then is out already.
     print("torch ... ", end="", flush=True)
     print(_torch())
-    for record in discovery.records:
-        if record.status == "available" and record.slot != "command":
+    for record in discovery.of(
+        "device"
+    ):  # others have nothing to tell of the machine, and are slow to import
+        if record.status == "available":
             print(f"{record.name} ... ", end="", flush=True)
             print(_report(record))
 
@@ -47,7 +50,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "config", find_file(None) or "no file"
     for name in sorted(os.environ):
         if name.startswith(VARIABLES):
-            yield "environment", f"{name}={os.environ[name]}"
+            yield "environment", f"{name}={MASK if may_be_secret(name) else os.environ[name]}"
 
 
 def _torch() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,14 @@ import attrs
 from attrs import NOTHING, Attribute, frozen
 
 __all__ = [
+    "MASK",
     "RESERVED_NAMES",
     "Remembering",
     "changed",
     "default_of",
     "describe",
+    "is_secret",
+    "may_be_secret",
     "option",
     "options_of",
     "remember_given",
@@ -52,6 +56,8 @@ class Option:
     unit: str | None = None
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
+    secret: bool = False
+    """Never printed or stored; so is an option that is called so (`is_secret`)."""
     python_only: bool = False
     """Cannot be written as text: left out of YAML, environment, flags and schema."""
 
@@ -83,6 +89,7 @@ def option(
     choices: Sequence[Any] | None = None,
     minimum: float | None = None,
     python_only: bool = False,
+    secret: bool = False,
     converter: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a field of a config class that users may set.
@@ -98,13 +105,38 @@ def option(
         choices: the only values allowed.
         minimum: the smallest number allowed.
         python_only: for what no YAML can hold, such as a callable.
+        secret: its value is masked wherever settings are printed or stored. An option called token,
+            password, secret, api_key and the like is masked without it.
         converter: applied to what Python gives, as in attrs.
     """
     about = Option(
-        help=help, unit=unit, choices=tuple(choices or ()), minimum=minimum, python_only=python_only
+        help=help,
+        unit=unit,
+        choices=tuple(choices or ()),
+        minimum=minimum,
+        python_only=python_only,
+        secret=secret,
     )
     given = {"factory": factory} if factory is not None else {"default": default}
-    return attrs.field(**given, metadata={_KEY: about}, validator=_validate, converter=converter)
+    return attrs.field(
+        **given, metadata={_KEY: about}, validator=_validate, converter=converter, repr=not secret
+    )
+
+
+MASK: Final = "***"
+_SECRETS: Final = frozenset("key token apikey secret password passwd passphrase credentials".split())  # noqa: SIM905
+_OF_A_DOOR: Final = frozenset("api access auth bearer private secret hub hf refresh signing".split())  # noqa: SIM905
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds what nobody else may read: api_key, password; no pad_token."""
+    *before, last = re.split(r"[^a-z]+", name.lower())
+    return last in _SECRETS and (last not in ("key", "token") or not before or before[-1] in _OF_A_DOOR)
+
+
+def may_be_secret(variable: str) -> bool:
+    """Whether a variable of the environment is better not shown."""
+    return not _SECRETS.isdisjoint(re.split(r"[^a-z]+", variable.lower()))
 
 
 def describe(attribute: Attribute[Any]) -> Option:

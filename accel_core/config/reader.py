@@ -9,7 +9,7 @@ from typing import Any, Final
 from attrs import Attribute, define, evolve, field
 
 from accel_core import known
-from accel_core.config.options import Path, describe, options_of, said, section_class
+from accel_core.config.options import MASK, Path, describe, is_secret, options_of, said, section_class
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Given, Problem, Text, show, spell
 from accel_core.errors import ConfigError, PluginError
@@ -40,6 +40,7 @@ class Reader:
     """Sections kept unread, and why. A dict, for the order."""
     _classes: dict[str, type | None] = field(factory=dict)
     _faults: dict[str, str] = field(factory=dict)
+    _secrets: set[Path] = field(factory=set)
     _namers: dict[str, Given] = field(factory=dict)
     _within_of: tuple[int, dict[Path, list[Path]]] = field(default=(-1, {}))
 
@@ -211,6 +212,8 @@ class Reader:
             objection = describe(attribute).objection(value)
         except (TypeError, ValueError) as mismatch:  # a converter's too, of a wrong type
             objection = str(mismatch)
+        if describe(attribute).secret:
+            self._secrets.add(path)
         if objection:
             self.refuse(given, objection)
         else:
@@ -229,6 +232,8 @@ class Reader:
         from accel_core.config.structure import plain
 
         mine, theirs = repr(plain(given.value)), repr(plain(before.value))
+        if given.path in self._secrets or is_secret(given.path[-1]):
+            mine = theirs = MASK
         if given.source == "proposal":
             self.refuse(given, f"wants {mine}, but it is {theirs} by {before.origin}")
         elif given.source == before.source != "preset" or (

@@ -63,10 +63,10 @@ class Resolved:
 
     @property
     def tree(self) -> Mapping[str, Any]:
-        """Every value that ranks must share, defaults included, as JSON holds it."""
-        from accel_core.config.structure import plain
+        """Every value that ranks must share, defaults included, as JSON holds it; secrets are masked."""
+        from accel_core.config.structure import shown
 
-        whole: dict[str, Any] = plain(self.config)
+        whole: dict[str, Any] = shown(self.config)
         del whole["launch"]  # says how workers are started, and differs between machines
         return whole
 
@@ -137,7 +137,7 @@ def load(
     flags: Mapping[str, str] | None = None,
     file: str | None = None,
     discovery: Discovery,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] = ".",
 ) -> Resolved:
     """Read all sources and merge them. Not collective; imports no torch.
@@ -157,6 +157,7 @@ def load(
     Raises:
         ConfigError: with every mistake of every source, each with its origin.
     """
+    environment = os.environ if environment is None else environment
     reader, givens = Reader(discovery), list[Given]()
     if environment.get(HANDOVER_VARIABLE) and not (flags or file):  # a worker may launch something else
         name, givens = sources.from_launcher(environment[HANDOVER_VARIABLE])
@@ -173,10 +174,12 @@ def load(
 
 
 def find_file(
-    file: str | None, environment: Mapping[str, str] = os.environ, directory: str | os.PathLike[str] = "."
+    file: str | None,
+    environment: Mapping[str, str] | None = None,
+    directory: str | os.PathLike[str] = ".",
 ) -> str | None:
     """The file that is read: `file`, else what ACCEL_CONFIG names, else accel.yaml where there is one."""
-    named = file or environment.get(FILE_VARIABLE)
+    named = file or (os.environ if environment is None else environment).get(FILE_VARIABLE)
     # A link to a file that is gone was meant to be read: reading it says so.
     return named or (FILE_NAME if os.path.lexists(FilePath(directory, FILE_NAME)) else None)
 

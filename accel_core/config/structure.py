@@ -17,11 +17,11 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import attrs
 from cattrs import BaseValidationError, Converter
 
-from accel_core.config.options import options_of
+from accel_core.config.options import MASK, describe, is_secret, options_of
 from accel_core.config.sources import Text, decimal, show
 from accel_core.plugins import near
 
-__all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape"]
+__all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape", "shown"]
 
 _NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -59,6 +59,21 @@ def plain(value: Any) -> Any:
     What no text can hold becomes its name.
     """
     return _CONVERTER.unstructure(value)
+
+
+def shown(value: Any, secret: bool = False) -> Any:
+    """The same for people and files: what is secret by its option or its name is masked."""
+    if secret and value not in (None, "", ()):
+        return MASK
+    if attrs.has(type(value)):
+        options = options_of(type(value)).items()
+        return {
+            alias: shown(getattr(value, a.name), describe(a).secret or is_secret(alias))
+            for alias, (a, _) in options
+        }
+    if isinstance(value, Mapping):
+        return {str(key): shown(each, is_secret(str(key))) for key, each in value.items()}
+    return plain(value)
 
 
 def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
