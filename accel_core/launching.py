@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load
+from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import Problem
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
@@ -40,7 +40,7 @@ def plan(**given: Any) -> Launch:
         ConfigError: the settings are wrong, or name plugins that nobody installed.
     """
     discovery = discover()
-    resolved = load(**given, discovery=discovery)
+    resolved = load(**given, discovery=discovery, environment=outside())
     problems = mistakes(resolved, discovery)
     if problems:
         raise ConfigError("\n".join(problems), problems=problems)

@@ -71,9 +71,9 @@ def show(file: str | None, as_json: bool) -> None:
 
 
 def _load(file: str | None) -> Resolved:
-    from accel_core.config.resolve import load
+    from accel_core.config.resolve import load, outside
 
-    return load(file=file, discovery=discover())
+    return load(file=file, discovery=discover(), environment=outside())
 
 
 def _read(file: str | None) -> str | None:

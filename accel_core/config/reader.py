@@ -225,7 +225,7 @@ class Reader:
         Nor does a source contradict itself, by two names of one option for instance.
         """
         before = self.settings.setdefault(given.path, given)
-        if before.value == given.value:
+        if before is given or before.value == given.value:
             if given.source != "proposal":
                 self.settings[given.path] = given
             return

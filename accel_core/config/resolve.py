@@ -23,7 +23,7 @@ from accel_core.config.sources import HANDOVER_VARIABLE, Given, Problem, spell
 from accel_core.known import absence
 from accel_core.plugins import Discovery, Record
 
-__all__ = ["HANDOVER_VARIABLE", "Resolved", "find_file", "load"]
+__all__ = ["HANDOVER_VARIABLE", "Resolved", "find_file", "load", "outside"]
 
 FILE_VARIABLE: Final = "ACCEL_CONFIG"
 FILE_NAME: Final = "accel.yaml"
@@ -37,6 +37,7 @@ class Resolved:
     file: str | None = None
     """The file that was read, as it was named."""
     _reader: Reader = field(repr=False, eq=False)
+    _environment: Mapping[str, str] = field(repr=False, eq=False)
     _strategies: Mapping[str, object] = field(repr=False)
 
     @property
@@ -110,7 +111,7 @@ class Resolved:
             for name, config in self._configs(selected)
             for proposal in getattr(config, "propose", lambda _: ())(self.config)
         )
-        return _resolved(reader, self.file)
+        return _resolved(reader, self.file, self._environment)
 
     def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:
         """(name, config) of each config that is used; a plugin used by aliases only has only theirs."""
@@ -126,7 +127,8 @@ class Resolved:
         from accel_core.config.structure import plain
 
         rows = [(path, plain(s.value), s.source, s.origin) for path, s in self.settings.items()]
-        return json.dumps({"file": self.file, "settings": rows}, indent=1)
+        held = {"file": self.file, "variables": sources.fingerprints(self._environment), "settings": rows}
+        return json.dumps(held, indent=1)
 
 
 def load(
@@ -150,8 +152,8 @@ def load(
         file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
         discovery: the installed plugins.
         environment: variables ACCEL__SECTION__KEY. In a worker, ACCEL_LAUNCH_CONFIG names the
-            launcher's handover, which stands for file, environment and flags; it is not read where
-            flags or a file are given.
+            launcher's handover, which stands for file, flags and the variables of that time; the
+            commands of `accel` leave it out (`outside`), since what they start is another job.
         directory: where `accel.yaml` is looked for.
 
     Raises:
@@ -159,8 +161,8 @@ def load(
     """
     environment = os.environ if environment is None else environment
     reader, givens = Reader(discovery), list[Given]()
-    if environment.get(HANDOVER_VARIABLE) and not (flags or file):  # a worker may launch something else
-        name, givens = sources.from_launcher(environment[HANDOVER_VARIABLE])
+    if environment.get(HANDOVER_VARIABLE):
+        name, givens = sources.from_launcher(environment[HANDOVER_VARIABLE], environment)
     else:
         name = find_file(file, environment, directory)
         if name is not None:
@@ -170,7 +172,12 @@ def load(
         givens += [*sources.from_environment(environment), *sources.from_flags(flags or {})]
         reader.refuse_near_variables(environment)
     reader.read([*sources.from_presets(presets or {}), *givens, *sources.from_python(python or {}, objects)])
-    return _resolved(reader, name)
+    return _resolved(reader, name, environment)
+
+
+def outside() -> dict[str, str]:
+    """The environment without the handover of a launcher, whose worker this process may be."""
+    return {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
 
 
 def find_file(
@@ -187,7 +194,7 @@ def find_file(
 # -- from settings to objects ------------------------------------------------------------------------
 
 
-def _resolved(reader: Reader, file: str | None) -> Resolved:
+def _resolved(reader: Reader, file: str | None, environment: Mapping[str, str]) -> Resolved:
     reader.finish()
     names = dict.fromkeys(path[0] for path in (*reader.settings, *reader.objects) if path[0] not in CORE)
     classes = {alias: reader.section(plugin) for alias, plugin in reader.named.items()}
@@ -204,7 +211,7 @@ def _resolved(reader: Reader, file: str | None) -> Resolved:
         plugins={name: _built(cls, (name,), reader) for name in names if (cls := reader.section(name))},
     )
     reader.finish()
-    return Resolved(config=config, file=file, reader=reader, strategies=strategies)
+    return Resolved(config=config, file=file, reader=reader, environment=environment, strategies=strategies)
 
 
 def _built(cls: type, path: Path, reader: Reader, **values: Any) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import Factory, field, frozen
 from attrs.converters import optional
 
 from accel_core.config.options import Remembering, changed, option
+from accel_core.plugins import near
 
 if TYPE_CHECKING:
     from accel_core.plugins import Slot
@@ -43,6 +45,19 @@ class KwargsHandler(Remembering):
         return changed(self)
 
 
+SCHEDULE: Final = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
+"""The arguments of `torch.profiler.schedule`, which this module does not import."""
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def _is_between(low: float, value: Any, high: float = math.inf) -> bool:
+    return not isinstance(value, (int, float)) or low < value < high  # a wrong type is told as such
+
+
 @frozen(kw_only=True)
 class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves. Section `autocast`."""
@@ -64,6 +79,14 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = option(2000, minimum=1, help="Good steps before the scale grows.")
     enabled: bool = option(True, help="Whether the loss is scaled at all.")
 
+    def __attrs_post_init__(self) -> None:
+        _require(_is_between(0, self.init_scale), f"init_scale {self.init_scale!r}: it is finite and above 0")
+        _require(_is_between(1, self.growth_factor), f"growth_factor {self.growth_factor!r}: it is above 1")
+        _require(
+            _is_between(0, self.backoff_factor, 1),
+            f"backoff_factor {self.backoff_factor!r}: it lies between 0 and 1",
+        )
+
 
 @frozen(kw_only=True)
 class InitProcessGroupKwargs(KwargsHandler):
@@ -72,6 +95,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = option(None, help="Backend of torch.distributed; unset: the device plugin's.")
     init_method: str | None = option(None, help="URL that says how ranks find each other; unset: env://.")
     timeout: timedelta | None = option(None, unit="s", help="How long a collective may wait.")
+
+    def __attrs_post_init__(self) -> None:
+        waits = not isinstance(self.timeout, timedelta) or self.timeout > timedelta(0)
+        _require(waits, f"timeout {self.timeout}: a collective waits for more than 0 s")
 
 
 def _names(given: Any) -> Any:
@@ -95,6 +122,13 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = option(False, help="Estimate floating point operations.")
     with_modules: bool = option(False, help="Record the modules that call operators.")
     output_trace_dir: str | None = option(None, help="Folder that receives one trace file a rank.")
+
+    def __attrs_post_init__(self) -> None:
+        _require(
+            self.activities != (), "activities is empty: nothing would be recorded; unset it for all there is"
+        )
+        for name in self.schedule_option or ():
+            _require(name in SCHEDULE, f"schedule_option has no {name!r}{near(name, SCHEDULE)}")
 
 
 @frozen(kw_only=True)

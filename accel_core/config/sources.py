@@ -5,6 +5,7 @@ Files are in `yamlfile`. Nothing is looked at here: values stay as they were giv
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,17 @@ from attrs import frozen
 from accel_core.config.options import Path
 from accel_core.errors import ConfigError
 
-__all__ = ["HANDOVER_VARIABLE", "Given", "Keys", "Problem", "Text", "decimal", "show", "spell"]
+__all__ = [
+    "HANDOVER_VARIABLE",
+    "Given",
+    "Keys",
+    "Problem",
+    "Text",
+    "decimal",
+    "fingerprints",
+    "show",
+    "spell",
+]
 
 HANDOVER_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 
@@ -34,7 +45,7 @@ class Text(str):
         """The value that it would be in a YAML file; the text itself where a file could not hold it."""
         from accel_core.config.yamlfile import value_of  # PyYAML costs 30 ms
 
-        value = value_of(self)
+        value = str(self) if self.strip() in ("", "~") else value_of(self)  # YAML's null, but a shell's home
         return str(self) if isinstance(value, str) and self[:1] not in "'\"" else value
 
     def parts(self) -> list[Text]:
@@ -143,11 +154,25 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
         yield Given((), item, "python", f"{type(item).__name__}(...)")
 
 
-def from_launcher(name: str) -> tuple[str | None, list[Given]]:
-    """The file that the launcher read, and what it hands over: each value keeps source and origin."""
+def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variable of ours -> a short hash of its text, to tell later whether it was changed."""
+    ours = (name for name in environment if name.upper().startswith("ACCEL__"))
+    return {name: hashlib.blake2b(environment[name].encode(), digest_size=8).hexdigest() for name in ours}
+
+
+def from_launcher(name: str, environment: Mapping[str, str]) -> tuple[str | None, list[Given]]:
+    """The file that the launcher read, and what it hands over: each value keeps source and origin.
+
+    Variables that were set or changed since, by the script for instance, are read anew.
+    """
     try:
         data = json.loads(FilePath(name).read_text(encoding="utf-8"))
-        return data["file"], [Given(tuple(path), *rest) for path, *rest in data["settings"]]
+        rows = [Given(tuple(path), *rest) for path, *rest in data["settings"]]
+        before, now = data["variables"], fingerprints(environment)
+        news = {name: environment[name] for name in now if before.get(name) != now[name]}
+        rows = [row for row in rows if not (row.source == "environment" and row.origin.split()[1] in news)]
+        flags = [row for row in rows if row.source == "flag"]
+        return data["file"], [*(row for row in rows if row not in flags), *from_environment(news), *flags]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{HANDOVER_VARIABLE} names {name}, which no launcher wrote ({type(error).__name__}: {error})\n"

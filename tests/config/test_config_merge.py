@@ -132,17 +132,24 @@ def test_python_contradicting_a_flag_of_the_launcher_is_an_error_in_the_worker_t
 
 
 def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolve, tmp_path):
-    (tmp_path / "handover").write_text(resolve("device: cpu\n").handover(), encoding="utf-8")
-    worker = resolve(
-        "device: other\n", ACCEL__DEVICE="another", ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover")
+    outer = resolve("device: cpu\n", ACCEL__MIXED_PRECISION="bf16")
+    (tmp_path / "handover").write_text(outer.handover(), encoding="utf-8")
+    inherited = {"ACCEL__MIXED_PRECISION": "bf16", "ACCEL_LAUNCH_CONFIG": str(tmp_path / "handover")}
+    worker = resolve("device: other\n", **inherited)
+    assert (worker.config.device, worker.config.mixed_precision, worker.file) == ("cpu", "bf16", "accel.yaml")
+
+
+def test_a_variable_that_a_script_sets_counts_in_a_worker_as_under_plain_python(resolve, tmp_path):
+    outer = resolve("device: toy\n", flags={"launch.nodes": "2"}, ACCEL__MIXED_PRECISION="bf16")
+    (tmp_path / "handover").write_text(outer.handover(), encoding="utf-8")
+    script = {"ACCEL__MIXED_PRECISION": "no", "ACCEL__DEVICE": "cpu", "ACCEL__LAUNCH__NODES": "7"}
+    worker = resolve(ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"), **script)
+    assert (worker.config.mixed_precision, worker.config.device, worker.config.launch.nodes) == (
+        "no",
+        "cpu",
+        2,
     )
-    assert (worker.config.device, worker.file) == ("cpu", "accel.yaml")
-
-
-def test_flags_given_in_a_worker_are_those_of_another_launcher(resolve, tmp_path):
-    (tmp_path / "handover").write_text(resolve(flags={"device": "cpu"}).handover(), encoding="utf-8")
-    found = resolve(flags={"launch.nodes": "2"}, ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"))
-    assert (found.config.device, found.config.launch.nodes) == ("auto", 2)
+    assert worker.origins["device"] == "variable ACCEL__DEVICE (over 'toy' from accel.yaml:1:1)"
 
 
 def test_a_handover_that_no_launcher_wrote_is_refused(resolve, tmp_path):

@@ -208,3 +208,36 @@ def test_a_terminal_that_cannot_spell_a_key_gets_it_escaped(tmp_path):
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "stra\\xdfe: unknown key" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("grad_scaler: {init_scale: 0}", "init_scale 0.0: it is finite and above 0"),
+        ("grad_scaler: {init_scale: -1}", "init_scale -1.0"),
+        ("grad_scaler: {init_scale: .nan}", "init_scale nan"),
+        ("grad_scaler: {init_scale: .inf}", "init_scale inf"),
+        ("grad_scaler: {growth_factor: 0.5}", "growth_factor 0.5"),
+        ("grad_scaler: {backoff_factor: 2}", "backoff_factor 2.0"),
+        ("process_group: {timeout: 0}", "timeout 0:00:00"),
+        ("process_group: {timeout: -5}", "waits for more than 0 s"),
+        ("profile: {activities: []}", "activities is empty"),
+        ("profile: {schedule_option: {wiat: 1}}", "no 'wiat'; did you mean 'wait'"),
+    ],
+)
+def test_a_value_that_no_run_can_mean_is_refused_where_it_stands(resolve, text, problem):
+    with pytest.raises(ConfigError, match=rf"^accel.yaml:1:\d+: .*{problem}"):
+        resolve(text)
+
+
+def test_a_tilde_is_the_home_folder_from_every_source(resolve, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (
+        {"yaml": "project: {project_dir: ~/runs}"},
+        {"ACCEL__PROJECT__PROJECT_DIR": "~/runs"},
+        {"python": {"project.project_dir": "~/runs"}},
+    ):
+        assert resolve(**{"yaml": "device: cpu\n"} | source).config.project.project_dir == f"{tmp_path}/runs"
+    assert resolve("device: cpu\n", ACCEL__PROJECT__PROJECT_DIR="~").config.project.project_dir == str(
+        tmp_path
+    )

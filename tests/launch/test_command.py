@@ -316,10 +316,23 @@ def test_every_option_of_the_top_level_has_a_flag(tmp_path):
     told = accel("launch", "--dry-run", *words.split(), "train.py", cwd=tmp_path)
 
     assert told.returncode == 0, told.stderr
-    assert told.stdout.count(": flag --") == 5
+    assert all(f": flag {word}\n" in told.stdout for word in words.split() if word.startswith("--"))
 
 
 def test_help_lists_the_sections_of_core_and_those_of_plugins(trot, tmp_path):
     told = accel("launch", "--help", environment=trot).stdout
 
     assert all(f"--{name}.OPTION VALUE" in told for name in ("data", "compile", "process_group", "trot"))
+
+
+def test_a_launch_within_a_worker_reads_its_own_file(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "accel.yaml").write_text("gradient_accumulation_steps: 2\nlaunch: {processes_per_node: 1}\n")
+    (tmp_path / "inner" / "accel.yaml").write_text("gradient_accumulation_steps: 5\n")
+    show = "import os, sys\nfrom accel_core.cli import main\n"
+    show += "os.chdir('inner')\nsys.argv = ['accel', 'config', 'show']\nmain()\n"
+    (tmp_path / "train.py").write_text(show)
+
+    told = accel("launch", "--device", "cpu", "train.py", cwd=tmp_path).stdout
+
+    assert "5  " in next(line for line in told.splitlines() if line.startswith("gradient_accumulation_steps"))
