@@ -12,17 +12,22 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_core import AccelError, hooks, implements
+from accel_core import AccelError, ConfigError, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
+from accel_ddp.watch import Watched, follow, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from accel_core import Run, Unit, Window
 
 __all__ = ["DataParallel"]
 
+_CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+_CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 _NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -34,19 +39,22 @@ class DataParallel:
     def __init__(self, config: DistributedDataParallelKwargs | None, run: Run) -> None:
         self.config = config or DistributedDataParallelKwargs()
         self.run = run
+        self._followed: dict[Unit, list[RemovableHandle]] = {}
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Collective: rank 0's parameters and buffers are copied to all ranks."""
         if self.run.world.size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
+        refuse_hooks(model)
         # Only what differs from torch's defaults, some of which warn when they are passed. No
         # device_ids: batches are on the device already, and torch would walk each for nothing.
         arguments = {k: v for k, v in self.config.to_kwargs().items() if k not in _NOT_TORCHS}
         with warnings.catch_warnings():
             # Its successor, forward_sync_buffers, would still copy rank 0's buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            wrapped = DistributedDataParallel(model, **arguments)
+            with _named(model):
+                wrapped = Watched(model, **arguments)
         comm_hooks.register(wrapped, self.config)
         return wrapped
 
@@ -55,6 +63,13 @@ class DataParallel:
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
         return unwrapped
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
+        if _parallel(unit.wrapped) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self._followed.setdefault(unit, []).append(follow(unit, optimizer))
+        wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
+        return wrapped
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
@@ -76,13 +91,32 @@ class DataParallel:
     def release(self, unit: Unit) -> None:
         # A reducer that outlives its process group aborts some processes at exit (plain torch on its
         # CPU backend: 2 of 8). The model inside, which `unwrap_model` gives, works on.
+        for handle in self._followed.pop(unit, ()):
+            handle.remove()
         for model in _parallel(unit.wrapped):
+            model.unwatch()
             comm_hooks.settle(model)
             model.reducer = model.logger = None  # type: ignore[assignment]
 
 
-def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    return [model for model in models if isinstance(model, DistributedDataParallel)]
+def _parallel(models: Sequence[nn.Module]) -> list[Watched]:
+    return [model for model in models if isinstance(model, Watched)]
+
+
+@contextmanager
+def _named(model: nn.Module) -> Iterator[None]:
+    """Say which tensor the process group cannot carry to the other ranks: torch's error names none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "scalar type" not in str(error):
+            raise
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in _CARRIED]
+        raise ConfigError(
+            f"ddp: the process group does not carry {', '.join(odd) or 'a dtype of this model'}: {error}\n"
+            "keep it in another dtype, or outside the model's buffers"
+        ) from error
 
 
 def _unrecorded(model: DistributedDataParallel) -> bool:
@@ -100,7 +134,7 @@ def _each_quiet(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
 class _Uneven(Join):
     """torch's Join, without what it leaves behind (changed warning filters, joining enabled)."""
 
-    def __init__(self, models: Mapping[DistributedDataParallel, Unit]) -> None:
+    def __init__(self, models: Mapping[Watched, Unit]) -> None:
         super().__init__(list(models))
         self._checks = [
             model.register_forward_pre_hook(partial(_refuse_short_window, unit.window))

@@ -1,0 +1,119 @@
+"""Whether gradients are those of all ranks: torch's wrapper says nothing where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_core import AccelError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from accel_core import Unit
+
+__all__ = ["Watched", "follow", "refuse_hooks"]
+
+_READY: Final = "ready"
+_REASONS: Final = {
+    "none": "was called on the model inside, or on a part of it: only the forward of the model that"
+    " prepare returned has its gradients reduced",
+    "used": "is the second of one forward (retain_graph), or of two forwards in a row: only the first"
+    " backward after a forward is reduced",
+    "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced",
+}
+_trainable = attrgetter("requires_grad")
+
+
+class Watched(DistributedDataParallel):
+    """torch's wrapper, which notes whether each backward reduces.
+
+    `awaited` says whether the next backward would, and else why not; `last` what it was at the last one.
+    """
+
+    awaited: str
+    last: str | None
+
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        super().__init__(module, **arguments)
+        self.__dict__.update(awaited="none", last=None, checked=False)
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        first = next(p for p in module.parameters() if p.requires_grad)
+        # With a static graph a parameter may be ready several times in one backward.
+        note = None if self.static_graph else first.register_post_accumulate_grad_hook(self._note)
+        self._noting = note
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's, with gradients that are reduced in backward."""
+        if torch.is_grad_enabled():
+            self.__dict__["awaited"] = _READY if self.require_backward_grad_sync else "quiet"
+            if not self.__dict__["checked"]:
+                refuse_hooks(self.module, allowed=int(self._noting is not None))
+                self.__dict__["checked"] = True
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: Tensor) -> None:
+        state = self.__dict__
+        state["last"] = state["awaited"]
+        if state["awaited"] == _READY:
+            state["awaited"] = "used"
+
+    def check(self, *, reduces: bool) -> None:
+        """Before a step; `reduces`: whether gradients are to be reduced now.
+
+        Raises AccelError: they are this rank's alone.
+        """
+        last, self.__dict__["last"] = self.__dict__["last"], None
+        if not reduces:
+            return
+        kind = type(self.module).__name__
+        if last is not None and last != _READY:
+            raise AccelError(
+                f"ddp: the last backward of this {kind} {_REASONS[last]}; each rank would"
+                " train a model of its own\n"
+                "call the prepared model, then backward once; put both into no_sync, or none"
+            )
+        if self._frozen and any(map(_trainable, self._frozen)):
+            frozen = set(self._frozen)
+            names = [n for n, p in self.module.named_parameters() if p.requires_grad and p in frozen]
+            raise AccelError(
+                f"ddp: {len(names)} parameter(s) of this {kind} were frozen when it was prepared and train"
+                f" now ({names[0]}): their gradients are not reduced\n"
+                "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
+
+    def unwatch(self) -> None:
+        """Take the hook off the parameter."""
+        if self._noting is not None:
+            self._noting.remove()
+
+
+def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
+    """Raises ConfigError: parameters have more than `allowed` hooks that would see unreduced gradients."""
+    hooks = {name: len(p._post_accumulate_grad_hooks or ()) for name, p in model.named_parameters()}
+    if sum(hooks.values()) > allowed:
+        hooked = max(hooks, key=lambda name: hooks[name])
+        raise ConfigError(
+            f"ddp: {hooked} of the {type(model).__name__} has a hook by register_post_accumulate_grad_hook,"
+            " which would see, or step with, the gradient of this rank alone\n"
+            "do its work between backward and optimizer.step(), or choose strategy fsdp"
+        )
+
+
+def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
+    """Have the unit's models checked before each step of the optimizer, until the handle is removed."""
+
+    def before(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if len(args) > 1 or kwargs.get("closure") is not None:  # it has yet to compute the gradients
+            return
+        for model in unit.wrapped:
+            if isinstance(model, Watched):
+                model.check(reduces=not unit.silent)
+
+    return optimizer.register_step_pre_hook(before)

@@ -1,0 +1,206 @@
+"""Ranks that would train apart, where torch says nothing, are stopped before the first wrong step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ddp_problem import accelerator, batches, net, rank
+from torch import nn
+from torch.nn import functional as F
+
+from accel_core import AccelError, LocalSGD
+from accel_core.testing.processes import run_processes
+
+
+def told(train: Callable[..., Any], accumulation: int = 1) -> str:
+    """The error of this rank; or "equal" or "apart", by the weights at the end."""
+    run = accelerator(gradient_accumulation_steps=accumulation)
+    given = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    if train is unfrozen:
+        given[0].requires_grad_(False)
+    try:
+        model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+        for number, (x, y) in enumerate(batches(3, rank())):
+            train(run, model, optimizer, number, lambda out, y=y: F.mse_loss(out, y), x)
+            optimizer.zero_grad()
+    except AccelError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier()
+    mine = torch.cat([p.detach().flatten() for p in given.parameters()])
+    everyone = run.gather(mine[None])
+    run.end_training()
+    return "equal" if torch.equal(everyone[0], everyone[1]) else "apart"
+
+
+def ordinary(run, model, optimizer, number, loss, x):
+    run.backward(loss(model(x)))
+    optimizer.step()
+
+
+def by_hand(run, model, optimizer, number, loss, x):
+    loss(model(x)).backward()
+    optimizer.step()
+
+
+def evaluating_between(run, model, optimizer, number, loss, x):
+    out = model(x)
+    with torch.no_grad():
+        model(x)
+    run.backward(loss(out))
+    optimizer.step()
+
+
+def forward_and_backward_in_turn_twice(run, model, optimizer, number, loss, x):
+    for _ in range(2):
+        run.backward(loss(model(x)))
+    optimizer.step()
+
+
+def accumulating(run, model, optimizer, number, loss, x):
+    with run.accumulate(model):
+        run.backward(loss(model(x)))
+        optimizer.step()
+
+
+def in_two_no_syncs(run, model, optimizer, number, loss, x):
+    with run.no_sync(model):
+        run.backward(loss(model(x)))
+    run.backward(loss(model(x)))
+    optimizer.step()
+
+
+def stepping_alone_by_local_sgd(run, model, optimizer, number, loss, x):
+    with LocalSGD(run, model, 1) as local:
+        run.backward(loss(model(x)))
+        optimizer.step()
+        local.step()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        ordinary,
+        by_hand,
+        evaluating_between,
+        forward_and_backward_in_turn_twice,
+        in_two_no_syncs,
+        stepping_alone_by_local_sgd,
+    ],
+)
+def test_what_reduces_trains_alike(train: Callable[..., Any]) -> None:
+    assert run_processes(told, train) == ["equal", "equal"]
+
+
+def test_a_window_trains_alike() -> None:
+    assert run_processes(told, accumulating, 3) == ["equal", "equal"]
+
+
+def unwrapped(run, model, optimizer, number, loss, x):
+    run.backward(loss(run.unwrap_model(model)(x)))
+    optimizer.step()
+
+
+def by_its_parts(run, model, optimizer, number, loss, x):
+    inner = run.unwrap_model(model)
+    run.backward(loss(inner[2](torch.tanh(inner[0](x)))))
+    optimizer.step()
+
+
+def twice_of_one_forward(run, model, optimizer, number, loss, x):
+    found = loss(model(x))
+    run.backward(found, retain_graph=True)
+    run.backward(found)
+    optimizer.step()
+
+
+def forwards_before_backwards(run, model, optimizer, number, loss, x):
+    first, second = loss(model(x)), loss(model(2 * x))
+    run.backward(first)
+    run.backward(second)
+    optimizer.step()
+
+
+def forward_in_no_sync(run, model, optimizer, number, loss, x):
+    with run.no_sync(model):
+        found = loss(model(x))
+    run.backward(found)
+    optimizer.step()
+
+
+def unfrozen(run, model, optimizer, number, loss, x):
+    if number == 1:
+        run.unwrap_model(model)[0].requires_grad_(True)
+    run.backward(loss(model(x)))
+    optimizer.step()
+
+
+def in_backward(run, model, optimizer, number, loss, x):
+    if number == 0:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+    run.backward(loss(model(x)))
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (unwrapped, "was called on the model inside"),
+        (by_its_parts, "was called on the model inside"),
+        (twice_of_one_forward, "is the second of one forward"),
+        (forwards_before_backwards, "is the second of .* two forwards in a row"),
+        (forward_in_no_sync, "its forward ran inside"),
+        (unfrozen, r"2 parameter\(s\) .* were frozen when it was prepared and train now \(0.weight\)"),
+        (in_backward, "register_post_accumulate_grad_hook"),
+    ],
+)
+def test_what_would_train_ranks_apart_is_an_error(train: Callable[..., Any], said: str) -> None:
+    for found in run_processes(told, train):
+        assert re.search(said, found), found
+
+
+def hooked_before() -> str:
+    run, model = accelerator(), net()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    try:
+        run.prepare(model)
+    except AccelError as error:
+        return str(error)
+    return ""
+
+
+def test_hooks_that_would_see_unreduced_gradients_are_refused_in_prepare() -> None:
+    assert all(
+        "ddp: 0.weight of the Sequential has a hook" in found for found in run_processes(hooked_before)
+    )
+
+
+def odd_buffer() -> str:
+    run, model = accelerator(), net()
+    model.register_buffer("codes", torch.zeros(3, dtype=torch.int16))
+    try:
+        run.prepare(model)
+    except AccelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_buffer_that_no_group_carries_is_named() -> None:
+    assert all("codes (torch.int16)" in found for found in run_processes(odd_buffer))
+
+
+def released() -> tuple[int, int]:
+    run, model = accelerator(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    run.end_training()
+    hooks = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
+    return sum(hooks), len(optimizer._optimizer_step_pre_hooks)
+
+
+def test_nothing_is_watched_after_the_run() -> None:
+    assert run_processes(released) == [(0, 0), (0, 0)]
