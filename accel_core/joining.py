@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from attrs import evolve
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from accel_core import watch
@@ -17,6 +18,7 @@ from accel_core.errors import ConfigError
 from accel_core.native.process_group import shared
 
 if TYPE_CHECKING:
+    from accel_core.mesh import Mesh
     from accel_core.run import Run
 
 __all__ = ["join", "leave"]
@@ -57,8 +59,19 @@ def leave(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     if run.world.size > 1:
         watch.stop()
-        run.forget_groups()
+        groups = _groups_of(run.forget_groups())
         shared.leave(run.hooks.destroy_process_group)
+        for group in (
+            groups if dist.is_initialized() else ()
+        ):  # the default one is the user's, or others use it
+            dist.destroy_process_group(group)
+
+
+def _groups_of(meshes: Iterable[Mesh]) -> set[dist.ProcessGroup]:
+    """The process groups of the dimensions of these meshes, without the default one."""
+    torchs = [mesh.device_mesh for mesh in meshes if isinstance(mesh.device_mesh, DeviceMesh)]
+    torchs += [flat for mesh in torchs for flat in getattr(mesh, "_flatten_mapping", {}).values()]
+    return {group for mesh in torchs for group in mesh.get_all_groups()} - {dist.group.WORLD}
 
 
 def _check_group(run: Run, backends: Mapping[str, str]) -> None:

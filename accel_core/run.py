@@ -240,11 +240,13 @@ class Run:
             while unit.detach:
                 unit.detach.pop()()
 
-    def forget_groups(self) -> None:
-        """Drop what holds the process group."""
+    def forget_groups(self) -> list[Mesh]:
+        """Drop what holds the process group; the meshes that have groups of their own."""
+        meshes = [mesh for mesh in (self.mesh, *self._meshes.values()) if mesh is not None]
         self.saver = None
         self._dims.clear()
         self._meshes.clear()
+        return meshes
 
     def require_alive(self) -> None:
         """Raises AccelError after `end_training`."""

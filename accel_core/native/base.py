@@ -215,7 +215,8 @@ class Base(BaseState):
         gradients: list[Any] = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
         # This rank's parts: gradients that lie on different meshes are no list that torch multiplies.
         parts = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
-        torch._foreach_mul_(parts, scale)
+        for where in {part.device for part in parts}:  # those of offloaded parameters are elsewhere
+            torch._foreach_mul_([part for part in parts if part.device == where], scale.to(where))
 
     @no_op
     @implements(hooks.unscale)

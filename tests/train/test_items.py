@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tokens
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from accel_core import AccelError, GradScalerKwargs
+from accel_core.testing import run_processes
 
 
 def assert_near(ours, plain, **tolerance):
@@ -149,3 +152,21 @@ def test_items_of_some_micro_batches_only_are_refused(accelerator_of, items):
         accelerator.accumulate(model, items=items[1]),
     ):
         pass
+
+
+def divided_where_gradients_are() -> list[float]:
+    from accel_core.native.base import Base
+    from accel_core.testing.simulated.device import simulate
+
+    simulate("sim")
+    offloaded, resident = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="sim"))
+    for each in (offloaded, resident):
+        each.grad = torch.ones_like(each)
+    unit = SimpleNamespace(named_parameters=lambda: {"offloaded": offloaded, "resident": resident})
+    base = Base(SimpleNamespace(topology=SimpleNamespace(losses=1)))
+    base.reduce_gradients(unit, torch.tensor(4.0, device="sim"))
+    return [each.grad.cpu()[0].item() for each in (offloaded, resident)]
+
+
+def test_gradients_that_are_offloaded_are_divided_too():
+    assert run_processes(divided_where_gradients_are, world=1) == [[0.25, 0.25]]

@@ -46,6 +46,10 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
         shard = shard._flatten("+".join(names))
     if mesh.size("dp_replicate") == 1:
         return shard
+    if not hasattr(DeviceMesh, "_concatenate"):  # torch 2.9 and earlier
+        (name,) = shard.mesh_dim_names or ()
+        sliced: DeviceMesh = mesh.device_mesh["dp_replicate", name]
+        return sliced
     both: DeviceMesh = DeviceMesh._concatenate([mesh.device_mesh["dp_replicate"], shard])
     return both
 

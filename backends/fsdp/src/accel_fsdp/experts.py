@@ -109,7 +109,8 @@ class Spread:
     def _chosen(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """tokens (T, width), experts and weights (T, k): the sum of what each token's experts give."""
         order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=self._experts)
+        chosen = experts.flatten()  # counted without waiting for the device, as bincount would
+        counts = chosen.new_zeros(self._experts).scatter_add(0, chosen, torch.ones_like(chosen))
         token = order // experts.shape[1]
         rows = self._travel(tokens[token], counts, weights.flatten()[order])
         return rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, token, rows)
@@ -119,20 +120,24 @@ class Spread:
         ranks, group = self._ranks.size(), self._ranks
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
-        sent, got = (each.view(ranks, -1).sum(1).tolist() for each in (counts, arriving))
+        # Sizes of what travels are read once; nothing else here waits for the device.
+        sent, got = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2).tolist()
+        total = sum(got)
         # What arrives is grouped by rank, and by expert within these.
         local = torch.arange(self._experts // ranks, device=counts.device)
-        experts, order = local.repeat(ranks).repeat_interleave(arriving).sort(stable=True)
+        mine = local.repeat(ranks).repeat_interleave(arriving, output_size=total)
+        experts, order = mine.sort(stable=True)
 
         def arrived(tensor: Tensor) -> Tensor:
             there = all_to_all_single_autograd(tensor, got, sent, group)[order]
             # Backward is collective: a rank without tokens computes an empty one along.
-            return there if sum(got) else torch.cat([there, there.new_zeros(1, *there.shape[1:])])
+            return there if total else torch.cat([there, there.new_zeros(1, *there.shape[1:])])
 
-        if not sum(got):
+        if not total:
             experts = experts.new_zeros(1)
         if weights is None:
-            routing: tuple[Tensor, ...] = (experts.bincount(minlength=len(local)),)
+            each = arriving.view(ranks, -1).sum(0)
+            routing: tuple[Tensor, ...] = (each if total else local.eq(0).to(each.dtype),)
         else:
             routing = (experts[:, None], arrived(weights)[:, None])
         with _local(self, ranks):

@@ -38,6 +38,11 @@ class Flat(FullyShardedDataParallel):
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
         reasons = list(super().refuse_unit(unit, models, optimizers))
+        if self.config.cpu_offload and self.run.config.accumulation.sync_each_batch:
+            reasons.append(
+                "accumulation.sync_each_batch: fsdp_version 1 with fsdp.cpu_offload keeps the gradient of the"
+                " last micro-batch only\nleave sync_each_batch out, or set fsdp.fsdp_version: 2"
+            )
         if self.run.device.type != "cpu":
             return reasons
         if self.config.cpu_offload:

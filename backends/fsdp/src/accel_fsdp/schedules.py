@@ -93,6 +93,11 @@ class Pipe:
         self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches, forward_only)
+        if forward_only and not hasattr(schedule, "eval"):
+            raise AccelError(
+                f"pipeline: the schedules of torch {torch.__version__} cannot evaluate (forward_only=True)\n"
+                "install torch 2.9 or newer"
+            )
         last = self.rank == self.last
         self.ties.summed &= forward_only
         try:

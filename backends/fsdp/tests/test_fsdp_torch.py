@@ -1,0 +1,113 @@
+"""What this package takes of torch that is not documented, and what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_problem import TIMEOUT
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accel_core import Accelerator
+from accel_core.testing import run_processes
+from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp.experts import Spread
+
+NAMES = {
+    "torch.distributed.fsdp.wrap": ["_Policy", "_recursive_wrap"],
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ["unsharded_zero_grad_data"],
+    "torch.distributed.fsdp:FSDPModule": ["_get_fsdp_state", "set_reduce_scatter_unused_params"],
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ["_root_post_backward_final_callback"],
+    "torch.distributed.fsdp:ShardingStrategy": ["_HYBRID_SHARD_ZERO2"],
+    "torch.amp:GradScaler": ["_unscale_grads_"],
+    "torch.distributed.tensor._random": ["is_rng_supported_mesh"],
+    "torch.distributed._functional_collectives": ["all_to_all_single_autograd"],
+    "torch.distributed.device_mesh:DeviceMesh": ["_flatten", "_concatenate"],
+    "torch.distributed.pipelining.schedules:PipelineScheduleSingle": ["eval"],
+    "torch.distributed.fsdp._flat_param:FlatParameter": ["_init_metadata"],
+    "torch._C._distributed_c10d": ["HashStore"],
+}
+
+
+@pytest.mark.parametrize("where", NAMES)
+def test_torch_still_has_the_names_that_are_used(where: str) -> None:
+    module, _, attribute = where.partition(":")
+    found = importlib.import_module(module)
+    found = getattr(found, attribute) if attribute else found
+    assert [name for name in NAMES[where] if not hasattr(found, name)] == []
+
+
+def replicated_by_slices() -> tuple[int, tuple[str, ...] | None]:
+    del DeviceMesh._concatenate  # as in torch 2.9
+    run = Accelerator(
+        device="cpu",
+        strategy="fsdp",
+        plugins=[TIMEOUT, FullyShardedDataParallelPlugin(dp_replicate_size=2)],
+    )
+    model = run.prepare(nn.Linear(8, 8))
+    run.backward(model(torch.ones(1, 8)).sum())
+    mesh = model.weight.device_mesh
+    run.end_training()
+    return mesh.ndim, mesh.mesh_dim_names
+
+
+def test_replicas_are_made_without_what_torch_2_9_lacks() -> None:
+    assert run_processes(replicated_by_slices, world=4) == [(2, ("dp_replicate", "dp_shard"))] * 4
+
+
+def groups_left() -> list[int]:
+    dist.init_process_group("cpu:gloo")
+    found = []
+    for _ in range(3):
+        run = Accelerator(
+            device="cpu", strategy="fsdp", plugins=[FullyShardedDataParallelPlugin(dp_replicate_size=2)]
+        )
+        model = run.prepare(nn.Linear(8, 8))
+        run.backward(model(torch.ones(1, 8)).sum())
+        run.end_training()
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_run_leaves_no_groups_in_a_process_group_of_the_users() -> None:
+    for found in run_processes(groups_left, world=4):
+        assert found[0] == found[1] == found[2]
+
+
+def reads_of_a_layer() -> int:
+    """How often a layer of experts reads sizes from the device."""
+    reads = []
+    before = torch.Tensor.tolist
+
+    def counted(self: torch.Tensor) -> object:
+        reads.append(self)
+        return before(self)
+
+    class Experts(nn.Module):
+        def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return rows * 2
+
+    layer = type("Layer", (Spread, Experts), {})()
+    group = SimpleNamespace(size=lambda: 1)
+    vars(layer).update(_experts=4, _ranks=group, _name="experts")
+    torch.Tensor.tolist = counted  # type: ignore[method-assign,assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", lambda out, given, group: out.copy_(given))
+        patch.setattr(
+            "accel_fsdp.experts.all_to_all_single_autograd", lambda tensor, out, given, group: tensor
+        )
+        for forbidden in ("bincount", "item"):
+            patch.setattr(torch.Tensor, forbidden, None)
+        found = layer(torch.ones(5, 3), torch.tensor([2, 0, 2, 1]))
+    torch.Tensor.tolist = before  # type: ignore[method-assign]
+    assert found.tolist() == [[2.0] * 3] * 5
+    return len(reads)
+
+
+def test_experts_wait_for_the_device_once() -> None:
+    assert reads_of_a_layer() == 1
