@@ -79,7 +79,23 @@ def old_flag(spelling: str) -> str | None:
     name = spelling.replace("_", "-")
     flags: dict[str, str] = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
-    return flags.get(name) or flags.get(prefix)
+    return flags.get(name) or flags.get(prefix) or _option_of_family(name)
+
+
+def _option_of_family(name: str) -> str | None:
+    """The dotted flag of the option that a flag such as --fsdp_offload_params set."""
+    for prefix, family in _data()["families"].items():
+        plugin = known_plugin(family["plugin"])
+        if plugin is None or not name.startswith(prefix):
+            continue
+        rest = name[2:] if family.get("whole") else name.removeprefix(prefix)
+        option = family.get("renamed", {}).get(rest, rest)
+        choice = f"use --{plugin.slot} {plugin.name} with --{plugin.name}"
+        if option.replace("-", "_") in plugin.keys:
+            return f"{choice}.{option} VALUE"
+        other = f"--{plugin.name} has no such option; `accel config schema {plugin.name}` lists them"
+        return str(family.get("rest", other)).replace("OPTION", rest.replace("-", "_"))
+    return None
 
 
 @cache

@@ -57,7 +57,9 @@ class Reader:
         """Raise all problems there are as one ConfigError, in the order of the file."""
         if self.problems:
             lines = list(map(str, dict.fromkeys(sorted(self.problems, key=lambda it: it.position))))
-            message = "\n".join([*lines, "correct this; `accel config check` looks again without training"])
+            flags = any(problem.origin.startswith("flag ") for problem in self.problems)
+            again = "launch --dry-run` with these flags" if flags else "config check`"
+            message = "\n".join([*lines, f"correct this; `accel {again} looks again without training"])
             raise ConfigError(message, problems=lines)
 
     def refuse(self, given: Given, message: str, path: Path | None = None) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from accel_core.known import known_plugins, old_flag
+from accel_core.cli.launch import launch
+from accel_core.config.options import options_of, section_class
+from accel_core.config.reader import CORE
+from accel_core.known import known_plugin, known_plugins, old_flag
 
 GENERATOR = Path(__file__).parents[2] / "tools" / "known.py"
 
@@ -31,11 +35,49 @@ def test_spellings_with_underscores_are_the_same_flag():
     assert old_flag("--num_processes") == old_flag("--num-processes")
 
 
-def test_families_of_flags_are_known_by_their_prefix():
-    family = old_flag("--fsdp_anything_at_all")
+@pytest.mark.parametrize(
+    ("flag", "option"),
+    [
+        ("--fsdp_offload_params", "--strategy fsdp with --fsdp.cpu-offload VALUE"),
+        ("--fsdp_version", "--strategy fsdp with --fsdp.fsdp-version VALUE"),
+        ("--zero3_init_flag", "--strategy deepspeed with --deepspeed.zero3-init-flag VALUE"),
+        ("--megatron_lm_attention_backend", "--megatron.other-megatron-args '{attention_backend: VALUE}'"),
+        ("--fsdp_anything_at_all", "has no such option; `accel config schema fsdp`"),
+    ],
+)
+def test_a_family_of_flags_is_answered_with_the_option_of_its_plugin(flag, option):
+    assert option in (old_flag(flag) or "")
 
-    assert family is not None
-    assert "--strategy fsdp" in family
+
+def launch_flags() -> list[str]:
+    """The flags of `accelerate launch`, by its own parser, where Accelerate is installed."""
+    from accelerate.commands.launch import launch_command_parser
+
+    actions = launch_command_parser()._actions
+    return [flag for action in actions for flag in action.option_strings if re.match(r"--\w+$", flag)]
+
+
+def test_each_flag_of_accelerate_launch_leads_to_flags_that_there_are():
+    pytest.importorskip("accelerate.commands.launch")
+    ours = [option for parameter in launch.params for option in parameter.opts]
+    lost = []
+    for flag in set(launch_flags()) - {"--help"}:
+        answer = old_flag(flag) or (flag.replace("_", "-") if flag.replace("_", "-") in ours else "")
+        # An answer may also say what the old flag did, or that it is left out.
+        recipe = re.sub(r"; --\w+ counted.*|, where --.*", "", answer)
+        words = re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", recipe)
+        lost += [(flag, answer)] * (not answer) + [(flag, word) for word in words if not is_flag(word, ours)]
+    assert lost == []
+
+
+def is_flag(word: str, ours: list[str]) -> bool:
+    """Whether `accel launch` takes it; --SECTION.OPTION stands for any option of the section."""
+    section, _, option = word[2:].partition(".")
+    if not option:
+        return word in ours
+    plugin = known_plugin(section)
+    keys = plugin.keys if plugin else options_of(section_class(CORE[section]))
+    return option == "OPTION" or option.replace("-", "_") in keys
 
 
 def test_what_nobody_had_is_not_known():
