@@ -20,7 +20,12 @@ NAME: Final = "accelerate"
 VERSION: Final = "1.15.0"
 """What programs are told: the release whose names, arguments and behaviour are served."""
 
-METADATA: Final = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+METADATA: Final = f"""\
+Metadata-Version: 2.1
+Name: {NAME}
+Version: {VERSION}
+Home-page: https://github.com/huggingface/accelerate
+"""  # libraries look at the page to know whose `accelerate` it is
 SURFACE: Final = Path(__file__).parent / "surface"
 
 

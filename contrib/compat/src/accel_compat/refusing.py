@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 from accel_core import AccelError, install_hint
@@ -14,6 +16,7 @@ from accel_core import AccelError, install_hint
 __all__ = ["PACKAGES", "NotServedError", "inventory", "unserved", "why"]
 
 LATER: Final = "models larger than one device come in a later package"
+WHOLE: Final = "load the model whole: without device_map, with low_cpu_mem_usage=False"
 MEGATRON: Final = "accel-megatron takes plain models, optimizers and dataloaders, and makes the rest itself"
 REASONS: Final[Mapping[str, str]] = {
     "accelerate.big_modeling": LATER,
@@ -89,10 +92,20 @@ def unserved(module: str) -> Callable[[str], Any]:
 
 
 def _refuse(module: str, name: str) -> NoReturn:
+    reason = why(module, name)
+    escape = WHOLE if reason == LATER else "leave the call out, or run the program on Accelerate itself"
     raise NotServedError(
-        f"{module}.{name} of Accelerate is not served by accel-compat: {why(module, name)}\n"
-        "docs/from-accelerate.md lists what is, and what to use instead"
+        f"{module}.{name} of Accelerate is not served by accel-compat: {reason}\n{_caller()}{escape}"
     )
+
+
+def _caller() -> str:
+    """The line that called, in the program or a library of its own."""
+    frame: FrameType | None = sys._getframe(1)
+    here = str(Path(__file__).parent)
+    while frame is not None and frame.f_code.co_filename.startswith(here):
+        frame = frame.f_back
+    return f"called by {frame.f_code.co_filename}:{frame.f_lineno}\n" if frame is not None else ""
 
 
 class _Refusing(type):

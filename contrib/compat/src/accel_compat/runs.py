@@ -13,7 +13,7 @@ from accel_core import AccelError, InitProcessGroupKwargs, Run
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["adopt", "current", "host", "newest", "reduced"]
+__all__ = ["adopt", "current", "forget", "host", "newest", "reduced", "training"]
 
 _runs: list[Run] = []
 _hosts: list[Run] = []
@@ -27,6 +27,18 @@ def adopt(run: Run) -> None:
     _runs[:] = [*(known for known in _runs if not known.ended), run]
     while _hosts:
         _hosts.pop().end()
+
+
+def forget(run: Run) -> None:
+    """Its Accelerator is gone: it is the states' no more, unless there is no other."""
+    if any(not known.ended for known in _runs if known is not run):
+        _runs[:] = [known for known in _runs if known is not run]
+
+
+def training() -> Run | None:
+    """The run whose windows and loaders count: the newest that has prepared something, else the newest."""
+    at_work = (run for run in reversed(_runs) if not run.ended and (run.units or run.loaders))
+    return next(at_work, None) or newest()
 
 
 def newest() -> Run | None:

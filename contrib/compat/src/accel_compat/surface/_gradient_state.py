@@ -6,7 +6,7 @@ import weakref
 from typing import Any, ClassVar
 
 from accel_compat import runs
-from accel_core import PreparedLoader
+from accel_core import PreparedLoader, Run
 
 __all__ = ["GradientState", "SharedDict"]
 
@@ -15,20 +15,47 @@ _END = "end_of_dataloader"
 
 
 class GradientState:
-    """Where the current run is in its accumulation window and in its dataloader."""
+    """Where a run is in its accumulation window and in its dataloader.
+
+    Made by a program, it is about the run that trains; that of an Accelerator, and of what it has prepared,
+    about their own run, whatever other Accelerators there are.
+    """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
+    _kwargs: ClassVar[weakref.WeakKeyDictionary[Run, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
-    plugin_kwargs: dict[str, Any]
     _begun: list[Any]
     """Weak references to the loaders made by hand that are being iterated."""
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized:
-            self.__dict__.update(plugin_kwargs={}, is_xla_gradients_synced=False, _alone=True, _begun=[])
+            self.__dict__.update(is_xla_gradients_synced=False, _alone=True, _begun=[], _plugin_kwargs={})
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @classmethod
+    def of(cls, run: Run) -> GradientState:
+        """The state of one run."""
+        return _OfRun(run)
+
+    def _run(self) -> Run | None:
+        return runs.training()
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What differs from the defaults of GradientAccumulationPlugin."""
+        run = self._run()
+        kwargs: dict[str, Any] = self.__dict__["_plugin_kwargs"]
+        return kwargs if run is None else self._kwargs.setdefault(run, kwargs)
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, kwargs: dict[str, Any]) -> None:
+        run = self._run()
+        if run is None:
+            self.__dict__["_plugin_kwargs"] = kwargs
+        else:
+            self._kwargs[run] = kwargs
 
     @property
     def initialized(self) -> bool:
@@ -38,7 +65,7 @@ class GradientState:
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is its window's last."""
-        run = runs.newest()
+        run = self._run()
         return bool(self.__dict__["_alone"]) if run is None else run.window.boundary
 
     @sync_gradients.setter
@@ -46,7 +73,7 @@ class GradientState:
         self._set_sync_gradients(value)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        run = runs.newest()
+        run = self._run()
         self.__dict__["_alone"] = sync_gradients
         if run is not None:
             for window in {run.window, *(unit.window for unit in run.units)}:
@@ -55,7 +82,7 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Micro-batches of a window."""
-        run = runs.newest()
+        run = self._run()
         return int(self.plugin_kwargs.get("num_steps", 1)) if run is None else run.accumulation_steps
 
     @property
@@ -71,7 +98,7 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[Any]:
         """The loaders that are being iterated, the innermost last, after a None."""
-        run = runs.newest()
+        run = self._run()
         by_hand = [loader for loader in (each() for each in self._begun) if loader is not None]
         return [None, *(run.active_loaders if run is not None else ()), *by_hand]
 
@@ -121,3 +148,13 @@ class GradientState:
             f"Extra samples added: {self.remainder}\n"
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
+
+
+class _OfRun(GradientState):
+    def __init__(self, run: Run) -> None:
+        GradientState()  # there is the shared one from now on
+        self.__dict__ = {**self._shared_state, "_own": weakref.ref(run)}
+
+    def _run(self) -> Run | None:
+        own: Run | None = self.__dict__["_own"]()
+        return own

@@ -23,8 +23,8 @@ class AcceleratedLoader(PreparedLoader):
 
     @property
     def gradient_state(self) -> GradientState:
-        """The process's."""
-        return GradientState()
+        """Its run's."""
+        return GradientState.of(self._run)
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -22,6 +22,8 @@ class Preparing(accel_core.Accelerator):
     """What an Accelerator prepares, and the lists of it."""
 
     state: Any
+    gradient_state: Any
+    _count: int
     _loose: list[AcceleratedOptimizer]
     """Optimizers whose model is not prepared (yet)."""
     _stepping: list[AcceleratedScheduler]
@@ -92,6 +94,7 @@ class Preparing(accel_core.Accelerator):
             " gradients are not reduced. Prepare an optimizer with its model"
         )
         proxy: AcceleratedOptimizer = _marked(AcceleratedOptimizer(optimizer))
+        proxy.__dict__["run"] = self.run
         self._loose.append(proxy)
         self.run.registered.append(proxy)
         return proxy
@@ -129,6 +132,7 @@ class Preparing(accel_core.Accelerator):
     def _scheduled(self, scheduler: Any, optimizers: Sequence[Any], follows: bool) -> AcceleratedScheduler:
         split = self.run.config.data.split_batches
         made: AcceleratedScheduler = _marked(AcceleratedScheduler(scheduler, optimizers, follows, split))
+        made.__dict__["gradient_state"] = self.gradient_state
         self._stepping.append(made)
         return made
 
@@ -177,33 +181,13 @@ class Preparing(accel_core.Accelerator):
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
-    # -- what there is ---------------------------------------------------------------------------
-
-    @property
-    def _models(self) -> list[Any]:
-        return [model for unit in self.run.units for model in unit.wrapped]
-
-    @property
-    def _optimizers(self) -> list[Any]:
-        return [*(proxy for _, proxy in self.run.optimizers), *self._loose]
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return list(self._stepping)
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return list(self.run.loaders)
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return [each for each in self.run.registered if not isinstance(each, AcceleratedOptimizer)]
+    # -- the end ---------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects and give device memory back; as many None as arguments."""
         self._loose.clear()
         self._stepping.clear()
-        self.step = 0
+        self._count = 0
         return super().free_memory(*objects)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accel_compat.refusing import NotServedError
 from accel_compat.saying import say_once
 
+from ._listed import Listed
 from ._preparing import Preparing
-from .tracking import GeneralTracker, Registered
+from .tracking import GeneralTracker, Registered, found
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -16,16 +18,31 @@ Options = Mapping[str, Mapping[str, Any]]
 class Tracking(Preparing):
     """An Accelerator's trackers."""
 
+    log_with: list[Any]
+    logging_dir: Any
+    _asked_trackers: list[Any]
+    """What `log_with` was when the run was made."""
+    _assigned_trackers: list[Any] | None = None
+    """The trackers, once the program has changed which there are."""
+
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Options | None = None
     ) -> None:
         """Start all trackers."""
+        if self.log_with != self._asked_trackers:
+            self._start_assigned(project_name, config or {}, init_kwargs or {})
+            return
         super().init_trackers(project_name, config, self._for_mine("init_trackers", init_kwargs))
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None
     ) -> None:
         """Log values to each tracker, if there are any."""
+        if self._assigned_trackers is not None:
+            for tracker in self._assigned_trackers:
+                if self.is_main_process or not getattr(tracker, "main_process_only", True):
+                    tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            return
         if self.run.trackers.names:
             super().log(values, step, self._for_mine("log", log_kwargs) if log_kwargs else None)
 
@@ -42,6 +59,9 @@ class Tracking(Preparing):
         Raises:
             ValueError: there is none of that name, but others.
         """
+        for tracker in self._assigned_trackers or ():
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
         names = self.run.trackers.names
         if name not in names:
             if not names or not self.is_main_process:
@@ -52,7 +72,42 @@ class Tracking(Preparing):
             return made.tracker.tracker if unwrap else made.tracker
         return super().get_tracker(name, unwrap)
 
+    def _start_assigned(self, project: str, config: Mapping[str, Any], options: Options) -> None:
+        started: list[Any] = []
+        for each in found(self.log_with, self.logging_dir):
+            if isinstance(each, str):
+                raise NotServedError(
+                    f"accelerator.log_with: {each!r} is a tracker of a package, chosen when the run is made\n"
+                    f"make it Accelerator(log_with={each!r})"
+                )
+            if self.is_main_process or not each.main_process_only:
+                each.project = project
+                each.start(**options.get(each.name, {}))
+                if config:
+                    each.store_init_configuration(config)
+                started.append(each.tracker if isinstance(each, Registered) else each)
+        self.trackers = started
+
     @property
     def trackers(self) -> list[Any]:
-        """The trackers that log on this rank; none before `init_trackers`."""
-        return [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
+        """The trackers that log on this rank; none before `init_trackers`. Settable, and so is the list."""
+        if self._assigned_trackers is not None:
+            return self._assigned_trackers
+        known = [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
+        return Listed(known, self._assign_trackers)
+
+    @trackers.setter
+    def trackers(self, trackers: Iterable[Any]) -> None:
+        self._assign_trackers(trackers)
+
+    def _assign_trackers(self, trackers: Iterable[Any]) -> None:
+        self._assigned_trackers = list(trackers)
+
+    def end_training(self) -> None:
+        """Finish the trackers, and release what the run holds."""
+        known = [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
+        for tracker in self._assigned_trackers or ():
+            if not any(tracker is each for each in known):
+                tracker.finish()
+        self._assigned_trackers = None
+        super().end_training()

@@ -19,8 +19,9 @@ from accel_compat.saying import say_once
 from accel_core import Run
 
 from ._arguments import STATE_PLUGINS, Asked, read
-from ._ranks import Ranks
+from ._stepping import Stepping
 from .state import AcceleratorState, GradientState, PartialState, distributed_type
+from .utils import operations
 from .utils._enums import DistributedType
 from .utils._handlers import (
     AutocastKwargs,
@@ -40,10 +41,9 @@ from .utils.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from .utils.operations import all_tensors, recursively_apply
 
 
-class Accelerator(Ranks):
+class Accelerator(Stepping):
     """As Accelerate documents it. `run`, and what else accel-core's Accelerator has, is there too."""
 
     autocast_handler: AutocastKwargs | None
@@ -78,20 +78,21 @@ class Accelerator(Ranks):
         if fp16 is not None and mixed_precision is None:  # as the oldest releases spelled it
             mixed_precision = "fp16" if fp16 else "no"
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        if AcceleratorState._shared_state:
+            _as_before(given)
         asked = read(given)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState()._check_initialized(asked.core["mixed_precision"], cpu)
         self._loose, self._stepping = [], []
         super().__init__(**asked.spoken())
         runs.adopt(self.run)
-        for name, value in asked.kept.items():
-            setattr(self, name, value)
+        self._keep(asked, given)
         self._record_states(asked)
         weakref.finalize(self, _forget, self.run).atexit = False
-        self.step = 0
+        self._count = 0
         self.flag_tensor = None
-        self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._save_model_state_pre_hook = OrderedDict()
+        self._load_model_state_pre_hook = OrderedDict()
 
     def _record_states(self, asked: Asked) -> None:
         """Let the process-wide states say what this Accelerator found."""
@@ -105,7 +106,10 @@ class Accelerator(Ranks):
             _from_accelerator=True,
         )
         steps = self.run.accumulation_steps
-        self.gradient_state = GradientState(asked.accumulation or GradientAccumulationPlugin(num_steps=steps))
+        GradientState()
+        self.gradient_state = GradientState.of(self.run)
+        plugin = asked.accumulation or GradientAccumulationPlugin(num_steps=steps)
+        self.gradient_state.plugin_kwargs = plugin.to_kwargs()
 
     # -- who and where ---------------------------------------------------------------------------
 
@@ -137,69 +141,11 @@ class Accelerator(Ranks):
             DistributedType.DEEPSPEED,
         )
 
-    # -- data ------------------------------------------------------------------------------------
-
-    @property
-    def split_batches(self) -> bool:
-        """As configured."""
-        return self.run.config.data.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """As configured."""
-        return self.run.config.data.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """As configured. Settable: for loaders prepared from now on."""
-        return self.run.config.data.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        config = self.run.config
-        self.run.config = evolve(config, data=evolve(config.data, even_batches=value))
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """As configured."""
-        return self.run.config.data.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """As configured."""
-        return self.run.config.data.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """As configured."""
-        return self.run.config.data.use_stateful_dataloader
-
-    @property
-    def scaler(self) -> Any:
-        """The scaler of the loss, once a model is prepared under fp16."""
-        return next((unit.scaler for unit in self.run.units if unit.scaler is not None), None)
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether torch.autocast computes in a lower precision."""
-        return self.mixed_precision != "no"
-
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Whether a model is spread over several devices."""
         return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     # -- the step --------------------------------------------------------------------------------
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Gradients of the loss, divided by gradient_accumulation_steps, outside `accumulate` too."""
-        run = self.run
-        if kwargs:
-            if "learning_rate" in kwargs:
-                self.lomo_backward(loss, kwargs["learning_rate"])
-            kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
-        if run.accumulation is None and run.accumulation_steps > 1:
-            loss = loss / run.accumulation_steps
-        super().backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Refused: LOMO optimizers are not served."""
@@ -237,83 +183,27 @@ class Accelerator(Ranks):
         """torch's profiler."""
         return super().profile(_ours(profile_handler or self.profile_handler))
 
-    # -- collectives: in a world of one, what was given -------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate over all ranks. Collective."""
-        return super().gather(tensor) if self.use_distributed else tensor
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, cut to as many samples as the loader's last round has. Collective."""
-        found = super().gather_for_metrics(input_data, use_gather_object)
-        state = self.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return found
-        length = state.remainder
-        if use_gather_object or not all_tensors(found):
-            return found[:length] if isinstance(found, list) else found
-        return recursively_apply(lambda tensor: tensor[:length], found)
-
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks. Collective."""
-        return super().reduce(tensor, str(reduction), scale)  # type: ignore[arg-type]
+        return operations.reduce(tensor, str(reduction), scale, run=self.run)
 
-    # -- state -----------------------------------------------------------------------------------
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` on all ranks when a state was saved."""
-        return _registered(self._save_hooks, hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` on all ranks before a state is loaded."""
-        return _registered(self._load_hooks, hook)
-
-    def save_state(  # type: ignore[override]
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> str:
-        """Write everything that training needs to go on. Collective."""
-        options = {
-            name: save_model_func_kwargs.pop(name)
-            for name in ("step", "wait")
-            if name in save_model_func_kwargs
-        }
-        if not safe_serialization or save_model_func_kwargs:
-            say_once(
-                "save_state: weights are always written by safetensors; other arguments mean nothing here"
-            )
-        written = str(super().save_state(output_dir, **options))
-        if self._save_hooks:
-            weights = [self.get_state_dict(model) for model in self._models]
-            for hook in self._save_hooks.values():
-                hook(self._models, weights, written)
-        return written
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Restore it. Collective."""
-        if input_dir is not None:
-            for hook in self._load_hooks.values():
-                hook(self._models, str(input_dir))
-        options = {
-            name: load_model_func_kwargs[name] for name in ("strict",) if name in load_model_func_kwargs
-        }
-        if load_kwargs or load_model_func_kwargs.keys() - options.keys():
-            say_once("load_state: arguments for torch.load mean nothing here; no pickle is read")
-        loaded = super().load_state(input_dir, **options)
-        if input_dir is None:  # only now it is known which one that is
-            for hook in self._load_hooks.values():
-                hook(self._models, str(loaded))
+def _as_before(given: dict[str, Any]) -> None:
+    """A second Accelerator has the settings of the first, where it is not given others."""
+    state = AcceleratorState()
+    if given["mixed_precision"] is None:
+        given["mixed_precision"] = state.mixed_precision
+    given["cpu"] = given["cpu"] or state._cpu
+    for name in STATE_PLUGINS:
+        if given[name] is None and (name != "dynamo_plugin" or given["dynamo_backend"] is None):
+            given[name] = state.__dict__.get(name)
+    if given["deepspeed_plugin"] is None and given["deepspeed_plugins"] is None:
+        given["deepspeed_plugins"] = state.deepspeed_plugins
 
 
 def _forget(run: Run) -> None:
     """With its Accelerator a run, which the states go on looking at, loses what only that could reach."""
+    runs.forget(run)
     for held in (run.units, run.trained, run.optimizers, run.loaders, run.registered):
         held.clear()
     run.homes.forget()
@@ -321,12 +211,6 @@ def _forget(run: Run) -> None:
 
 def _ours(handler: Any) -> Any:
     return handler.to_ours() if hasattr(handler, "to_ours") else handler
-
-
-def _registered(table: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
-    handle = RemovableHandle(table)
-    table[handle.id] = hook
-    return handle
 
 
 __getattr__ = unserved(__name__)

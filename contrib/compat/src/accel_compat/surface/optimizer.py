@@ -39,8 +39,9 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
     @property
     def gradient_state(self) -> GradientState:
-        """The process's."""
-        return GradientState()
+        """Its run's; of one made by hand, the one that trains."""
+        run = self.__dict__.get("run") if self.unit is None else self.unit.run
+        return GradientState() if run is None else GradientState.of(run)
 
     @property
     def _is_overflow(self) -> bool:

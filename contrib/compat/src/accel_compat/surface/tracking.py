@@ -158,6 +158,9 @@ def found(asked: Iterable[Any], folder: str | os.PathLike[str] | None) -> Iterat
     several = list(asked)
     if any(_is_word(each) and _word(each) == "all" for each in several):
         several = filter_trackers(several)
+        needy = (each for each in several if _is_word(each) and LOGGER_TYPE_TO_CLASS[_word(each)])
+        without = [each for each in needy if LOGGER_TYPE_TO_CLASS[_word(each)].requires_logging_directory]
+        several = [each for each in several if folder is not None or each not in without]
     words = dict.fromkeys(_word(each) if _is_word(each) else each for each in several)
     yield from (_named(each, folder) if isinstance(each, str) else each for each in words)
 

@@ -30,4 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(inventory()["accelerate.utils"])
+    return sorted({*inventory()["accelerate.utils"], *_ALONE})
+
+
+__all__ = [name for name in inventory()["accelerate.utils"] if not name.startswith("_")]  # for import *

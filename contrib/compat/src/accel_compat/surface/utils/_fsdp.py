@@ -90,6 +90,7 @@ class FullyShardedDataParallelPlugin(Translated):
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        self._filled: dict[str, Any] = {}  # what nobody gave: ours have their own
         if self.fsdp_version is None:
             self.fsdp_version = int(os.environ.get("FSDP_VERSION", "1"))
         self._set_sharding()
@@ -202,6 +203,14 @@ class FullyShardedDataParallelPlugin(Translated):
         self.state_dict_type = _member(
             _torchs("StateDictType"), FSDP_STATE_DICT_TYPE, asked, "state_dict_type"
         )
+        kinds = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
+        word = kinds.get(getattr(self.state_dict_type, "name", ""))
+        for name, kind in (("state_dict_config", ""), ("optim_state_dict_config", "Optim")) if word else ():
+            if getattr(self, name) is None or getattr(self, name) is self._filled.get(name):
+                more = {"rank0_only": True} if word == "Full" else {}
+                made = _torchs(f"{word}{kind}StateDictConfig")(offload_to_cpu=True, **more)
+                setattr(self, name, made)
+                self._filled[name] = made
         if self.fsdp_version == 2 and self.state_dict_type is _torchs("StateDictType").LOCAL_STATE_DICT:
             raise ValueError(
                 "state_dict_type LOCAL_STATE_DICT is for fsdp_version=1; take SHARDED_STATE_DICT"
@@ -265,6 +274,9 @@ class FullyShardedDataParallelPlugin(Translated):
             given["auto_wrap_policy"] = "SIZE_BASED_WRAP"
         if type(self.cpu_offload) is _torchs("OffloadPolicy"):
             given.pop("cpu_offload", None)  # so that a file may ask for it, as where nothing was said
+        for name, made in self._filled.items():
+            if getattr(self, name) is made:
+                given.pop(name, None)
         return {
             name: getattr(self, name) if name == "cpu_offload" else value for name, value in given.items()
         }

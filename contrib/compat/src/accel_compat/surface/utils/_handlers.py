@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from accel_compat.saying import say_once
 from accel_compat.translating import Translated
 
 from ._enums import DDPCommunicationHookType, DynamoBackend
@@ -114,9 +115,27 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
+    def recordable(self) -> list[str] | None:
+        """Those of the activities that torch can record on this machine; which it cannot is said once."""
+        here = {each.name for each in torch.profiler.supported_activities()}
+        left = [name for name in self.activities or () if name.upper() not in here]
+        if left:
+            say_once(f"profile: {', '.join(left)} cannot be recorded on this machine, and is left out")
+        return None if self.activities is None else [name for name in self.activities if name not in left]
+
+    def translation(self) -> dict[str, Any]:
+        """Without the activities that there are not."""
+        given = super().translation()
+        return {**given, "activities": self.recordable()} if "activities" in given else given
+
     def build(self) -> torch.profiler.profile:
         """A profiler of torch with these settings."""
-        kinds = [torch.profiler.ProfilerActivity[name.upper()] for name in self.activities or ()]
+        known = torch.profiler.ProfilerActivity.__members__
+        unknown = [name for name in self.activities or () if name.upper() not in known]
+        if unknown:
+            words = [name.lower() for name in known]
+            raise ValueError(f"Invalid profiler activity: {unknown[0]}. Must be one of {words}.")
+        kinds = [known[name.upper()] for name in self.recordable() or ()]
         return torch.profiler.profile(
             activities=kinds or None,
             schedule=None

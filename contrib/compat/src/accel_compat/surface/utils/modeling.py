@@ -7,15 +7,17 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from accel_compat import runs
 from accel_compat.refusing import unserved
-from accel_core import get_grad_scaler, get_mixed_precision_context_manager
 
+from ..state import AcceleratorState
 from ._enums import CustomDtype
 from ._loading import load_checkpoint_in_model, set_module_tensor_to_device
 from .constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -33,6 +35,23 @@ __all__ = [
 
 _UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _KEPT = ("torch.uint", "torch.int", "torch.bool")
+
+
+def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
+    """torch's autocast in the precision of the AcceleratorState, or a context that does nothing."""
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(state.mixed_precision)
+    given = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
+    return torch.autocast(state.device.type, dtype=dtype, **given)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A loss scaler for the device of the newest run, or, where there is none, of this machine."""
+    run = runs.newest()
+    kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.amp.GradScaler((kind if run is None else run.device).type, **kwargs)
 
 
 def is_peft_model(model: Any) -> bool:
@@ -55,14 +74,14 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     return numbered(first_device) == numbered(second_device)
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Bytes of a size such as '5GB', '5Gb' (bits) or '5GiB'."""
     wrong = (
         f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit (like"
         " '5.0GB')."
     )
-    if isinstance(size, int):
-        found = size
+    if isinstance(size, (int, float)):
+        found = int(size)
     else:
         unit = next((unit for unit in _UNITS if size.upper().endswith(unit)), None)
         try:
@@ -231,7 +250,10 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
     """Bytes that are free on each device, by number, and for "cpu"; or what was given, in bytes."""
     if max_memory is not None:
-        sized = {key: convert_file_size_to_int(value) for key, value in max_memory.items()}
+        sized = {
+            key: convert_file_size_to_int(value) if isinstance(value, str) else value
+            for key, value in max_memory.items()
+        }
         numbers = sorted(key for key in sized if isinstance(key, int))
         return {
             key: sized[key] for key in [*numbers, *(key for key in ("mps", "cpu", "disk") if key in sized)]

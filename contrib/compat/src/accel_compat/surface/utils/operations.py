@@ -12,7 +12,7 @@ import torch
 
 from accel_compat import runs
 from accel_compat.refusing import unserved
-from accel_core import CollectiveError, ops
+from accel_core import CollectiveError, Run, ops
 
 from ._handlers import TensorInformation
 from .constants import TORCH_DISTRIBUTED_OPERATION_TYPES
@@ -202,11 +202,16 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     )
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Sum or mean over all ranks. Collective."""
-    if _alone():
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, run: Run | None = None) -> Any:
+    """Sum or mean over all ranks. Collective.
+
+    scale: as there, of XLA devices only.
+    """
+    run = run or runs.newest()
+    if run is None or run.world.size == 1:
         return recursively_apply(torch.clone, tensor, error_on_other_type=True)
-    return ops.reduce(tensor, reduction, scale, run=runs.current())  # type: ignore[arg-type]
+    factor = scale if run.device.type == "xla" else 1.0
+    return ops.reduce(tensor, reduction, factor, run=run)  # type: ignore[arg-type]
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

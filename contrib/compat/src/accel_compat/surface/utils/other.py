@@ -20,7 +20,11 @@ from .constants import FSDP_PYTORCH_VERSION
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `torch.compile` wrapped it."""
+    """Whether `torch.compile` wrapped it, or `prepare` compiled it in place."""
+    return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_wrapper(module: Any) -> bool:
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
@@ -78,7 +82,7 @@ def extract_model_from_parallel(
     unit = None if run is None else run.unit_of_model(model)
     if unit is not None:
         return unit.hooks.unwrap_model(unit, model, keep_torch_compile)
-    compiled = model if is_compiled_module(model) else None
+    compiled = model if _is_wrapper(model) else None
     inner = model._orig_mod if compiled is not None else model
     while isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module

@@ -1,0 +1,295 @@
+"""What programs assign to an Accelerator counts as it does there; saving needs the main process only."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from peers import needs_accelerate, said
+
+from accel_compat.refusing import NotServedError
+from accel_core import CheckpointError
+
+ATTRIBUTES = """
+import json
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+names = sorted(vars(accelerator))
+print(json.dumps(names))
+"""
+HELPER = """
+import json, os, torch
+from accelerate import Accelerator
+def say():
+    return Accelerator().is_main_process
+a = Accelerator(cpu=True, gradient_accumulation_steps=4)
+m = torch.nn.Linear(1, 1)
+o = torch.optim.SGD(m.parameters(), lr=1.)
+s = torch.optim.lr_scheduler.StepLR(o, 1, .5)
+m, o, s = a.prepare(m, o, s)
+say()
+kept = Accelerator()
+for i in range(8):
+    with a.accumulate(m):
+        a.backward(m(torch.ones(1, 1)).sum())
+        o.step(); s.step(); o.zero_grad()
+print(json.dumps([s.get_last_lr(), kept.mixed_precision, a.gradient_state.num_steps]))
+"""
+STEPS = """
+import json, torch
+from torch.utils.data import DataLoader
+from accelerate import Accelerator
+a = Accelerator(cpu=True, gradient_accumulation_steps=2)
+m = torch.nn.Linear(1, 1)
+m, o, loader = a.prepare(m, torch.optim.SGD(m.parameters(), lr=.1), DataLoader(torch.rand(5, 1)))
+seen = []
+a.step = 1
+for epoch in range(2):
+    for batch in loader:
+        with a.accumulate(m):
+            a.backward(m(batch).sum())
+            o.step(); o.zero_grad()
+        seen.append([a.step, a.sync_gradients])
+a.gradient_accumulation_steps = 3
+print(json.dumps([seen, a.gradient_state.plugin_kwargs]))
+"""
+METRICS = """
+import json, torch
+from torch.utils.data import DataLoader
+from accelerate import Accelerator
+a = Accelerator(cpu=True)
+loader = a.prepare(DataLoader(torch.arange(7.), batch_size=2))
+given = {
+    "array": lambda b: b.numpy(), "text": lambda b: "x", "number": lambda b: 3, "texts": lambda b: ("a", "b"),
+    "list": lambda b: [str(x) for x in b.tolist()], "mapping": lambda b: {"k": "v", "t": b},
+    "none": lambda b: [None],
+    "scalar": lambda b: b.sum(), "tensors": lambda b: (b, {"x": b + 1}),
+}
+found = {}
+for batch in loader:
+    for name, make in given.items():
+        try:
+            found.setdefault(name, []).append(repr(a.gather_for_metrics(make(batch))))
+        except Exception as error:
+            found.setdefault(name, []).append(type(error).__name__)
+print(json.dumps(found))
+"""
+SAVED = """
+import json, os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+who, folder = os.environ["WHO"], os.environ["FOLDER"]
+a = Accelerator(cpu=True)
+set_seed(1, device_specific=True)
+m = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+with torch.no_grad():
+    for p in m.parameters():
+        p.fill_(.1)
+data = TensorDataset(torch.arange(32.).view(-1, 1) / 32)
+m, o, loader = a.prepare(m, torch.optim.SGD(m.parameters(), lr=.01), DataLoader(data, batch_size=2))
+for i, (batch,) in enumerate(loader):
+    a.backward(m(batch).pow(2).mean())
+    o.step(); o.zero_grad()
+    if i == 2 and (who == "all" or a.is_main_process):
+        a.save_state(folder)
+a.wait_for_everyone()
+torch.manual_seed(99 + a.process_index)
+a.load_state(folder)
+streams = a.gather(torch.rand(1, 2)).tolist()
+print(json.dumps([streams if who == "all" else 0, [p.detach().sum().item() for p in m.parameters()]]))
+"""
+
+
+@needs_accelerate
+def test_each_attribute_can_be_assigned_as_there():
+    accelerator = Accelerator(cpu=True)
+    for name in said(ATTRIBUTES, ours=False):
+        setattr(accelerator, name, getattr(accelerator, name))
+
+
+@needs_accelerate
+@pytest.mark.parametrize("code", [HELPER, STEPS, METRICS], ids=["helper", "steps", "metrics"])
+def test_the_same_is_seen_as_there(code):
+    variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if code == HELPER else {}
+    assert said(code, ours=True, environment=variables) == said(code, ours=False, environment=variables)
+
+
+@needs_accelerate
+@pytest.mark.parametrize("who", ["all", "main"])
+def test_a_state_is_saved_by_all_or_by_the_main_process_alone(tmp_path, who):
+    found = [
+        said(
+            SAVED,
+            ours=ours,
+            processes=2,
+            environment={"WHO": who, "FOLDER": str(tmp_path / str(ours)), "ACCELERATE_USE_CPU": "true"},
+        )
+        for ours in (True, False)
+    ]
+    assert found[0] == found[1]
+
+
+def test_the_number_of_the_next_state_is_assigned(tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert accelerator.project_configuration is project
+    accelerator.project_configuration.iteration = 5
+    accelerator.save_state()
+    assert (tmp_path / "checkpoints" / "checkpoint_5").is_dir()
+    assert project.iteration == accelerator.save_iteration == 6
+
+
+def test_loader_settings_changed_later_count_for_what_is_prepared_then():
+    config = DataLoaderConfiguration()
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    config.use_seedable_sampler = True
+    assert accelerator.use_seedable_sampler
+    accelerator.prepare()
+    assert accelerator.run.config.data.use_seedable_sampler
+
+
+def test_a_ddp_handler_assigned_later_is_the_strategys():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs()])
+    accelerator.ddp_handler.find_unused_parameters = True
+    accelerator.prepare()
+    plugin = accelerator.run.plugins.get("ddp")
+    assert plugin is None or plugin.config.find_unused_parameters
+
+
+def test_a_schedule_may_be_left_to_the_program_later():
+    accelerator = Accelerator(cpu=True)
+    accelerator.step_scheduler_with_optimizer = False
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    *_, schedule = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    assert not schedule.step_with_optimizer
+
+
+def test_autocast_is_turned_off_for_what_is_prepared_later():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.native_amp
+    accelerator.native_amp = False
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    exact = torch.nn.functional.linear(torch.ones(1, 2), model.weight, model.bias)
+    assert torch.equal(model(torch.ones(1, 2)), exact)
+
+
+def test_a_disabled_scaler_may_be_assigned_and_an_enabled_one_needs_fp16():
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.raises(NotServedError, match="fp16"):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def test_a_model_taken_from_the_list_is_not_saved(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    kept, model = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    accelerator._models.remove(model)
+    accelerator.save_state(tmp_path / "here")
+    index = json.loads((tmp_path / "here" / "rank-00000.json").read_bytes())
+    assert set(index["tensors"]) == {"unit0"}
+    assert accelerator._models == [kept]
+
+
+def test_trackers_may_be_taken_and_given():
+    class Mine:
+        name, main_process_only = "mine", True
+        seen: tuple = ()
+
+        def log(self, values, step=None, **options):
+            self.seen = (values, step)
+
+        def finish(self):
+            self.seen = "finished"
+
+    accelerator, mine = Accelerator(cpu=True), Mine()
+    accelerator.trackers.append(mine)
+    accelerator.log({"loss": 1.0}, step=3)
+    assert mine.seen == ({"loss": 1.0}, 3)
+    assert accelerator.get_tracker("mine") is mine
+    accelerator.end_training()
+    assert mine.seen == "finished"
+
+
+def test_a_save_hook_that_pops_weights_writes_them_itself(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def save(models, weights, folder):
+        torch.save(weights.pop(), f"{folder}/own.pt")
+
+    def load(models, folder):
+        kept = torch.load(f"{folder}/own.pt")
+        models.pop().load_state_dict({name: each + 1 for name, each in kept.items()})
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    before = model.weight.detach().clone()
+    accelerator.save_state(tmp_path / "here")
+    assert (tmp_path / "here" / "own.pt").is_file()
+    assert "model/weight" not in (tmp_path / "here" / "rank-00000.json").read_text()
+    accelerator.load_state(tmp_path / "here")
+    assert torch.equal(model.weight, before + 1)
+
+
+def test_a_save_hook_that_changes_weights_is_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights[0].pop("bias"))
+    with pytest.raises(NotServedError, match="changed weights"):
+        accelerator.save_state(tmp_path / "here")
+    assert not (tmp_path / "here").exists()
+
+
+def test_where_there_is_nothing_to_load_it_is_a_value_error(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="does not exist"):
+        accelerator.load_state(tmp_path / "none")
+    with pytest.raises(CheckpointError):
+        accelerator.load_state()
+
+
+def test_a_second_accelerator_has_the_precision_of_the_first():
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    assert Accelerator().mixed_precision == "bf16"
+    assert AcceleratorState().mixed_precision == first.mixed_precision == "bf16"
+
+
+def test_the_state_of_a_loader_is_its_own_runs():
+    first = Accelerator(cpu=True)
+    loader = first.prepare(torch.utils.data.DataLoader([1.0, 2.0]))
+    other = Accelerator()
+    for _ in loader:
+        assert first.gradient_state.in_dataloader
+        assert GradientState().in_dataloader
+        assert not other.gradient_state.in_dataloader
+    assert first.gradient_state.active_dataloader is None
+
+
+def test_clipping_goes_over_two_models_and_over_none(capsys):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    pairs = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    made = [accelerator.prepare(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in pairs]
+    with accelerator.accumulate():
+        accelerator.backward(sum(6 * m(torch.ones(1, 1)).sum() for m, _ in made))
+        parameters = [p for m in pairs for p in m.parameters()]
+        norm = accelerator.clip_grad_norm_(parameters, 1.0)
+    assert norm.item() == pytest.approx(18**0.5)  # inside the window: 6 / 2 each, and not clipped
+    assert parameters[0].grad.item() == 3
+    assert accelerator.clip_grad_norm_(iter(()), 1.0) == 0
+    assert "a generator that was used up?" in capsys.readouterr().err
+
+
+def test_a_window_is_counted_without_a_prepared_model():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate(torch.nn.Linear(1, 1)):
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, True, False, True]

@@ -1,0 +1,130 @@
+"""Models made on the meta device, helpers of libraries that load them, and what refuses to be called."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from accelerate import Accelerator, init_empty_weights, init_on_device
+from accelerate.utils import (
+    ProfileKwargs,
+    convert_file_size_to_int,
+    get_grad_scaler,
+    get_max_memory,
+    is_compiled_module,
+    set_module_tensor_to_device,
+)
+from peers import needs_accelerate, said
+
+from accel_compat.refusing import NotServedError
+
+EMPTY = """
+import json, torch
+from accelerate import init_empty_weights, init_on_device
+from accelerate.utils import set_module_tensor_to_device
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_parameter("none", None)
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.plain = torch.ones(2)
+def shown(net):
+    state = net.state_dict(keep_vars=True)
+    return {name: [each.device.type, each.requires_grad] for name, each in state.items()}
+found = []
+for context in (init_empty_weights(), init_empty_weights(include_buffers=True), init_on_device("meta")):
+    with context:
+        net = Net()
+    found.append([shown(net), net.plain.device.type, type(net.one.weight).__name__])
+with init_empty_weights():
+    net = Net()
+for name, value in Net().state_dict().items():
+    set_module_tensor_to_device(net, name, "cpu", value=value)
+found += [shown(net), shown(Net())]
+print(json.dumps(found))
+"""
+
+
+@needs_accelerate
+def test_empty_weights_are_empty_as_there():
+    assert said(EMPTY, ours=True) == said(EMPTY, ours=False)
+
+
+def test_ties_and_attributes_stay_and_other_threads_are_left_alone():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.two.weight = self.one.weight
+
+    made = []
+    with init_empty_weights():
+        tied = Tied()
+        thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        with init_on_device("cpu"):
+            inner = torch.nn.Linear(1, 1)
+        outer = torch.nn.Linear(1, 1)
+    assert tied.two.weight is tied.one.weight
+    assert tied.one.weight.is_meta
+    assert made[0].weight.device.type == inner.weight.device.type == "cpu"
+    assert outer.weight.is_meta
+    assert not torch.nn.Linear(1, 1).weight.is_meta
+
+
+def test_an_empty_model_is_filled_tensor_by_tensor():
+    with init_empty_weights():
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="meta device"):
+        set_module_tensor_to_device(model, "weight", "cpu")
+    set_module_tensor_to_device(model, "weight", "cpu", value=torch.ones(2, 2), dtype=torch.float16)
+    assert model.weight.dtype == torch.float16
+
+
+def test_a_refusal_names_who_called_and_the_way_around():
+    from accelerate import dispatch_model
+
+    with pytest.raises(
+        NotServedError, match=r"called by .*test_compat_meta\.py:\d+\n.*low_cpu_mem_usage=False"
+    ):
+        dispatch_model(torch.nn.Linear(1, 1), {})
+
+
+def test_sizes_may_be_fractions():
+    assert convert_file_size_to_int(2.5e9) == 2_500_000_000
+    assert get_max_memory({"cpu": 1e9, 0: "1GB"}) == {0: 10**9, "cpu": 1e9}
+
+
+def test_a_profiler_is_built_and_what_cannot_be_recorded_left_out(capsys):
+    assert isinstance(ProfileKwargs(activities=["cpu"]).build(), torch.profiler.profile)
+    with pytest.raises(ValueError, match="Invalid profiler activity: gpu"):
+        ProfileKwargs(activities=["gpu"]).build()
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu", "cuda"])])
+    with accelerator.profile() as recorded:
+        torch.ones(2) + 1
+    assert recorded.key_averages()
+    if not torch.cuda.is_available():
+        assert "cuda cannot be recorded" in capsys.readouterr().err
+
+
+def test_a_scaler_is_made_for_any_number_of_runs():
+    assert get_grad_scaler(init_scale=2.0).get_scale() in (1.0, 2.0)
+    Accelerator(cpu=True), Accelerator(cpu=True)
+    assert isinstance(get_grad_scaler(), torch.amp.GradScaler)
+
+
+def test_a_model_compiled_in_place_counts_as_compiled():
+    model = torch.nn.Linear(1, 1)
+    assert not is_compiled_module(model)
+    model.compile(backend="eager")
+    assert is_compiled_module(model)
+
+
+def test_everything_of_utils_can_be_imported_at_once():
+    names: dict[str, object] = {}
+    exec("from accelerate.utils import *", names)
+    assert {"set_seed", "ProjectConfiguration", "gather", "infer_auto_device_map"} <= names.keys()
