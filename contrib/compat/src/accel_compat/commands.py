@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -81,12 +83,28 @@ def import_(file: str, output: Path | None) -> None:
     text = yaml.safe_dump(dict(done.config), sort_keys=False) if done.config else "{}\n"
     for name, why in done.dropped.items():
         click.echo(f"accel-compat: left out {name}: {why}", err=True)
+    if output is not None and output.exists():
+        raise click.ClickException(f"{output} is there already\nname another file")
+    if problems := _problems(text):
+        said = f"{file} asks for what accel refuses\n{problems}\nchange these, and import again"
+        raise click.ClickException(said)
     if output is None:
         click.echo(text, nl=False)
-    elif output.exists():
-        raise click.ClickException(f"{output} is there already\nname another file")
     else:
         output.write_text(text)
+
+
+def _problems(text: str) -> str:
+    """What `accel config check` has to say against a config, without what this shell sets besides."""
+    from accel_compat.launching import accel
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL_")}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "accel.yaml")
+        path.write_text(text)
+        words = [accel(), "config", "check", "--config", str(path)]
+        done = subprocess.run(words, env=clean, capture_output=True, text=True, check=False)  # noqa: S603  ours
+        return (done.stdout + done.stderr).replace(f"{folder}/", "").strip() if done.returncode else ""
 
 
 def accelerate(*first: str) -> None:

@@ -9,10 +9,12 @@ from attrs import frozen
 
 from accel_compat.fields import MEGATRONS, is_off
 from accel_compat.settings import DROPPED
+from accel_core import plugin_status
 
 __all__ = ["Converted", "convert"]
 
 _MEGATRON: Final = "megatron_lm_"
+_LISTS: Final = ("fsdp_transformer_layer_cls_to_wrap",)
 
 PATHS: Final[Mapping[str, str]] = {
     "mixed_precision": "mixed_precision",
@@ -20,6 +22,7 @@ PATHS: Final[Mapping[str, str]] = {
     "num_machines": "launch.nodes",
     "max_restarts": "launch.max_restarts",
     "dynamo_backend": "compile.backend",
+    "enable_cpu_affinity": "cuda.numa_affinity",
     "dynamo_mode": "compile.mode",
     "dynamo_use_fullgraph": "compile.fullgraph",
     "dynamo_use_dynamic": "compile.dynamic",
@@ -62,6 +65,13 @@ class Converted:
 def convert(settings: Mapping[str, Any]) -> Converted:
     """Each setting at its path, or among the dropped."""
     dropped = {name: why for name, why in {**DROPPED, **ELSEWHERE}.items() if name in settings}
+    if settings.get("mixed_precision") == "fp8":
+        dropped["mixed_precision"] = "fp8 comes in a later package; choose bf16 or fp16"
+    bound = settings.get("enable_cpu_affinity")
+    if "enable_cpu_affinity" in settings and (not bound or plugin_status("cuda") == "missing"):
+        dropped["enable_cpu_affinity"] = (
+            "it is accel-cuda's: cuda: {numa_affinity: true}" if bound else "it is off"
+        )
     found: dict[str, Any] = {}
     for name, value in settings.items():
         path = _path(name)
@@ -97,6 +107,8 @@ def _path(name: str) -> str | None:
 
 
 def _value(name: str, value: Any) -> Any:
+    if name in _LISTS and isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
     if name == "dynamo_backend":
         return str(value).lower()
     if isinstance(value, str) and value.lower() in ("true", "false"):

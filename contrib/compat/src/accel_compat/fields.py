@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["FIELDS", "MEGATRONS", "is_off"]
+__all__ = ["FIELDS", "MEGATRONS", "described", "is_off"]
 
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "fsdp_": (
@@ -96,3 +96,55 @@ MEGATRONS: Final[Mapping[str, str]] = {
 def is_off(name: str, value: Any) -> bool:
     """Whether it is as Megatron-LM has it unasked, and so nothing to hand on."""
     return value is False and name != "attention_softmax_in_fp32"
+
+
+HELP: Final[Mapping[str, str]] = {
+    "module": "The script is a module's name, as of `python -m`.",
+    "cpu": "Run on the CPU.",
+    "config_file": "YAML or JSON that `accelerate config` wrote; default: the one in its cache.",
+    "num_processes": "Processes on all machines together.",
+    "num_machines": "Machines.",
+    "machine_rank": "Number of this machine, from 0.",
+    "main_process_ip": "Address of machine 0.",
+    "main_process_port": "Free port of machine 0; 0: any.",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS of each process.",
+    "max_restarts": "How often to start all workers again after one failed.",
+    "gpu_ids": "Numbers of the devices to use, with commas; or all.",
+    "mixed_precision": "no, fp16, bf16.",
+    "enable_cpu_affinity": "Bind processes to the CPUs near their device (accel-cuda).",
+    "use_fsdp": "Shard models by FSDP.",
+    "use_deepspeed": "Train by DeepSpeed.",
+    "use_megatron_lm": "Train by megatron-core.",
+    "use_parallelism_config": "Lay the run out by the parallelism_config flags.",
+    "debug": "Compare shapes before each collective, and say where it was called.",
+    "no_python": "Refused: workers are Python programs.",
+    "deepspeed_config_file": "DeepSpeed's own JSON.",
+    "zero_stage": "DeepSpeed: 0, 1, 2 or 3.",
+    "offload_optimizer_device": "DeepSpeed: none, cpu or nvme.",
+    "offload_param_device": "DeepSpeed: none, cpu or nvme.",
+    "offload_optimizer_nvme_path": "DeepSpeed: a folder.",
+    "offload_param_nvme_path": "DeepSpeed: a folder.",
+    "gradient_accumulation_steps": "DeepSpeed only: micro-batches of a step.",
+    "gradient_clipping": "DeepSpeed only: the norm of gradients that stays.",
+    "zero3_init_flag": "DeepSpeed, stage 3: true to build models in parts.",
+    "zero3_save_16bit_model": "DeepSpeed, stage 3: true to gather weights for a save.",
+    "deepspeed_moe_layer_cls_names": "DeepSpeed: classes of layers of experts, with commas.",
+    "dynamo_backend": "Compile models by torch.compile with this backend; no: not.",
+    "dynamo_mode": "default, reduce-overhead, max-autotune.",
+    "dynamo_use_fullgraph": "One graph, or an error.",
+    "dynamo_use_dynamic": "Compile for any shapes.",
+    "dynamo_use_regional_compilation": "Compile repeated blocks once.",
+}
+_OWNERS: Final[Mapping[str, str]] = {
+    "fsdp_": "FullyShardedDataParallelPlugin",
+    "megatron_lm_": "MegatronLMPlugin",
+    "parallelism_config_": "ParallelismConfig",
+}
+
+
+def described(name: str, others: Mapping[str, str]) -> str:
+    """The help of a flag; of what has no meaning here (`others`) the reason."""
+    if name in others:
+        return f"Means nothing here: {others[name]}".replace("%", "%%")
+    owner = next((start for start in _OWNERS if name.startswith(start)), None)
+    return HELP[name] if owner is None else f"`{name[len(owner) :]}` of {_OWNERS[owner]}."

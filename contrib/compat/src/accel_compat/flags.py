@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from accel_compat.fields import FIELDS
+from accel_compat.fields import FIELDS, described
 
-__all__ = ["DEEPSPEED", "LAUNCHING", "SWITCHES", "given", "launch_parser"]
+__all__ = ["DEEPSPEED", "DEFAULTS", "LAUNCHING", "SWITCHES", "given", "launch_parser"]
 
 SWITCHES: Final = (
     "cpu",
@@ -61,7 +62,7 @@ DEEPSPEED: Final[Mapping[str, str]] = {
 """Setting -> the variable that DeepSpeedPlugin reads."""
 
 _TRUTHS: Final = ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
-_DEFAULTS: Final[Mapping[str, Any]] = {
+DEFAULTS: Final[Mapping[str, Any]] = {
     "dynamo_mode": "default",
     "tee": "0",
     "role": "default",
@@ -123,7 +124,7 @@ _KINDS: Final[Mapping[str, Any]] = {
         ),
         int,
     ),
-    **{name: type(value) for name, value in _DEFAULTS.items() if type(value) in (int, float)},
+    **{name: type(value) for name, value in DEFAULTS.items() if type(value) in (int, float)},
     **dict.fromkeys(_TRUTHS, str),
     **dict.fromkeys(
         ("gradient_clipping", "megatron_lm_attention_dropout", "megatron_lm_hidden_dropout"), float
@@ -152,20 +153,31 @@ class _Underscored(argparse.HelpFormatter):
         super().add_argument(shown)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in a line, and what was meant; the flags are too many to be shown each time."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = [word for word in message.split() if word.startswith("--")]
+        known = [flag for action in self._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near and near[0] not in unknown else ""
+        self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` lists the flags\n")
+
+
 def launch_parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     """The flags of `accelerate launch`. `others`: what has no meaning here -> why."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "accel compat launch",
         description="Start a script written for Accelerate, by accelerate launch's own flags, spelled with"
         " underscores or with hyphens (`--num-processes=2`).",
         allow_abbrev=False,
         formatter_class=_Underscored,
     )
-    _switch(parser, ["-m", "--module"], "module", None)
+    _switch(parser, ["-m", "--module"], "module", None, help=described("module", others))
     for name in SWITCHES:
         default, short = None if name in UNSET else False, ["-q"] if name == "quiet" else []
         flag = name.replace("tpu_use_cluster", "tpu_cluster")
-        _switch(parser, [*_spellings(flag), *short], name, default, help=others.get(name))
+        _switch(parser, [*_spellings(flag), *short], name, default, help=described(name, others))
     parser.add_argument(
         *_spellings("no_tpu_cluster"), dest="tpu_use_cluster", action=_Given, nargs=0, const=False
     )
@@ -175,10 +187,10 @@ def launch_parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
             *_spellings(name),
             action=_Given,
             metavar="VALUE",
-            default=_DEFAULTS.get(name),
+            default=DEFAULTS.get(name),
             type=_KINDS.get(name, str),
             choices=("no", "fp16", "bf16", "fp8") if name == "mixed_precision" else None,
-            help=others.get(name),
+            help=described(name, others),
         )
     parser.add_argument("training_script", action=_Given)
     parser.add_argument("training_script_args", action=_Given, nargs=argparse.REMAINDER)
@@ -191,7 +203,7 @@ def given(read: argparse.Namespace) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(read).items()
-        if name != "nondefault" and (name in noted or value not in (None, False, _DEFAULTS.get(name)))
+        if name != "nondefault" and (name in noted or value not in (None, False, DEFAULTS.get(name)))
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_compat.flags import DEEPSPEED
+from accel_compat.flags import DEEPSPEED, DEFAULTS
 from accel_compat.saying import say_once
 from accel_compat.settings import PREFIXES, Asked
 from accel_compat.shim import write_shim
@@ -87,16 +87,18 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that the plugins of the surface read."""
+    """The variables that Accelerate's launcher sets: plugins of the surface, and programs, read them."""
     found = {variable: "true" for name, variable in _STRATEGIES.items() if settings.get(name)}
-    for name, value in settings.items():
-        variable = _NAMES.get(name) or DEEPSPEED.get(name) or _prefixed(name)
+    for name, value in {**_unasked(settings), **settings}.items():
+        variable = _NAMES.get(name) or _deepspeeds(name, settings) or _prefixed(name)
         if variable is not None:
-            found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
-    if "mixed_precision" in settings:
-        found["ACCELERATE_MIXED_PRECISION"] = str(settings["mixed_precision"])
-    if settings.get("cpu"):
-        found["ACCELERATE_USE_CPU"] = "true"
+            plain = isinstance(value, bool) and not name.startswith("dynamo_")
+            found[variable] = str(value).lower() if plain else str(value)
+    found["ACCELERATE_MIXED_PRECISION"] = str(settings.get("mixed_precision", "no"))
+    found["ACCELERATE_DYNAMO_BACKEND"] = str(settings.get("dynamo_backend", "no")).upper()
+    found["ACCELERATE_USE_CPU"] = str(bool(settings.get("cpu")))
+    if settings.get("enable_cpu_affinity"):
+        found |= {"ACCELERATE_CPU_AFFINITY": "1", "ACCEL__CUDA__NUMA_AFFINITY": "true"}
     if settings.get("debug"):
         found["ACCELERATE_DEBUG_MODE"] = "true"
     if "num_cpu_threads_per_process" in settings:
@@ -105,6 +107,23 @@ def environment(settings: Mapping[str, Any]) -> dict[str, str]:
     if devices != "all":
         found |= dict.fromkeys(_VISIBLE, str(devices))  # each kind of device reads its own
     return found
+
+
+def _unasked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What Accelerate's launcher tells workers though nobody asked for it."""
+    starts = ("dynamo_", *(["fsdp_"] if settings.get("use_fsdp") else []))
+    found = {name: value for name, value in DEFAULTS.items() if name.startswith(starts)}
+    switches = ("use_fullgraph", "use_dynamic", "use_regional_compilation")
+    return {**found, **dict.fromkeys((f"dynamo_{name}" for name in switches), "False")}
+
+
+def _deepspeeds(name: str, settings: Mapping[str, Any]) -> str | None:
+    """The variable of a setting that only DeepSpeed is told, as there."""
+    variable = DEEPSPEED.get(name)
+    if variable is not None and not settings.get("use_deepspeed"):
+        say_once(f"{name} is DeepSpeed's, and nothing without --use_deepspeed, as in Accelerate")
+        return None
+    return variable
 
 
 def _prefixed(name: str) -> str | None:

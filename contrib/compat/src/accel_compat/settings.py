@@ -39,12 +39,11 @@ _WITHOUT: Final[Mapping[str, str]] = {
     " fp8_amax_compute_algo fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather"
     " fp8_pad_inner_dim fp8_use_autocast_during_eval",
     "the visible devices are used": "multi_gpu",
-    "each worker's output is shown, with its rank": "tee",
+    "the output of all workers is shown": "tee",
     "redirect the output of `accel launch`": "log_dir",
     "a script is run, not imported": "main_training_function",
     "choose mixed_precision": "downcast_bf16",
     "one traceback is shown in any case": "quiet",
-    "device plugins bind processes to the CPUs near their device": "enable_cpu_affinity",
 }
 DROPPED: Final[Mapping[str, str]] = {name: why for why, names in _WITHOUT.items() for name in names.split()}
 """Setting that nothing here needs -> why."""

@@ -84,11 +84,6 @@ class Assignable(States):
             config = evolve(config, device_placement=self.device_placement)
         self.run.config = config
 
-    def prepare(self, *args: Any, **options: Any) -> Any:
-        """What can be prepared is, by the settings as they are now; anything else comes back as it is."""
-        self._heed()
-        return super().prepare(*args, **options)
-
     # -- data --------------------------------------------------------------------------------------
 
     @property

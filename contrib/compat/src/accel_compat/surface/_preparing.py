@@ -36,6 +36,7 @@ class Preparing(accel_core.Accelerator):
         name: str | None = None,
     ) -> Any:
         """What can be prepared is; anything else comes back as it is."""
+        self._heed()
         if getattr(self.state, "megatron_lm_plugin", None) is not None:
             from ._megatron_preparing import for_megatron
 
@@ -60,6 +61,9 @@ class Preparing(accel_core.Accelerator):
             for proxy, made_now in zip(adopted, made[len(ours) :], strict=True):
                 self._settle(proxy, made_now)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _heed(self) -> None:
+        """Hand on the settings that were changed."""
 
     def _aside(self, thing: Any, args: Sequence[Any]) -> Any:
         """What core is not asked to prepare, as it comes back; None of all else."""

@@ -185,7 +185,7 @@ class Accelerator(Stepping):
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks. Collective."""
-        return operations.reduce(tensor, str(reduction), scale, run=self.run)
+        return operations.reduced_over(self.run, tensor, str(reduction), scale)
 
 
 def _as_before(given: dict[str, Any]) -> None:

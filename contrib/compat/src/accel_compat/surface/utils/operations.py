@@ -202,12 +202,16 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     )
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, run: Run | None = None) -> Any:
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Sum or mean over all ranks. Collective.
 
     scale: as there, of XLA devices only.
     """
-    run = run or runs.newest()
+    return reduced_over(runs.newest(), tensor, reduction, scale)
+
+
+def reduced_over(run: Run | None, tensor: Any, reduction: str, scale: float) -> Any:
+    """`reduce`, over the ranks of a run."""
     if run is None or run.world.size == 1:
         return recursively_apply(torch.clone, tensor, error_on_other_type=True)
     factor = scale if run.device.type == "xla" else 1.0
