@@ -152,7 +152,7 @@ def test_fsdp_without_a_version_is_version_1(tmp_path):
     config = convert(read_file(written(tmp_path, FSDP))).config
 
     assert config["fsdp"]["fsdp_version"] == 1
-    assert config["fsdp"]["transformer_cls_names_to_wrap"] == "Block"
+    assert config["fsdp"]["transformer_cls_names_to_wrap"] == ["Block"]
 
 
 def test_the_command_writes_a_file_that_accel_reads(tmp_path):

@@ -78,7 +78,7 @@ class Accelerator(Stepping):
         if fp16 is not None and mixed_precision is None:  # as the oldest releases spelled it
             mixed_precision = "fp16" if fp16 else "no"
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if AcceleratorState._shared_state:
+        if AcceleratorState._shared_state and runs.newest() is not None:
             _as_before(given)
         asked = read(given)
         if AcceleratorState._shared_state and mixed_precision is not None:
