@@ -47,6 +47,34 @@ found += [shown(net), shown(Net())]
 print(json.dumps(found))
 """
 
+HALF = """
+import json, os, torch
+from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel, set_seed
+found = []
+set_seed(0)
+a = Accelerator(cpu=True, mixed_precision=os.environ["KIND"])
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+m, o = a.prepare(net, torch.optim.SGD(net.parameters(), lr=.1))
+x, y = torch.randn(8, 8), torch.randint(5, (8,))
+for _ in range(3):
+    out = m(x)
+    loss = torch.nn.functional.cross_entropy(out, y)
+    a.backward(loss); o.step(); o.zero_grad()
+    found.append([str(out.dtype), loss.item(), a.gather_for_metrics(out).detach().cpu().numpy().sum().item()])
+for keep in (True, False):
+    found.append(str(extract_model_from_parallel(m, keep_fp32_wrapper=keep)(x).dtype))
+print(json.dumps(found))
+"""
+
+
+@needs_accelerate
+@pytest.mark.parametrize("kind", ["bf16", "no"])
+def test_losses_outside_the_forward_and_metrics_are_the_same_digits(kind):
+    assert said(HALF, ours=True, environment={"KIND": kind}) == said(
+        HALF, ours=False, environment={"KIND": kind}
+    )
+
 
 @needs_accelerate
 def test_empty_weights_are_empty_as_there():
