@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 1, "ep_size": 2}, "ep_size is for fsdp_version 2"),
     ({"fsdp_version": 1, "pp_size": 2}, "pp_size is for fsdp_version 2"),
     ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "needs sync_module_states"),
+    ({"pp_schedule": "GPipe"}, "pp_schedule goes with pp_size, which is 1"),
+    ({"pp_split_points": ["blocks.1"]}, "pp_split_points goes with pp_size, which is 1"),
+    ({"ep_modules": ["nope"]}, "ep_modules goes with ep_size, which is 1"),
+    ({"fsdp_version": 1, "find_unused_parameters": True}, "is for fsdp_version 2"),
 ]
 
 
@@ -298,3 +303,35 @@ def read(example: str) -> tuple[Any, ...]:
         found.activation_checkpointing,
         given.reshard_after_forward,
     )
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def said_of(version: int, options: dict[str, Any]) -> list[str]:
+    heard = Heard()
+    logging.getLogger("accel_fsdp").addHandler(heard)
+    run = accelerator(plugin("mlp", version, auto_wrap_policy="no_wrap", **options))
+    run.prepare(net("mlp"))
+    run.end_training()
+    return heard.said
+
+
+def fill(module: torch.nn.Module) -> None:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_options_that_do_nothing_for_a_model_are_told(version: int) -> None:
+    options = {"param_init_fn": fill, "cpu_ram_efficient_loading": True, "forward_prefetch": True}
+    first, second = run_processes(said_of, version, options)
+    outside = "this MLP was not built in accelerator.model_init_context()"
+    assert first[0] == f"fsdp.param_init_fn does nothing: {outside}"
+    assert first[1].startswith("fsdp.forward_prefetch does nothing: it is sharded with 0 block(s)")
+    assert second == [f"fsdp.cpu_ram_efficient_loading does nothing: {outside}"]

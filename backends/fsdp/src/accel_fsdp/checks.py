@@ -132,6 +132,12 @@ def _going_together(config: Config) -> Iterator[str]:
         yield "state_dict_type: LOCAL_STATE_DICT is not given over a device mesh; take SHARDED_STATE_DICT"
     if config.activation_checkpointing_offload and not config.activation_checkpointing:
         yield "activation_checkpointing_offload needs activation_checkpointing"
+    for name, size in (("pp_schedule", "pp_size"), ("pp_split_points", "pp_size"), ("ep_modules", "ep_size")):
+        if (
+            getattr(config, name) != getattr(fields(type(config)), name).default
+            and getattr(config, size) == 1
+        ):
+            yield f"{name} goes with {size}, which is 1; set {size}, or leave {name} out"
     if config.cpu_ram_efficient_loading and not config.syncs:
         yield "cpu_ram_efficient_loading needs sync_module_states: other ranks get their weights from rank 0"
 

@@ -64,7 +64,9 @@ class Flat(FullyShardedDataParallel):
         arguments = self._arguments(model)
         names = dict(model.named_parameters())
         wrapped = model
-        for group in groups(model, self.config):
+        found = groups(model, self.config)
+        self.tell_unused(model, len(found) - 1)
+        for group in found:
             self.materialize(group)
             with warnings.catch_warnings():
                 # Said of NO_SHARD, and in a world of one.

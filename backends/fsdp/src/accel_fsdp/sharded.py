@@ -70,7 +70,9 @@ class Sharded(FullyShardedDataParallel):
         untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
         elsewhere = {p for module in absent(model) for p in module.parameters()}
         made = []
-        for group in groups(model, self.config):
+        found = groups(model, self.config)
+        self.tell_unused(model, len(found) - 1)
+        for group in found:
             self.materialize(group)
             whole_ones = group.parameters
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from accel_core import MeshDim, Run, RunConfig, Unit, World
     from accel_fsdp.wrapping import Group
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["FullyShardedDataParallel", "strategy"]
 
@@ -125,6 +128,23 @@ class FullyShardedDataParallel:
         if self._mesh is not None:
             self._mesh = None
             alone.leave(self.run)
+
+    def tell_unused(self, model: nn.Module, blocks: int) -> None:
+        """Log options that do nothing for this model."""
+        config, first = self.config, self.run.world.rank == 0
+        whole = not any(tensor.is_meta for tensor in model.parameters())
+        outside = f"this {type(model).__name__} was not built in accelerator.model_init_context()"
+        few = (
+            f"it is sharded with {blocks} block(s), of which none follows another; see fsdp.auto_wrap_policy"
+        )
+        nothing = {
+            "param_init_fn": (config.param_init_fn is not None and whole and first, outside),
+            "cpu_ram_efficient_loading": (config.cpu_ram_efficient_loading and whole and not first, outside),
+            "forward_prefetch": (config.forward_prefetch and blocks < 2 and first, few),
+        }
+        for name, (is_unused, reason) in nothing.items():
+            if is_unused:
+                logger.warning("fsdp.%s does nothing: %s", name, reason)
 
     def materialize(self, group: Group) -> None:
         """Give a group's tensors storage and first values, the same on all ranks. Collective."""
