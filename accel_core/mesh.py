@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal
 
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from accel_core.errors import ConfigError
 from accel_core.world import Topology
@@ -15,6 +15,8 @@ from accel_core.world import Topology
 __all__ = ["Mesh", "MeshDim", "arrange"]
 
 Splits = Literal["samples", "tokens", "model"]
+ALIKE: Final = frozenset({"tp"})
+"""Reserved dimensions whose ranks compute the same activations, but for the parts of layers."""
 
 RESERVED: Final[Mapping[str, tuple[int, Splits]]] = {
     "pp": (100, "model"),
@@ -35,15 +37,19 @@ class MeshDim:
     splits: what ranks along it have different parts of. `samples`: each reads other samples. `tokens`:
         they read the same samples, and each has a part of them and of their loss. `model`: they read
         the same samples and have the same loss.
+    alike: its ranks hold the same activations between layers, and so must draw the same random numbers
+        for them (dropout); along all other dimensions they draw different ones.
 
     The reserved names have both: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples, cp 400
-    tokens, tp 500 model, ep 600 samples. Any other name must say both.
+    tokens, tp 500 model (alike), ep 600 samples. Any other name must say both.
     """
 
     name: str
     size: int
     position: int = field(default=Factory(lambda self: self._reserved()[0], takes_self=True))
     splits: Splits = field(default=Factory(lambda self: self._reserved()[1], takes_self=True))
+
+    alike: bool = field(default=Factory(lambda self: self.name in ALIKE, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("world", "control", "alone"):
@@ -90,9 +96,7 @@ def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
     if len(open_dims) > 1 or ranks % fixed or (order and not open_dims and fixed != ranks):
         raise _refusal(order, fixed, ranks)
     sizes = [ranks // fixed if dim.size == -1 else dim.size for dim in order]
-    return tuple(
-        MeshDim(dim.name, size, dim.position, dim.splits) for dim, size in zip(order, sizes, strict=True)
-    )
+    return tuple(evolve(dim, size=size) for dim, size in zip(order, sizes, strict=True))
 
 
 def _refusal(order: Sequence[MeshDim], fixed: int, ranks: int) -> ConfigError:
@@ -137,6 +141,15 @@ class Mesh:
     def names(self, *splits: Splits) -> tuple[str, ...]:
         """The dimensions that split one of these (none given: any), outermost first."""
         return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
+
+    def stream(self) -> int | None:
+        """Number of the random stream that forwards on this rank draw from: one for ranks that are `alike`.
+
+        None where only the samples are split: then the process's own streams will do.
+        """
+        if all(dim.splits == "samples" or dim.size == 1 for dim in self.dims):
+            return None
+        return self.index(*(dim.name for dim in self.dims if not dim.alike))
 
     def topology(self) -> Topology:
         """Who reads what: ranks that differ only in `tokens` and `model` dimensions read the same."""

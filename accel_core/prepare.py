@@ -18,6 +18,7 @@ from accel_core.hookspecs import PHASES
 from accel_core.native.compiling import inside
 from accel_core.pairing import check_schedulers, paired
 from accel_core.proxies import PreparedOptimizer, PreparedScheduler
+from accel_core.streams import fork, forward_context
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from accel_core.pairing import Group
     from accel_core.run import Run
-    from accel_core.unit import Unit
+from accel_core.unit import Unit
 
 __all__ = ["prepare"]
 
@@ -209,8 +210,9 @@ def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, Tenso
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.models[number] = inner = inside(hooks.unwrap_model(unit, wrapped, True))
     unit.renamed[inner] = {**_renamed(before, inner), **unit.renamed.get(inner, {})}
+    unit.stream = unit.stream or fork(run, unit)
     converted = run.device.type if run.config.autocast.outputs_to_fp32 else None
-    detach = attach(inner, hooks.autocast(unit), converted)
+    detach = attach(inner, forward_context(unit, hooks.autocast(unit)), converted)
     if detach is not None:
         unit.detach.append(detach)
 

@@ -11,6 +11,7 @@ import torch
 
 from accel_core.errors import ConfigError
 from accel_core.exchange import Call, live
+from accel_core.streams import reseed
 from accel_core.world import World
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def set_seed(
         seed_process(seed + World.from_environment().rank * device_specific)
     else:
         run.hooks.seed(seed + run.topology.reader * device_specific, run.topology)
+        reseed(run, seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -202,6 +202,7 @@ class Run:
         unit.renamed |= other.renamed
         unit.wrapped += other.wrapped
         unit.detach += other.detach
+        other.stream = unit.stream
         unit.record_aliases()
         self.units.remove(other)
         self.homes.settle(unit)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accel_core.binding import Hooks, Steps
     from accel_core.mesh import Mesh
     from accel_core.run import Run
+    from accel_core.streams import Stream
 
 __all__ = ["Unit", "Window"]
 
@@ -177,6 +178,8 @@ class Unit:
     """Model -> its names that are not the given one's -> those."""
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
+    stream: Stream | None = None
+    """What its forwards draw random numbers from, where the process's own streams will not do."""
     finishes: bool = field(init=False)
     """Whether a step is more than torch's: somebody reduces, unscales, steps, follows or marks it."""
     gathers: bool = False

@@ -17,6 +17,7 @@ from accel_core.checkpoint.leaf import Entry, Leaf, whole
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.errors import CheckpointError
 from accel_core.native.state import model_state
+from accel_core.streams import states
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -92,10 +93,14 @@ def collect(run: Run) -> Collected:
     found.shared["units"] = {unit.name: _unit(found, unit) for unit in run.units}
     found.shared["registered"] = found.encode_objects(run.registered, "registered")
     found.own["reader"] = run.topology.reader
-    found.own["random"] = found.encode(dict(run.hooks.rng_state()), f"{here}.random", replicated=False)
+    found.own["random"] = found.encode(_random(run), f"{here}.random", replicated=False)
     found.own["loaders"] = found.encode(loaders, f"{here}.loaders", replicated=False)
     found.own["plugins"] = plugins
     return found
+
+
+def _random(run: Run) -> dict[str, Any]:
+    return {**run.hooks.rng_state(), **states(run)}
 
 
 def keep_own_part(control: Collectives, found: Collected) -> None:

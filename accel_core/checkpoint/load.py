@@ -30,6 +30,7 @@ from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import history
 from accel_core.errors import CheckpointError
+from accel_core.streams import reseed, restore, states
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
@@ -278,24 +279,27 @@ class Restoration:
 
     def _random(self) -> None:
         streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")
-        here = self.run.hooks.rng_state().keys()
+        own = states(self.run)
+        here = self.run.hooks.rng_state().keys() | own.keys()
         # "kind:index" is a device that the process sees beside the run's own.
         beside = sorted(name for name in streams.keys() ^ here if ":" in name)
         if self._same_world and streams.keys() ^ here == {*beside}:
             if beside:
                 seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
                 self._problems.warn(f"{seen}; the random streams of all others go on")
-            known = {name: state for name, state in streams.items() if name in here}
+            known = {name: state for name, state in streams.items() if name in here - own.keys()}
             self._copies.append(("random streams", partial(self.run.hooks.set_rng_state, known)))
+            self._copies.append(("random streams", partial(restore, self.run, streams)))
             self._try_random(known)
             return
         first = self.checkpoint.decode(self.checkpoint.own(0)["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)
         self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
         self._copies.append(("random streams", partial(self.run.hooks.seed, seed, self.run.topology)))
+        self._copies.append(("random streams", partial(reseed, self.run, derived_seed(first, 0))))
         if self.run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
-            restore = partial(self.run.hooks.set_rng_state, {"torch": first["torch"]})
-            self._copies.append(("random streams", restore))
+            goes_on = partial(self.run.hooks.set_rng_state, {"torch": first["torch"]})
+            self._copies.append(("random streams", goes_on))
 
     def _try_random(self, streams: Mapping[str, Tensor]) -> None:
         """Find out whether the generators take these states, and put them back as they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -148,7 +150,7 @@ def complaint(function, *args):
 
 def mistakes():
     """What is said of each."""
-    accelerator = accelerator_of(buffers={**BUFFERS, "0": 1, "mask": 1})
+    accelerator = accelerator_of(buffers={**BUFFERS, "position_ids": 1, "0": 1, "mask": 1})
     model, loader = accelerator.prepare(Gpt(), DataLoader(samples(), 4))
     batch = next(iter(loader))
     found = {"outside of a step": complaint(loss_of, model, batch)}
@@ -162,12 +164,18 @@ def mistakes():
     found["mask"] = complaint(
         step, lambda: F.scaled_dot_product_attention(masked, masked, masked, attn_mask=masked)
     )
+    mine = torch.randn(4, 1, 3, 4)
+    found["keys of its own"] = complaint(step, lambda: F.scaled_dot_product_attention(mine, mine, mine))
+    copied = {name: tensor.clone() for name, tensor in batch.items()}
+    found["nobody's batch"] = complaint(lambda: accelerator.accumulate(model, batch=copied).__enter__())
     found["no attention"] = complaint(step, lambda: batch["input_ids"] + 1)
     found["shared twice"] = complaint(accelerator.maybe_context_parallel([batch["input_ids"]], [1]).__enter__)
     for name, rows in {
         "odd length": samples(LENGTH + 1),
         "two lengths": [{**row, "mask": torch.ones(LENGTH * 2)} for row in samples()],
         "attention_mask": [{**row, "attention_mask": torch.ones(LENGTH)} for row in samples()],
+        "packed": [{**row, "position_ids": torch.arange(LENGTH) % 8} for row in samples()],
+        "documents": [{**row, "seq_idx": torch.zeros(LENGTH)} for row in samples()],
     }.items():
         found[name] = complaint(next, iter(accelerator.prepare(DataLoader(rows, 4))))
     accelerator.end_training()
@@ -196,6 +204,29 @@ def evaluation():
         logits = model(batch["input_ids"], batch["position_ids"])
     accelerator.end_training()
     return logits, batch["position_ids"]
+
+
+def beside(strategy="ddp"):
+    """Whether models see what they would see alone, while a batch is shared: prompts differ by rank."""
+    accelerator = accelerator_of()
+    models = [Gpt(causal=False), Gpt(), Gpt(causal=False)]
+    encoder, policy = accelerator.prepare(models[0]), accelerator.prepare(models[1])
+    loader = accelerator.prepare(DataLoader(samples(), 4))
+    agree = []
+    for batch in loader:
+        with accelerator.accumulate(policy, batch=batch):
+            loss, _ = loss_of(policy, batch)
+            accelerator.backward(loss)
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        for length in (3, LENGTH // 2, LENGTH):
+            prompt = torch.randint(VOCABULARY, (2, length), generator=generator)
+            with torch.no_grad():
+                for model, alone in ((encoder, models[2]), (policy, Gpt())):
+                    agree.append(torch.equal(model(prompt), alone(prompt)))
+        break
+    copy.deepcopy(accelerator.unwrap_model(policy))
+    accelerator.end_training()
+    return agree
 
 
 def recomputed():

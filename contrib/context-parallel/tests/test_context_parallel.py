@@ -12,10 +12,14 @@ import torch
 from cp_problem import LENGTH, Gpt, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.data import default_collate
 
+from accel_context_parallel.attention import Counted, _torchs_own
 from accel_context_parallel.sequence import part, positions
+from accel_core import AccelError
 from accel_core.testing import run_processes
 
 
@@ -138,6 +142,44 @@ def test_evaluation_without_gradients_needs_no_step():
         torch.testing.assert_close(logits, whole[:, where[0]], rtol=1e-4, atol=1e-5)
 
 
+def test_forwards_of_other_sequences_than_the_batchs_see_their_own_only():
+    for agree in run_processes(cp_problem.beside, world=2):
+        assert agree == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"), [({}, 4), ({"is_causal": True}, 8), ({"attn_mask": torch.ones(4, 4)}, 4)]
+)
+def test_on_accelerators_what_torch_cannot_balance_is_refused_in_words(options, keys):
+    query, key = torch.ones(1, 1, 4, 2), torch.ones(1, 1, keys, 2)
+    attention = Counted("cuda")
+    with pytest.raises(AccelError, match="balances causal attention within sequences only"):
+        attention(query, key, key, **options)
+    assert attention.called
+
+
+def entered_thrice():
+    mesh = init_device_mesh("cpu", (1,))
+    held = []
+    for _ in range(3):
+        with _torchs_own(mesh, 8):
+            pass
+        held.append(len(inspect.unwrap(context_parallel).__globals__["_replaced_functions"]))
+    return held
+
+
+def test_torchs_own_does_not_grow_each_time_it_is_entered():
+    found = run_processes(in_a_group, world=1)[0]
+    assert found == [found[0]] * 3
+
+
+def in_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    held = entered_thrice()
+    dist.destroy_process_group()
+    return held
+
+
 # -- batches ---------------------------------------------------------------------------------------
 
 
@@ -190,6 +232,10 @@ def test_what_would_train_something_else_is_an_error_on_every_rank():
         "odd length": "input_ids 17",
         "two lengths": "mask 32",
         "attention_mask": "leave it out in the collate function",
+        "packed": "position_ids that do not rise by one",
+        "documents": "packed rows (seq_idx)",
+        "keys of its own": "3 tokens a rank; 2 ranks share sequences of 16",
+        "nobody's batch": "pass the loader's own batch",
         "shared twice": "the loader has shared this batch out already",
     }
     for found in run_processes(cp_problem.mistakes, world=2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Pipelined(Sharded):
         if phase == "parallelize":
             assert unit.mesh is not None
             group = unit.mesh.device_mesh.get_group("pp")
-            self._pipes[unit] = Pipe(model, self.config, group, self.run.device)
+            self._pipes[unit] = Pipe(model, self.config, group, self.run.device, ref(unit))
         if phase == "checkpoint" and self.config.activation_checkpointing and not blocks(model, self.config):
             if not wraps(model, self.config):
                 raise ConfigError(

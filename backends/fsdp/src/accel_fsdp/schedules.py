@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from accel_fsdp.stages import Left, cut, points_of
 from accel_fsdp.ties import Ties
 
 if TYPE_CHECKING:
-    from accel_core import Leaf
+    from accel_core import Leaf, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
 __all__ = ["ForwardLoss", "Pipe"]
@@ -54,13 +55,14 @@ class Pipe:
         config: FullyShardedDataParallelPlugin,
         group: dist.ProcessGroup,
         device: torch.device,
+        unit: ref[Unit],
     ) -> None:
         """Cut the model as the config says; give up what is not this rank's.
 
         Raises:
             ConfigError: stages and ranks do not go together, or the model cannot be cut.
         """
-        self.model, self.group, self.device = model, group, device
+        self.model, self.group, self.device, self.unit = model, group, device, unit
         self.dtype = torch.float64 if is_double(model.parameters()) else torch.float32
         """That of losses, the same on all ranks."""
         self.kind, self.rank, ranks = (
@@ -184,8 +186,14 @@ class _Stage(nn.Module):
         if self.known:
             return self._run(received, int(number))
         self.known = True
+        unit = self.pipe.unit()
+        stream = None if unit is None else unit.stream
+        before = None if stream is None else stream.state
         with _without_trace(self.pipe.model, self.pipe.device):
-            return self._run(received, int(number))
+            found = self._run(received, int(number))
+        if stream is not None and before is not None:
+            stream.state = before
+        return found
 
     def _run(self, received: Sequence[Tensor], at: int) -> Tensor:
         pipe = self.pipe

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._random as tracking
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._pytree import tree_map_only
@@ -18,6 +19,7 @@ from accel_fsdp.tensor_config import TorchTensorParallelPlugin
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from accel_core import Run, RunConfig, Unit, World
@@ -60,6 +62,7 @@ class TensorParallel:
             return model
         mesh, config = unit.mesh.device_mesh["tp"], self.config
         plan = plan_of(model, config.parallelize_plan, size, loss_parallel=config.loss_parallel)
+        _draw_without_agreement(mesh)
         ties = _ties(model)
         _agree(model, mesh.get_group())
         for planned in plan:
@@ -130,6 +133,14 @@ def _ties(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[nn.Module, str]
             if parameter is not None and first.setdefault(parameter, (module, key)) != (module, key):
                 again[module, key] = first[parameter]
     return again
+
+
+def _draw_without_agreement(mesh: DeviceMesh) -> None:
+    # Torch's own tracker, made by the first random operator on a DTensor, would give the whole world rank 0's
+    # stream, in a collective that other pipeline stages may never come to. The unit's stream is one along tp.
+    supported = mesh.device_type != "cpu" and tracking.is_rng_supported_mesh(mesh)
+    if supported and tracking._rng_tracker is None:
+        tracking._rng_tracker = tracking.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 @torch.no_grad()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,23 +37,61 @@ def attending(mesh: DeviceMesh, length: int, anyone: Callable[[bool], bool]) -> 
     Raises:
         AccelError: nobody called it, so that each rank took its part for all.
     """
-    if mesh.device_type != "cpu":
-        # Torch looks at the length of a buffer to see that work can be balanced.
-        unused = torch.empty(length, device=mesh.device_type)
-        with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}):
+    on_cpu = mesh.device_type == "cpu"
+    with nullcontext() if on_cpu else _torchs_own(mesh, length):
+        attention: Any = Gathered(mesh, length) if on_cpu else Counted(mesh.device_type)
+        inner = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = attention  # as torch's own does
+        try:
             yield
-        return
-    gathered: Any = Gathered(mesh, length)
-    functional.scaled_dot_product_attention = gathered  # as torch's own does
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = _attend
-    if not anyone(gathered.called):
+        finally:
+            functional.scaled_dot_product_attention = inner
+    if not anyone(attention.called):
         raise AccelError(
             "cp: the model never called torch.nn.functional.scaled_dot_product_attention: it saw only this"
-            " rank's part of each sequence\nlet its attention call it, by this name, or train without cp"
+            " rank's part of each sequence\nlet its attention call it, by this name (transformers:"
+            ' attn_implementation="sdpa"), or train without cp'
         )
+
+
+@contextmanager
+def _torchs_own(mesh: DeviceMesh, length: int) -> Iterator[None]:
+    # Torch looks at the length of a buffer to see that work can be balanced.
+    unused = torch.empty(length, device=mesh.device_type)
+    replaced = None
+    try:
+        with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}):
+            replaced = functional.scaled_dot_product_attention
+            yield
+    finally:  # torch remembers each function that it has replaced, one more each time, for ever
+        inspect.unwrap(context_parallel).__globals__.get("_replaced_functions", {}).pop(replaced, None)
+
+
+class Counted:
+    """Attends by torch's own rings, which balance causal attention only."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.called = device, False
+        self.attend = functional.scaled_dot_product_attention
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        self.called = True
+        if attn_mask is not None or not is_causal or query.shape[-2] != key.shape[-2]:
+            raise AccelError(
+                f"cp: attention that is not causal, or has a mask or keys of another length; torch's context"
+                f" parallelism on {self.device} balances causal attention within sequences only\n"
+                "call scaled_dot_product_attention(..., is_causal=True), or train without cp"
+            )
+        return self.attend(query, key, value, None, dropout_p, is_causal, **options)
 
 
 class Gathered:
@@ -73,7 +112,7 @@ class Gathered:
     ) -> Tensor:
         self.called = True
         whole = key.shape[-2] * self.mesh.size()
-        if attn_mask is not None or (is_causal and whole != self.length):
+        if attn_mask is not None or whole != self.length:
             found = "a mask" if attn_mask is not None else f"{key.shape[-2]} tokens a rank"
             raise AccelError(
                 f"cp: attention with {found}; {self.mesh.size()} ranks share sequences of {self.length}\n"

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_context_parallel.attention import attending
-from accel_context_parallel.models import attend_causally
+from accel_context_parallel.models import Asked, attend_causally
 from accel_context_parallel.sequence import length_of, part, positions
 from accel_core import AccelError, MeshDim, get_logger, hooks, implements
 
@@ -23,6 +25,9 @@ __all__ = ["ContextParallel"]
 
 _logger = get_logger(__name__)
 
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+"""Entries by which collate functions tell documents of one row apart."""
+
 
 class ContextParallel:
     """Mesh dimension `cp`: its ranks read the same samples, and have parts of their sequences."""
@@ -31,9 +36,13 @@ class ContextParallel:
 
     def __init__(self, config: ContextParallelPlugin, run: Run) -> None:
         self.config, self.run = config, run
-        self._length = 0
-        """Tokens of the last batch's sequences; 0 where it has none to share."""
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Tensor that holds a part of sequences -> the length of the whole ones. Its batch ends with it."""
+        self._given = 0
+        """That length, for the forward of a model that begins now; 0 where its inputs hold no parts."""
         self._attending = False
+        self._restarts: Tensor | None = None
+        """Whether a batch on a device holds packed rows: read when the next batch comes, without a wait."""
 
     @property
     def ranks(self) -> int:
@@ -47,8 +56,21 @@ class ContextParallel:
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if self.ranks > 1 and phase == "convert":
-            attend_causally(model)
+            attend_causally(model, lambda: self._attending)
+            model.register_forward_pre_hook(Asked(torch.compiler.disable(self._note)), with_kwargs=True)
         return model
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._given = self._length_in((args, kwargs))
+
+    def _length_in(self, batch: Any) -> int:
+        """The length of the sequences that the tensors of a batch, or their bases, are parts of; or 0."""
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                for tensor in (leaf, leaf._base):
+                    if tensor is not None and tensor in self._parts:
+                        return int(self._parts[tensor])
+        return 0
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -58,7 +80,7 @@ class ContextParallel:
             return batch
         named = batch if isinstance(batch, Mapping) else _numbered(batch)
         dims = {name: dim for name, dim in self.config.buffers.items() if name in named}
-        self._length = length_of(named, dims, self.ranks) if dims else 0
+        self._refuse_packed(named)
         if not dims:
             if self.config.buffers:
                 _logger.warning_once(
@@ -67,9 +89,29 @@ class ContextParallel:
                     self.ranks,
                 )
             return batch
-        return _with(batch, {**named, **self._parts(named, dims)})
+        length = length_of(named, dims, self.ranks)
+        parts = self._parts_of(named, dims, length)
+        for tensor in parts.values():
+            self._parts[tensor] = length
+        return _with(batch, {**named, **parts})
 
-    def _parts(self, batch: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Tensor]:
+    def _refuse_packed(self, batch: Mapping[str, Any]) -> None:
+        """Raises AccelError: rows hold several documents, each of which would see the others."""
+        found = [name for name in PACKED if batch.get(name) is not None]
+        where = batch.get("position_ids")
+        doubt, self._restarts = self._restarts, None
+        if isinstance(where, Tensor) and "position_ids" in self.config.buffers:
+            self._restarts = (where.diff(dim=self.config.buffers["position_ids"]) != 1).any()
+            if where.device.type == "cpu":
+                doubt, self._restarts = self._restarts, None
+        if found or (doubt is not None and doubt.item()):
+            what = ", ".join(found) or "position_ids that do not rise by one"
+            raise AccelError(
+                f"cp: packed rows ({what}): each document would attend to those before it in its row\n"
+                "give each document a row of its own, padded on the right, or train without cp"
+            )
+
+    def _parts_of(self, batch: Mapping[str, Any], dims: Mapping[str, int], length: int) -> dict[str, Tensor]:
         """This rank's part of each entry that has a sequence, and of those that follow from them."""
         assert self.run.mesh is not None
         rank = self.run.mesh.index("cp")
@@ -79,7 +121,7 @@ class ContextParallel:
             whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
         parts = {name: part(tensor, dims.get(name, 1), rank, self.ranks) for name, tensor in whole.items()}
         if self.config.derive and "input_ids" in whole and "position_ids" not in batch:
-            where = positions(self._length, self.ranks, whole["input_ids"].device)[rank]
+            where = positions(length, self.ranks, whole["input_ids"].device)[rank]
             parts["position_ids"] = where.expand(len(whole["input_ids"]), -1)
         return parts
 
@@ -94,22 +136,22 @@ class ContextParallel:
         self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
     ) -> Iterator[None]:
         assert self.run.mesh is not None
-        if self._length or not buffers or len(buffers) != len(dims):
-            found = "the loader has shared this batch out already" if self._length else "what has a sequence?"
+        shared = self._length_in(buffers)
+        if shared or not buffers or len(buffers) != len(dims):
+            found = "the loader has shared this batch out already" if shared else "what has a sequence?"
             raise AccelError(
                 f"maybe_context_parallel with {len(buffers)} buffers, {len(dims)} dimensions: {found}\n"
                 "name each buffer's dimension, and keep loaders from sharing batches out: cp.buffers: {}"
             )
         named = {str(number): buffer for number, buffer in enumerate(buffers)}
-        self._length = length_of(named, dict(zip(named, dims, strict=True)), self.ranks)
+        length = length_of(named, dict(zip(named, dims, strict=True)), self.ranks)
         whole = [buffer.data for buffer in buffers]
         for buffer, dim in zip(buffers, dims, strict=True):
             buffer.data = part(buffer.data, dim, self.run.mesh.index("cp"), self.ranks)
         try:
-            with self._attend():
+            with self._attend(length):
                 yield
         finally:
-            self._length = 0
             left = set(map(id, kept))
             for buffer, data in zip(buffers, whole, strict=True):
                 if id(buffer) not in left:
@@ -119,7 +161,16 @@ class ContextParallel:
 
     @implements(hooks.step_context)
     def step_context(self, unit: Unit, batch: Any) -> AbstractContextManager[None]:
-        return self._attend()
+        length = self._length_in(batch) if self.ranks > 1 else 0
+        if not length and self.ranks > 1:
+            named = batch if isinstance(batch, Mapping) else _numbered(batch)
+            if unknown := [name for name in self.config.buffers if isinstance(named.get(name), Tensor)]:
+                raise AccelError(
+                    f"cp: no prepared dataloader gave this step's batch ({', '.join(unknown)}), and whether"
+                    " its tensors are parts of sequences is not known\npass the loader's own batch:"
+                    " accelerator.accumulate(model, batch=batch)"
+                )
+        return self._attend(length)
 
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[None]] | None:
@@ -127,23 +178,24 @@ class ContextParallel:
         return self._forward if self.ranks > 1 else None
 
     def _forward(self) -> AbstractContextManager[None]:
-        if self._length and not self._attending and torch.is_grad_enabled():
+        length, self._given = self._given, 0
+        if len(self._parts) and not self._attending and torch.is_grad_enabled():
             raise AccelError(
                 "cp: a model trains on its part of each sequence outside of any step\n"
                 "write `with accelerator.accumulate(model, batch=batch):` around forward and backward, or use"
                 " accelerator.forward_backward"
             )
-        return self._attend()
+        return self._attend(length)
 
     @contextmanager
-    def _attend(self) -> Iterator[None]:
-        if self._attending or not self._length:
+    def _attend(self, length: int) -> Iterator[None]:
+        if self._attending or not length:
             yield
             return
         assert self.run.mesh is not None
         self._attending = True
         try:
-            with attending(self.run.mesh.device_mesh["cp"], self._length, self._anyone):
+            with attending(self.run.mesh.device_mesh["cp"], length, self._anyone):
                 yield
         finally:
             self._attending = False

@@ -1,0 +1,118 @@
+"""A random stream of each unit whose model or sequences are split: its forwards draw from no other.
+
+Ranks with the same activations must draw the same numbers (dropout behind a layer that all of them
+computed), and all others different ones; a draw anywhere else must change neither. So a unit's
+forwards draw from a stream that is forked when the unit is prepared: of one seed for the world, of the
+unit's name, and of the rank's number along the dimensions that are not `alike` (`MeshDim`). Megatron-LM's
+RNG tracker (`model_parallel_cuda_manual_seed`: its default state is one for a tensor parallel group, and
+differs by pipeline rank and data parallel rank) and torchtitan's `set_determinism` (distinct seeds along
+`pp`, one within the others) do the same. Recomputation needs nothing: torch's `checkpoint` puts back the
+state that the forward had.
+
+A unit of a mesh that splits samples only has none, and pays nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel_core.exchange import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accel_core.run import Run
+    from accel_core.unit import Unit
+
+__all__ = ["Stream", "fork", "forward_context", "reseed", "restore", "states"]
+
+
+class Stream:
+    """One unit's stream. `state` is that of a generator of the run's device."""
+
+    def __init__(self, device: torch.device, name: str, number: int, seed: int) -> None:
+        self.name, self.number = name, number
+        module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        where = () if device.type == "cpu" else (device,)
+        self._get: Callable[[], Tensor] = lambda: module.get_rng_state(*where)
+        self._set: Callable[[Tensor], None] = lambda state: module.set_rng_state(state, *where)
+        self._manual_seed = (torch.default_generator if device.type == "cpu" else module).manual_seed
+        self._inside = False
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Begin anew. `seed` is the same on all ranks."""
+        text = f"{seed} {self.name} {self.number}".encode()
+        before = self._get()
+        self._manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
+        self.state = self._get()
+        self._set(before)
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Inside, the device's generator is this stream; forwards of one unit nest."""
+        if self._inside:
+            yield
+            return
+        before = self._get()
+        self._inside = True
+        self._set(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._get()
+            self._set(before)
+            self._inside = False
+
+
+def fork(run: Run, unit: Unit) -> Stream | None:
+    """The stream of a unit that is prepared, if its mesh asks for one. Collective."""
+    number = None if unit.mesh is None else unit.mesh.stream()
+    if number is None:
+        return None
+    with Call(run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
+        seed: int = call.one_object(torch.initial_seed(), 0)
+    return Stream(run.device, unit.name, number, seed)
+
+
+def forward_context(
+    unit: Unit, factory: Callable[[], AbstractContextManager[Any]] | None
+) -> Callable[[], AbstractContextManager[Any]] | None:
+    """What a forward of the unit is under: its stream, and what `factory` gives."""
+    if unit.stream is None:
+        return factory
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        assert unit.stream is not None  # but it may be another one: units are joined
+        with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
+            yield
+
+    return both
+
+
+def reseed(run: Run, seed: int) -> None:
+    """Begin all streams anew. `seed` is the same on all ranks."""
+    for stream in _streams(run).values():
+        stream.seed(seed)
+
+
+def states(run: Run) -> dict[str, Tensor]:
+    """Name in a checkpoint -> state."""
+    return {name: stream.state for name, stream in _streams(run).items()}
+
+
+def restore(run: Run, saved: Mapping[str, Tensor]) -> None:
+    """Go on from these states."""
+    for name, stream in _streams(run).items():
+        stream.state = saved[name]
+
+
+def _streams(run: Run) -> dict[str, Stream]:
+    return {f"unit {unit.name}": unit.stream for unit in run.units if unit.stream is not None}
