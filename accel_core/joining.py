@@ -11,10 +11,11 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.utils.data import get_worker_info
 
 from accel_core import watch
 from accel_core.config.structure import flat
-from accel_core.errors import ConfigError
+from accel_core.errors import AccelError, ConfigError
 from accel_core.native.process_group import shared
 
 if TYPE_CHECKING:
@@ -30,10 +31,17 @@ def join(run: Run) -> None:
     Raises:
         ConfigError: the ranks differ in stack or config, or the group there is cannot be used.
         LaunchError: it cannot be made.
+        AccelError: this process is a child of a rank, not one.
     """
     run.run_id = run.world.run_id or uuid.uuid4().hex
     if run.world.size == 1:
         return
+    if get_worker_info() is not None or shared.is_a_parents:
+        raise AccelError(
+            f"an Accelerator of {run.world.size} processes cannot be made in a child of one of them, such as"
+            " a DataLoader's worker: the others would wait for it\n"
+            "make it in the main process, and pass on what is needed, such as accelerator.process_index"
+        )
     asked = run.config.process_group.backend
     # Who names a backend is not refused for lack of the device's own.
     backends = dict({run.device.type: asked} if asked else run.hooks.communication_backend(run.device))

@@ -157,7 +157,8 @@ class DataLoaderConfiguration(Remembering):
     even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
     use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
     data_seed: int | None = option(None, help="Seed of the seedable sampler (only); unset: torch's.")
-    non_blocking: bool = option(False, help="Copy batches without waiting; wants pinned memory.")
+    non_blocking: bool = option(False, help="Copy batches without waiting, pinned or not; pinned: always.")
+    pin_memory: bool = option(True, help="Pin what workers read for an accelerator, in a thread.")
     use_stateful_dataloader: bool = option(
         False, help="Use torchdata's loader, whose datasets may know their own position."
     )

@@ -15,7 +15,7 @@ from accel_core.data import settings
 from accel_core.data.dispatch import SOURCE, dispatched
 from accel_core.data.draw import decode, encode, unmoved
 from accel_core.data.feed import IndexFeed, ShardedIterable
-from accel_core.data.moving import mover
+from accel_core.data.moving import can_pin, mover
 from accel_core.data.order import COMPLETE, Deal
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.reading import announce, dealt, own, remove, whole_rounds
@@ -87,7 +87,10 @@ class PreparedLoader(DataLoader[Any]):
         self._serves_one = self._kind == "stateful" or (self.num_workers > 0 and self.persistent_workers)
         # Reading ahead in this very process would draw random numbers before their time.
         ahead = loader.num_workers > 0 and self._kind != "stateful"
-        self._move = mover(run, moves=device_placement, ahead=ahead)
+        if ahead and device_placement and run.config.data.pin_memory and can_pin(run.device):
+            self.pin_memory = True  # on the user's loader too, which does so in a thread
+        pinned = bool(self.pin_memory) and can_pin(run.device)
+        self._move = mover(run, moves=device_placement, ahead=ahead, pinned=pinned)
 
     # -- what the user and core ask ---------------------------------------------------------------
 

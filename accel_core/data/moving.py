@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,20 +13,21 @@ from accel_core.data.order import with_last
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["Mover", "mover"]
+__all__ = ["Mover", "can_pin", "mover"]
 
 Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
 
 
-def mover(run: Run, *, moves: bool, ahead: bool) -> Mover | None:
+def mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover | None:
     """What is done to the batches of a loader; None where nothing is.
 
-    moves: put them on the run's device. ahead: start moving a batch before it is asked for.
+    moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: they lie
+    in pinned memory, from which a copy need not be waited for (torch reuses it only after the copy).
     """
     device, mark, refine = run.device, run.mark_step, run.hooks.step("place_batch")
     moves = moves and device.type != "cpu"
-    move = partial(_move, run.hooks.move, device, run.config.data.non_blocking) if moves else None
+    move = partial(_move, run.hooks.move, device, pinned or run.config.data.non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
     start: Callable[..., Any] | None
@@ -48,6 +49,18 @@ def mover(run: Run, *, moves: bool, ahead: bool) -> Mover | None:
             yield placed
 
     return place
+
+
+@cache
+def can_pin(device: torch.device) -> bool:
+    """Whether torch pins memory for this kind of device."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    try:
+        return torch.empty(1, device="cpu").pin_memory().is_pinned()
+    except RuntimeError:  # also NotImplementedError: devices without say it in either way
+        return False
 
 
 def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, batch: Any) -> Any:

@@ -48,6 +48,12 @@ class SharedGroup:
     def __init__(self) -> None:
         self.users = 0
         self.ours = False
+        self.pid = os.getpid()
+
+    @property
+    def is_a_parents(self) -> bool:
+        """Whether a fork inherited it: its connections are another process's."""
+        return self.users > 0 and self.pid != os.getpid()
 
     def join(self, make: Callable[[], bool]) -> None:
         """Use the group; `make` it (and say whether that was ours to do) if there is none."""
@@ -55,6 +61,7 @@ class SharedGroup:
             self.users = 0
             self.ours = make()
         self.users += 1
+        self.pid = os.getpid()
 
     def leave(self, destroy: Callable[[], None]) -> None:
         """Stop using the group; `destroy` it if it was made here and nobody uses it any more."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, CheckpointError, CollectiveError
+from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError
 from accel_core.testing.processes import run_processes
 
 pytestmark = pytest.mark.together
@@ -103,3 +103,25 @@ def loaded(folder):
 
 def test_what_fits_is_loaded_beside_other_data(tmp_path):
     assert run_processes(loaded, str(tmp_path / "saved"), world=2) == [True, True]
+
+
+class Asks(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return Accelerator(cpu=True).process_index
+
+
+def asked_in_a_worker(context):
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(Asks(), num_workers=1, multiprocessing_context=context)
+    with pytest.raises(AccelError, match="make it in the main process"):
+        next(iter(loader))
+    accelerator.end_training()
+    return True
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_an_accelerator_made_in_a_loaders_worker_is_refused_at_once(context):
+    assert run_processes(asked_in_a_worker, context, world=2) == [True, True]

@@ -8,6 +8,7 @@ from reader_worlds import Numbers, Stream, plain, prepared, world
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, DataLoaderConfiguration
+from accel_core.data import loader as loading
 from accel_core.data import moving
 from accel_core.data.loader import prepare_loader
 from accel_core.testing.processes import run_processes
@@ -132,3 +133,21 @@ def test_a_plugin_does_not_read_ahead_in_this_process():
 def test_nothing_is_done_on_a_cpu():
     (loader,) = prepared(lambda _: DataLoader(Numbers(4), 2, num_workers=1))
     assert loader._move is None
+
+
+@pytest.mark.parametrize("asked", [{}, {"pin_memory": False}])
+def test_what_workers_read_for_a_device_that_torch_pins_for_is_pinned_and_not_waited_for(monkeypatch, asked):
+    waits = []
+    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
+    (run,) = world(
+        device="meta", move=lambda batch, device, non_blocking: waits.append(not non_blocking), **asked
+    )
+    loaders = [prepare_loader(DataLoader(Numbers(4), 2, num_workers=workers), run) for workers in (1, 0)]
+    assert [loader._inner.pin_memory for loader in loaders] == [not asked, False]
+    for loader in loaders:
+        list(loader._move(iter(["batch"])))
+    assert waits == [bool(asked), True]
+
+
+def test_nothing_is_pinned_for_a_device_that_is_not_torchs_accelerator():
+    assert not moving.can_pin(torch.device("meta"))
