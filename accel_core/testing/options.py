@@ -24,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MODULE",
         help="train its network, for a strategy that cannot serve the kit's own (levels 2-4)",
     )
+    group.addoption(
+        "--accel-reference",
+        metavar="MODULE",
+        help="its convert(model) and context(device) train by hand in the stack's precision (level 2)",
+    )
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
     group.addoption(
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"

@@ -80,6 +80,19 @@ def test_a_strategy_that_serves_few_networks_brings_one(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_precision_is_held_to_a_reference_of_its_own(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, told: bool
+) -> None:
+    options = (
+        ("--accel-reference", "strangers.coarse") if told else ("-k", "losses_equal or clipping_by_norm")
+    )
+    found = run_kit(pytester, monkeypatch, site, "native+coarse", "--accel-level", "2", *options)
+    red = set() if told else {"test_losses_equal_the_plain_loop", "test_clipping_by_norm"}
+    assert found.names("failed") == red, describe(found)
+
+
+@pytest.mark.timeout(300)
 def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
 ) -> None:

@@ -59,7 +59,8 @@ class Kit:
             settings = dict(_setting(each) for each in config.getoption("accel_set"))
             project = str(Path(temporary.name, "project"))
             network = config.getoption("accel_network")
-            stack = TestedStack.parse(text, discover(), simulate, project, settings, network)
+            reference = config.getoption("accel_reference")
+            stack = TestedStack.parse(text, discover(), simulate, project, settings, network, reference)
         except PluginError as error:
             raise pytest.UsageError(str(error)) from None
         worlds = _numbers(config.getoption("accel_world") or ("1,2" if "strategy" in stack.plugins else "1"))
@@ -89,8 +90,10 @@ class Kit:
         In this order: torch counts the devices of a process at its first backward.
         """
         own = [Way(self.tested.name, {}, world) for world in self.worlds]
-        others = [_way(each, max(self.worlds)) for each in self.partners]
-        native = Way("native", {"device": "cpu", "strategy": None, "plugins": None}, 1, {})
+        shared = self.tested.settings_without("strategy", "extension")
+        others = [_way(each, max(self.worlds), shared) for each in self.partners]
+        bare = variables(self.tested.settings_without("device", "strategy", "extension"))
+        native = Way("native", {"device": "cpu", "strategy": None, "plugins": None}, 1, bare)
         ways: dict[str, Way] = {}
         for way in (*own, *others, native):
             ways.setdefault(str(way), way)
@@ -148,7 +151,7 @@ class Kit:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the levels asked for, turn warnings into errors, mark known failures."""
+        """Keep the levels asked for, turn the stack's own warnings into errors, mark known failures."""
         checks = [item for item in items if _is_check(item)]
         unknown = self.xfails.keys() - {_name(item) for item in checks}
         if unknown and self.levels == LEVELS.keys():
@@ -158,7 +161,9 @@ class Kit:
             items[:] = [item for item in items if item not in dropped]
             config.hook.pytest_deselected(items=dropped)
         for item in checks:
-            item.add_marker(pytest.mark.filterwarnings("error"))
+            for package in ("accel_core", *self.tested.packages):
+                # Only their own: vendors' libraries warn when they are imported.
+                item.add_marker(pytest.mark.filterwarnings(rf"error:::{package}(\.|$)"))
             if _name(item) in self.xfails:
                 item.add_marker(pytest.mark.xfail(reason=self.xfails[_name(item)], strict=True))
 
@@ -306,13 +311,14 @@ def _partners(named: str | None, stack: TestedStack) -> list[str]:
     ]
 
 
-def _way(text: str, world: int) -> Way:
-    """A partner: NAME, NAME@WORLD, with options after a colon."""
+def _way(text: str, world: int, shared: Mapping[str, str]) -> Way:
+    """A partner: NAME, NAME@WORLD, with options after a colon, besides those it shares with the stack."""
     name, colon, options = text.partition(":")
     name, _, size = name.partition("@")
     settings = dict(_setting(each) for each in options.split("+") if each)
     changes = {"strategy": name, "plugins": None}
-    return Way(name + colon + options, changes, _numbers(size)[0] if size else world, variables(settings))
+    given = variables({**shared, **settings})
+    return Way(name + colon + options, changes, _numbers(size)[0] if size else world, given)
 
 
 def _read_xfails(file: str | None) -> dict[str, str]:

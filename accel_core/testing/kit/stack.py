@@ -11,10 +11,12 @@ from accel_core.errors import PluginError
 from accel_core.plugins import Discovery, Record, load, near
 from accel_core.testing.simulated import DISTRIBUTION
 
-__all__ = ["NETWORK", "TestedStack", "variables"]
+__all__ = ["NETWORK", "REFERENCE", "TestedStack", "variables"]
 
 NETWORK = "ACCEL_KIT_NETWORK"
 """The variable that names a module with a network for the checks, where one was given."""
+REFERENCE = "ACCEL_KIT_REFERENCE"
+"""The variable that names a module with a precision's reference, where one was given."""
 
 _SLOTS = ("device", "strategy", "precision", "extension", "tracker")
 
@@ -34,6 +36,8 @@ class TestedStack:
     """Dotted option -> text, as a user would set it by a variable."""
     network: str | None = None
     """The module whose network is trained; None: the kit's own."""
+    reference: str | None = None
+    """The module that trains by hand in the precision of the stack; None: torch's autocast does."""
 
     @classmethod
     def parse(
@@ -44,6 +48,7 @@ class TestedStack:
         folder: str | None = None,
         settings: Mapping[str, str] | None = None,
         network: str | None = None,
+        reference: str | None = None,
     ) -> TestedStack:
         """The stack that `text` names, such as sim+acme+bf16.
 
@@ -72,7 +77,12 @@ class TestedStack:
                 )
             plugins[record.slot] = record
         return cls(
-            plugins=plugins, simulate=simulate, folder=folder, settings=settings or {}, network=network
+            plugins=plugins,
+            simulate=simulate,
+            folder=folder,
+            settings=settings or {},
+            network=network,
+            reference=reference,
         )
 
     @property
@@ -110,6 +120,14 @@ class TestedStack:
         return frozenset().union(*(card.offers for card in cards))
 
     @property
+    def packages(self) -> frozenset[str]:
+        """Top-level packages of the plugins' code."""
+        cards = [record.card for record in self.plugins.values() if record.card is not None]
+        return frozenset(
+            card.implementation.partition(".")[0].partition(":")[0] for card in cards if card.implementation
+        )
+
+    @property
     def simulated(self) -> bool:
         """Whether results were obtained without the hardware."""
         device = self.plugins.get("device")
@@ -123,8 +141,13 @@ class TestedStack:
     @property
     def environment(self) -> dict[str, str]:
         """The settings, as variables."""
-        named = {} if self.network is None else {NETWORK: self.network}
-        return variables(self.settings) | named
+        named = {NETWORK: self.network, REFERENCE: self.reference}
+        return variables(self.settings) | {name: text for name, text in named.items() if text is not None}
+
+    def settings_without(self, *slots: str) -> dict[str, str]:
+        """The settings of a stack that has other plugins in these slots."""
+        others = {self.plugins[slot].name for slot in slots if slot in self.plugins}
+        return {path: text for path, text in self.settings.items() if path.partition(".")[0] not in others}
 
     def __str__(self) -> str:
         names = self.name.replace("+", " + ")

@@ -60,6 +60,12 @@ def test_random_streams_are_saved_and_restored(run: Run) -> None:
     assert found["host stream"]
 
 
+@requires("rng")
+def test_every_stream_follows_the_seed_and_is_restored(run: Run) -> None:
+    (found,) = run(work.seeded_streams)
+    assert found == {"not repeated by a seed": [], "the same under another seed": [], "not restored": []}
+
+
 def test_memory_is_reported_in_bytes(run: Run) -> None:
     (found,) = run(work.memory)
     before, held, after = found["stats"]

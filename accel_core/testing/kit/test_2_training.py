@@ -142,6 +142,15 @@ def test_forward_backward_equals_the_loop(run: Run) -> None:
         assert_same_training(ours, plain)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["accelerator.backward", "loss.backward"])
+def test_a_loop_of_ones_own_is_right_or_refused(run: Run, kit: Kit, accumulation: int, by_hand: bool) -> None:
+    kit.require_own_network()
+    for said, ours, plain in run(work.own_loop, accumulation, by_hand):
+        if not said:
+            assert_near("weights", ours, plain)
+
+
 @pytest.mark.usefixtures("loops")
 def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
     for found in run(work.mid_window):

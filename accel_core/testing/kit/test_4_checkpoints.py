@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -40,18 +41,23 @@ class Resumed:
 
     def original(self, way: Way) -> list[Seen]:
         """What the ranks of the way saw after they had saved."""
-        given = self._folder, self._in_world(way.world), self._noise
-        found = self._kit.once(
-            ("saved", way.world, self._noise), lambda: self._run(work.save, *given, world=way.world)
+        return [_seen(of_rank, str(way)) for of_rank in self._saved(way.world)]
+
+    def _saved(self, world: int) -> list[Any]:
+        """What the ranks of each way of this size saw after they had saved, or why they could not."""
+        given = self._folder, self._in_world(world), self._noise
+        found: list[Any] = self._kit.once(
+            ("saved", world, self._noise), lambda: self._run(work.save, *given, world=world)
         )
-        return [_seen(of_rank, str(way)) for of_rank in found]
+        return found
 
     def by(self, way: Way, saver: Way) -> list[Seen]:
         """What the ranks of the way saw when they went on from the saver's checkpoint."""
         ways = self._in_world(way.world)
         saved = [str(way)] if self._noise else [str(each) for each in self._kit.ways]
+        self.original(saver)
         for each in () if self._noise else self._kit.ways:
-            self.original(each)
+            self._saved(each.world)  # one that failed is the failure of its own pairs
         given = self._folder, saved, ways, self._noise
         found = self._kit.once(
             ("resumed", way.world, self._noise), lambda: self._run(work.resume, *given, world=way.world)
@@ -119,14 +125,23 @@ def test_what_does_not_fit_is_refused_and_nothing_touched(run: Run, resumed: Res
         assert not touched
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["before a step", "after a step"])
+def test_a_resumed_run_can_be_saved_and_resumed_again(
+    run: Run, resumed: Resumed, own: Way, at_once: bool
+) -> None:
+    resumed.original(own)
+    for saved, loaded in run(work.saved_again, resumed._folder, str(own), at_once, world=own.world):
+        assert loaded == saved, "what was loaded is not what was saved after a resume"
+
+
 def test_a_killed_save_leaves_a_checkpoint(kit: Kit, run: Run, world: int) -> None:
     folder = kit.folder / f"killed-{world}"
     folder.mkdir()
     for instant in KILLS:
         with pytest.raises(ProcessError) as killed:
             run(work.killed, str(folder), instant, world=world)
-        assert "a mixture" not in str(killed.value), killed.value
-        assert "was committed" not in str(killed.value), killed.value
+        # Only the signal may have ended it: another error is the plugin's, whatever is left on the disk.
+        assert killed.value.kind == f"exit {-signal.SIGALRM}", killed.value
     assert min(run(work.survived, str(folder), world=world)) > 2 * len(KILLS) - 1
 
 

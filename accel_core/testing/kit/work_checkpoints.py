@@ -149,6 +149,14 @@ class Training:
             for unit in self.accelerator.run.units:  # who cannot offer live tensors writes back what it did
                 unit.hooks.state_loaded(unit)
 
+    def digests(self) -> dict[str, str]:
+        """A digest of each box of the state that this rank holds."""
+        return {
+            f"{key} at {offset}": xxh3_64_hexdigest(bytes_of(tensor))
+            for key, leaf in self.leaves()
+            for offset, tensor in leaf.shards
+        }
+
     def numbers(self) -> set[float]:
         """Every number in the state."""
         tensors = (tensor for _, leaf in self.leaves() for _, tensor in leaf.shards)
@@ -228,6 +236,30 @@ def resume(
     return {name: _each(ways, arguments, partial(work, name)) for name in saved}
 
 
+def saved_again(
+    folder: str, name: str, at_once: bool, arguments: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of this rank's state when it was saved after a resume, and when that was loaded again.
+
+    at_once: it was also saved between load and the first step, as programs that convert a checkpoint do.
+    """
+    again = str(Path(folder) / f"{name}-again-{at_once}")
+
+    def go_on(training: Training) -> dict[str, str]:
+        training.accelerator.load_state(str(Path(folder) / name))
+        if at_once:
+            training.accelerator.save_state(again)
+        training.train()
+        training.accelerator.save_state(again)
+        return training.digests()
+
+    def load(training: Training) -> dict[str, str]:
+        training.accelerator.load_state(again)
+        return training.digests()
+
+    return _trained(arguments, go_on, seed=1), _trained(arguments, load, seed=2)
+
+
 def names(arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The names under which the state of a model is offered, and those that it has."""
 
@@ -244,11 +276,11 @@ def replicas(arguments: Mapping[str, Any]) -> dict[str, str]:
 
     def work(training: Training) -> dict[str, str]:
         training.train()
+        replicated = {key for key, leaf in training.leaves() if leaf.replicated}
         return {
-            f"{key} at {offset}": xxh3_64_hexdigest(bytes_of(tensor))
-            for key, leaf in training.leaves()
-            if leaf.replicated
-            for offset, tensor in leaf.shards
+            box: digest
+            for box, digest in training.digests().items()
+            if box.partition(" at ")[0] in replicated
         }
 
     return _trained(arguments, work)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_core import set_seed
 from accel_core.testing.kit.work import make
@@ -20,6 +20,7 @@ __all__ = [
     "profiled",
     "random_streams",
     "seeded",
+    "seeded_streams",
     "services",
 ]
 
@@ -122,6 +123,29 @@ def random_streams(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
     accelerator.end_training()
     return found
+
+
+def seeded_streams(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Of all streams that the stack names: the ones that a seed does not set, or that are not restored."""
+    accelerator = make(arguments)
+    hooks = accelerator.run.hooks
+
+    def streams() -> dict[str, Tensor]:
+        return {name: state.clone() for name, state in hooks.rng_state().items()}
+
+    states = []
+    for seed in (3, 4, 3):
+        set_seed(seed)
+        states.append(streams())
+    first, other, again = states
+    hooks.set_rng_state(other)
+    restored = streams()
+    accelerator.end_training()
+    return {
+        "not repeated by a seed": [name for name in first if not torch.equal(first[name], again[name])],
+        "the same under another seed": [name for name in first if torch.equal(first[name], other[name])],
+        "not restored": [name for name in other if not torch.equal(other[name], restored[name])],
+    }
 
 
 def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from accel_core import ConfigError, GradScalerKwargs
 from accel_core.testing.kit.network import dataset, given, network
 from accel_core.testing.kit.work import cut, make
-from accel_core.testing.kit.work_training import Trace, autocast, weights
+from accel_core.testing.kit.work_training import Trace, reference, weights
 
 __all__ = ["float16_refusal", "ragged"]
 
@@ -45,11 +45,11 @@ def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, A
 
 def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Trace:
     trace = Trace()
-    model, optimizer = _parts(device)
+    model, optimizer = _parts(device, precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=precision == "fp16")
     for x, y in _batches(device):
         cut()
-        with autocast(precision, device):
+        with reference.context(precision, device):
             output = model(x)
         scaler.scale(cross_entropy(output.float(), y)).backward()
         if clip_norm is not None:
@@ -62,8 +62,12 @@ def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Tra
     return trace
 
 
-def _parts(device: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network().to(device)  # first: on some devices that makes other parameters
+def _parts(
+    device: torch.device | None = None, precision: str = "no"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    if device is not None:  # the plain loop's; first: on some devices that makes other parameters
+        model = reference.convert(model.to(device), precision)
     return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 

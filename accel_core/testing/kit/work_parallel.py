@@ -158,6 +158,22 @@ def whole(arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     return found, expected
 
 
+def own_buffers(arguments: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
+    """Values and dtypes of the exported buffers of a model, of which each rank has others."""
+    accelerator = make({**arguments, "mixed_precision": "no"})
+    model = network()
+    model.register_buffer("scale", torch.tensor(3.0))
+    model.register_buffer("count", torch.tensor(1001))
+    model, _ = accelerator.prepare(model, given.optimizer(model.parameters(), 0.1))
+    for name, buffer in accelerator.unwrap_model(model).named_buffers():
+        if name.rpartition(".")[2] in ("scale", "count"):
+            buffer.add_(30 * accelerator.process_index)
+    state = accelerator.get_state_dict(model)
+    found = {name: (state[name].item(), str(state[name].dtype)) for name in ("scale", "count")}
+    accelerator.end_training()
+    return found
+
+
 def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Gradients inside and after a window of two, and in `no_sync`; collectives, where counted."""
     accelerator = make(arguments, gradient_accumulation_steps=2)

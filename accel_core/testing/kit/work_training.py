@@ -5,8 +5,10 @@ Both take a `Recipe` and give a `Trace` of what happened; level 2 compares the t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, GradScalerKwargs
-from accel_core.testing.kit.network import given, parts
+from accel_core import Accelerator, AccelError, GradScalerKwargs
+from accel_core.testing.kit.network import given, network, parts
+from accel_core.testing.kit.stack import REFERENCE
 from accel_core.testing.kit.work import cut, known_loss, learn, make, owns_schedule
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "forward_dtypes",
     "mid_window",
     "ours",
+    "own_loop",
     "plain",
     "whole_windows",
 ]
@@ -95,11 +99,28 @@ def weights(model: nn.Module, accelerator: Accelerator | None = None) -> list[fl
     ]
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """torch's autocast, as a plain loop enters it."""
-    return torch.autocast(
-        device.type, dtype=DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES
-    )
+class _Reference:
+    """How a plain loop trains in a precision: by torch's autocast, or as the module that was named does."""
+
+    def _of(self, precision: str) -> Any:
+        named = REFERENCE in os.environ and precision not in ("no", *DTYPES)
+        return import_module(os.environ[REFERENCE]) if named else None
+
+    def convert(self, model: nn.Module, precision: str) -> nn.Module:
+        module = self._of(precision)
+        converted: nn.Module = model if module is None else module.convert(model)
+        return converted
+
+    def context(self, precision: str, device: torch.device) -> AbstractContextManager[Any]:
+        module = self._of(precision)
+        if module is None:
+            dtype = DTYPES.get(precision, torch.bfloat16)
+            return torch.autocast(device.type, dtype=dtype, enabled=precision in DTYPES)
+        found: AbstractContextManager[Any] = module.context(device)
+        return found
+
+
+reference = _Reference()
 
 
 # -- the plain loop --------------------------------------------------------------------------------
@@ -112,7 +133,7 @@ def plain(recipe: Recipe, device: torch.device, precision: str, *, whole: bool =
     batches are cut as for a strategy that owns the schedule.
     """
     trace = Trace()
-    model = given.network().to(device)
+    model = reference.convert(given.network().to(device), precision)
     made = optimizers(recipe, model)
     rates = schedulers(recipe, made)
     scaler = torch.amp.GradScaler(device.type, init_scale=recipe.init_scale, enabled=precision == "fp16")
@@ -123,7 +144,7 @@ def plain(recipe: Recipe, device: torch.device, precision: str, *, whole: bool =
         losses, window = [], parts(batches) if whole else batches
         for batch in window:
             cut()
-            with autocast(precision, device):
+            with reference.context(precision, device):
                 loss, _ = given.forward_loss(model, [each.to(device) for each in batch])
             scaler.scale(loss / (len(window) if whole else recipe.accumulation)).backward()
             losses.append(loss.item())
@@ -260,6 +281,49 @@ def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, An
     }
     accelerator.end_training()
     return found
+
+
+def own_loop(
+    accumulation: int, by_hand: bool, arguments: Mapping[str, Any]
+) -> tuple[str, list[float], list[float]]:
+    """How a loop with a forward and a backward of its own was refused; else its weights, and the plain ones.
+
+    Plain SGD, whose steps are as long as the gradient. Also where the strategy owns the schedule: it may
+    refuse such a loop, or train by it. by_hand: backward is the loss's own, divided by its author.
+    """
+    recipe = Recipe(accumulation=accumulation, batches=6, epochs=1)
+    accelerator = recipe_accelerator(recipe, {**arguments, "mixed_precision": "no"})
+    model = network()
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader(recipe)
+    )
+    try:
+        for x, y in batches:
+            cut()
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(x).float(), y)
+                (loss / accumulation).backward() if by_hand else accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    except AccelError as error:
+        accelerator.end_training()
+        return str(error), [], []
+    ours = weights(model, accelerator)
+    device = accelerator.device
+    accelerator.end_training()
+    return "", ours, _own_loop_by_hand(recipe, device)
+
+
+def _own_loop_by_hand(recipe: Recipe, device: torch.device) -> list[float]:
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in _windows(recipe):
+        for x, y in window:
+            cut()
+            (cross_entropy(model(x.to(device)), y.to(device)) / recipe.accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
 
 
 def whole_windows(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator
 from accel_core.testing.kit.network import FEATURES, dataset, network
 from accel_core.testing.kit.work import cut, make
-from accel_core.testing.kit.work_training import Trace, autocast, weights
+from accel_core.testing.kit.work_training import Trace, reference, weights
 
 __all__ = ["distillation", "gan"]
 
@@ -33,14 +33,14 @@ class _ByHand:
 
     def __init__(self, accumulation: int, device: torch.device, precision: str) -> None:
         self.accumulation, self.device, self.precision = accumulation, device, precision
-        self.models = [each.to(device) for each in _players()]
+        self.models = [reference.convert(each.to(device), precision) for each in _players()]
         self.optimizers = _players_optimizers(self.models)
         self.counts = [0, 0]
         self.scalers = [torch.amp.GradScaler(device.type, enabled=precision == "fp16") for _ in self.models]
         self.batches: Iterable[Any] = [tuple(t.to(device) for t in batch) for batch in _real_batches()]
 
     def forward(self, player: int, x: Tensor) -> Tensor:
-        with autocast(self.precision, self.device):
+        with reference.context(self.precision, self.device):
             output: Tensor = self.models[player](x)
         return output.float()
 
@@ -144,13 +144,13 @@ def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
 
 def _distillation_by_hand(device: torch.device, precision: str) -> Trace:
     trace = Trace()
-    teacher, student = network(5).to(device), network(6).to(device)
+    teacher, student = (reference.convert(network(seed).to(device), precision) for seed in (5, 6))
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     for batch in _real_batches():
         cut()
         x = batch[0].to(device)
-        with autocast(precision, device):
+        with reference.context(precision, device):
             with torch.no_grad():
                 target = teacher(x)
             output = student(x)

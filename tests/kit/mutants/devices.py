@@ -76,6 +76,16 @@ class LosesRandomness(SimulatedDevice):
         torch.rand(1, device="sim")
 
 
+class SeedsAllButItsOwn(SimulatedDevice):
+    """Names a stream of its own, which no seed sets."""
+
+    own = torch.zeros(1, dtype=torch.uint8)
+
+    @implements(hooks.rng_state)
+    def rng_state(self):
+        return {**self.below.rng_state(), "own": self.own}
+
+
 class CountsKilobytes(SimulatedDevice):
     @implements(hooks.memory_stats)
     def memory_stats(self, device):

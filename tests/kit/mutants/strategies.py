@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import nn
 
 from accel_core import OptimizerState, StepOutput, Topology, flat_range, hooks, implements, whole
@@ -59,6 +60,27 @@ class DividesTwice(Averages):
     @implements(hooks.backward)
     def backward(self, unit, loss, boundary, options):
         self.below.backward(unit, loss / unit.window.size, boundary, options)
+
+
+class DividesLoopsTwice(Averages):
+    """Runs whole windows rightly, and divides a loop's own losses once more."""
+
+    @implements(hooks.owns)
+    def owns(self, config):
+        return ["schedule"]
+
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        self.below.backward(unit, loss / unit.window.size, boundary, options)
+
+    @implements(hooks.forward_backward)
+    def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):
+        with unit.whole_window(batches, microbatches) as taken:
+            found = [forward_loss(unit.wrapped[0], batch) for batch in taken]
+            losses = torch.stack([loss for loss, _ in found]).sum() / unit.window.divisor
+            if not forward_only:
+                self.below.backward(unit, losses, True, {})
+        return StepOutput(loss=losses.detach(), valid=True, outputs=tuple(output for _, output in found))
 
 
 class ClipsAtOne(Averages):
@@ -240,6 +262,18 @@ class GathersUnsaid(Averages):
         return super().wrap_model(unit, model)
 
 
+class ExportsMaxima(Averages):
+    """Its exported buffers are the largest of all ranks'."""
+
+    @implements(hooks.iter_weights)
+    def iter_weights(self, unit, dtype, to):
+        for name, tensor in self.below.iter_weights(unit, dtype, to):
+            if name in unit.named_parameters():
+                yield name, tensor
+            else:
+                yield name, self.run.collectives("world").all_reduce(tensor.clone()[None], "max")[0]
+
+
 class JoinsNobody(Averages):
     @implements(hooks.join)
     def join(self, units, even_batches):
@@ -259,6 +293,30 @@ class LosesMomentum(Averages):
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit, optimizer):
         return OptimizerState(leaves={}, groups=self.below.optimizer_state(unit, optimizer).groups)
+
+
+class CountsAnew(Averages):
+    """Goes on counting steps where nobody looks: what it offers after a load is what was loaded."""
+
+    stale = None
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit, optimizer):
+        found = self.below.optimizer_state(unit, optimizer)
+        if self.stale is None:
+            return found
+        return OptimizerState(leaves={**found.leaves, **self.stale}, groups=found.groups, plain=found.plain)
+
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit):
+        self.below.state_loaded(unit)
+        for optimizer in unit.optimizers:
+            leaves = self.below.optimizer_state(unit, optimizer).leaves
+            self.stale = {
+                name: evolve(leaf, shards=tuple((at, tensor.clone()) for at, tensor in leaf.shards))
+                for name, leaf in leaves.items()
+                if name.endswith("/step")
+            } or None
 
 
 class OffersCopies(Averages):

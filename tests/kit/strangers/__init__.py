@@ -8,6 +8,7 @@ absent: made for hardware that is not here; checked on the simulated device, und
 early: the vendor's library reads its variable when it is imported, and never again.
 scheduled: the strategy runs forward and backward.
 narrow: so does this one, of one kind of network, and in windows of two micro-batches or more.
+coarse: a precision whose numbers are those of its own reference, not of float32.
 """
 
 from __future__ import annotations
@@ -68,3 +69,10 @@ PAIR = strategy("pair")
 GRID = strategy("grid")
 SCHEDULED = strategy("scheduled")
 NARROW = strategy("narrow")
+COARSE = Card(
+    name="coarse",
+    slot="precision",
+    summary="A stranger: coarse.",
+    api_version="1.0",
+    implementation="strangers.coarse:Coarse",
+)
