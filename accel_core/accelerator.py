@@ -283,6 +283,8 @@ class Accelerator(Ranks, Training, States):
         for held in (run.units, run.trained, run.optimizers, run.loaders, run.registered):
             held.clear()
         run.homes.forget()
+        if run.saver is not None:
+            run.saver.free()
         run.windows = ()
         self._accumulations.clear()
         run.hooks.empty_cache()

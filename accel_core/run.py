@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import traceback
 import weakref
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from accel_core.assembly import (
@@ -21,6 +23,7 @@ from accel_core.assembly import (
     check_refusals,
 )
 from accel_core.binding import Hooks, Steps
+from accel_core.checkpoint import unheard
 from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.joining import join, leave
@@ -82,6 +85,7 @@ class Run:
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
         self.ended = False
+        self.process = os.getpid()
         self.units: list[Unit] = []
         self.trained: list[Unit] = []
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
@@ -214,32 +218,38 @@ class Run:
         long, and the process group is left alone.
 
         Raises:
-            CheckpointError: that save failed.
+            CheckpointError: that save failed. What else fails is raised too, once everything had its turn.
         """
         if self.ended:
             return
-        self.ended = True
-        self.trained = []
-        for _, optimizer in self.optimizers:
-            optimizer.__dict__["step"] = _ended
-        _live.discard(self)
+        problems: list[BaseException] = []
         try:
             if self.saver is not None:
                 self.saver.settle(PATIENCE_SECONDS if failed else None)
-        finally:
-            if self.preemption is not None:
-                self.preemption.end()
-            self.hooks.run_ended()
-            self.release_units()
-            if not failed:
-                leave(self)
+        except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there
+            problems.append(error)
+        self.ended = True
+        self.trained = []
+        _live.discard(self)
+        steps: list[Callable[[], object]] = [] if self.preemption is None else [self.preemption.end]
+        steps += [observer.call for observer in self.hooks.implementations("run_ended")]
+        steps += [partial(_release, unit) for unit in self.units]
+        if not failed:
+            steps.append(partial(leave, self))
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:  # whatever fails, the others' turn comes
+                problems.append(error)
+        for first, then in pairwise(problems):
+            first.__context__ = then
+        if problems:
+            raise problems[0]
 
     def release_units(self) -> None:
         """Let each plugin drop what binds units to devices and groups."""
         for unit in self.units:
-            unit.hooks.release(unit)
-            while unit.detach:
-                unit.detach.pop()()
+            _release(unit)
 
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""
@@ -287,6 +297,14 @@ def _ended(*_: object) -> NoReturn:
     raise AccelError("this run has ended (end_training was called)\nmake a new Accelerator for a new run")
 
 
+def _release(unit: Unit) -> None:
+    try:
+        unit.hooks.release(unit)
+    finally:
+        while unit.detach:
+            unit.detach.pop()()
+
+
 def live() -> list[Run]:
     """The runs of this process that have not ended."""
     return list(_live)
@@ -327,13 +345,21 @@ def _release_at_exit() -> None:
     # A wrapped model or a process group that is alive when the interpreter ends aborts the process
     # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
     # After an exception the group is left alone: ending it might wait for ranks that never come.
-    failed = getattr(sys, "last_value", None) is not None
-    lost = False
+    failed, lost = getattr(sys, "last_value", None) is not None, False
     for run in list(_live):
+        if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
+            continue
         try:
             run.end(failed=failed)
         except CheckpointError as error:
             sys.stderr.write(f"accel: {error}\n")
+            lost = True
+        except Exception:  # of a tracker, say: the other runs' turn comes
+            traceback.print_exc()
+            lost = True
+    for process, said in unheard.values():
+        if process == os.getpid():
+            sys.stderr.write(f"accel: {said}\n")
             lost = True
     if lost:  # raised here it would be printed and forgotten: the job would count as done
         sys.stdout.flush()

@@ -5,4 +5,7 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+__all__ = ["unheard"]
+
+unheard: dict[str, tuple[int, str]] = {}
+"""Background saves that have failed, by id: the process, and what nobody has been told yet."""

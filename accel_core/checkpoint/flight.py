@@ -8,6 +8,7 @@ costs a timeout and has a name.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import asdict, define, field
 
+from accel_core.checkpoint import unheard
 from accel_core.checkpoint.files import (
     FileRecord,
     as_json,
@@ -103,6 +105,7 @@ class Flight:
     _failure: str | None = field(default="it has not run", init=False)
     _cause: BaseException | None = field(default=None, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
+    _done: threading.Event = field(factory=threading.Event, init=False)
 
     def start(self) -> None:
         """Let a thread do it."""
@@ -120,12 +123,28 @@ class Flight:
             self._cause = self._cause or error
         finally:
             self.place.finish()
+            if self._thread is not None and self._failure is not None:
+                unheard[self.place.save_id] = os.getpid(), self._said
+            self._done.set()
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # Ctrl-C: the others know
 
     def _write(self) -> dict[str, Any]:
         records = self.share.write(self.place.folder)
         return {"files": {name: asdict(record) for name, record in records.items()}}
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is read or written any more."""
+        # A join that Ctrl-C ends may count a running thread as stopped; nor can it be joined again then.
+        return self._thread is None or self._done.is_set()
+
+    @property
+    def _said(self) -> str:
+        return (
+            f"the save to {self.place.target} failed; a checkpoint that was there is still whole\n"
+            f"{self._failure}\nmend that and save again"
+        )
 
     def settle(self, patience: float | None = None) -> None:
         """Wait until it is over.
@@ -134,18 +153,15 @@ class Flight:
             CheckpointError: it failed on some rank, or is not over after `patience` seconds.
         """
         deadline = None if patience is None else time.monotonic() + patience
-        while self._thread is not None and self._thread.is_alive():
+        while not self.over:
             if deadline is not None and time.monotonic() > deadline:
                 self._failure = f"it was not over after {patience:g} s"
                 break
-            self._thread.join(PROGRESS_SECONDS)
+            self._done.wait(PROGRESS_SECONDS)
             self._show_progress()
+        unheard.pop(self.place.save_id, None)
         if self._failure is not None:
-            raise CheckpointError(
-                f"the save to {self.place.target} failed; a checkpoint that was there is still whole\n"
-                f"{self._failure}\nmend that and save again",
-                path=str(self.place.target),
-            ) from self._cause
+            raise CheckpointError(self._said, path=str(self.place.target)) from self._cause
 
     def _follow(self) -> str | None:
         # Twice: rank 0 may have written as long as this rank waits, and then waited for others.
@@ -267,9 +283,10 @@ class Flight:
     def _show_progress(self) -> None:
         if self.share.rank or not sys.stderr.isatty():
             return
-        path = self.place.folder / self.share.data
-        written = path.stat().st_size if path.exists() else self.share.size
-        over = not (self._thread and self._thread.is_alive())
+        try:
+            written = (self.place.folder / self.share.data).stat().st_size
+        except FileNotFoundError:  # it has its name by now
+            written = self.share.size
         line = f"accel: writing {self.place.target.name}: {written >> 20} of {self.share.size >> 20} MiB"
-        sys.stderr.write(f"\r{'' if over else line:<79}" + ("\r" if over else ""))
+        sys.stderr.write(f"\r{'' if self.over else line:<79}" + ("\r" if self.over else ""))
         sys.stderr.flush()

@@ -82,12 +82,13 @@ class Layout:
         """The body of the data file as it is now, copied into a buffer that the next save overwrites."""
         tensors = self.tensors(leaves)
         if self._buffer is None:
-            self._buffer = torch.empty(self.size, dtype=torch.uint8)
-            pieces = self._buffer.split([tensor.nbytes for tensor in tensors])
-            self._views = [
-                piece.view(tensor.dtype).view(tensor.shape)
-                for piece, tensor in zip(pieces, tensors, strict=True)
-            ]
+            with torch.inference_mode(False):  # later saves write into it, in whatever mode
+                self._buffer = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+                pieces = self._buffer.split([tensor.nbytes for tensor in tensors])
+                self._views = [
+                    piece.view(tensor.dtype).view(tensor.shape)
+                    for piece, tensor in zip(pieces, tensors, strict=True)
+                ]
         if tensors:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, tensors)

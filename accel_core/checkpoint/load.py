@@ -171,7 +171,7 @@ class Restoration:
             CheckpointError: an action failed; it says which, and what it leaves behind.
         """
         actions = [*self._objects, *self._copies]
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what is made here is trained on
             for done, (what, action) in enumerate(actions):
                 try:
                     action()

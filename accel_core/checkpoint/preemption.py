@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +29,9 @@ _made: Final = count()
 
 
 class Preemption:
-    """Watches for SIGTERM on any rank, from when it is made until `end`. For the main thread.
+    """Watches for signals on any rank, from when it is made until `end`, or until its run is gone.
+
+    Made in the main thread. To forked children the signals do what they did before.
 
     A rank that was told says so in the store, where a thread of each rank looks: a step costs nothing.
     On hearing, each thread says after which step its rank could stop at the earliest, and all stop after
@@ -34,7 +39,7 @@ class Preemption:
     another, which must know first that it has to go on.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, signals: Sequence[int]) -> None:
         self._rank, self._ranks = run.world.rank, run.world.size
         store: Any = run.world.store  # torch's stub lacks `clone`
         self._store: Store = HashStore() if store is None else store.clone()
@@ -44,7 +49,9 @@ class Preemption:
         self._steps, self._last = 0, 0
         self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()
         self._failure = ""
-        self._before = signal.signal(signal.SIGTERM, self._tell)
+        self._process = os.getpid()
+        self._before = {number: signal.signal(number, self._tell) for number in signals}
+        weakref.finalize(run, self.end).atexit = False
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
 
@@ -64,15 +71,27 @@ class Preemption:
         return self._steps >= self._last
 
     def end(self) -> None:
-        """Leave the signal to whom it belonged."""
+        """Leave the signals to whom they belonged. From any thread, any number of times."""
+        first = not self._ended.is_set()
         self._ended.set()
-        self._thread.join()
-        signal.signal(signal.SIGTERM, self._before)
-        if not self._heard:
+        if threading.current_thread() is not self._thread:
+            self._thread.join(4 * LOOK_SECONDS)  # it may stand in a store whose process is gone
+        with suppress(ValueError):  # only the main thread may; `_tell` hands them on until then
+            for number in [*self._before]:
+                self._give_back(number)
+        if first and not self._heard:
             with suppress(RuntimeError):  # the store may be gone already, and then nobody asks
                 self._say(self._rank, self._steps + 1)  # others may hear yet: this rank does not stop them
 
-    def _tell(self, *_: object) -> None:
+    def _give_back(self, number: int) -> None:
+        if signal.getsignal(number) == self._tell:
+            # None: it was not Python's. What it did cannot be had back.
+            signal.signal(number, self._before[number] or signal.SIG_DFL)
+
+    def _tell(self, number: int, frame: object) -> None:
+        if self._ended.is_set() or os.getpid() != self._process:
+            self._give_back(number)
+            signal.raise_signal(number)
         # Again and again, if launcher and scheduler both tell us; SIGKILL is there for the impatient.
         self._told = True
 

@@ -95,10 +95,11 @@ class Replicas:
 def _room_for(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """One piece of memory, and in it a view for each tensor, aligned to any item."""
     sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # later saves write into it, in whatever mode
         buffer = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    pieces = zip(buffer.split(sizes), tensors, strict=True)
-    return buffer, [piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
+        pieces = zip(buffer.split(sizes), tensors, strict=True)
+        views = [piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
+    return buffer, views
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:

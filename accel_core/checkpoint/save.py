@@ -143,10 +143,19 @@ class Saver:
         Raises:
             CheckpointError: it failed; raised once.
         """
-        flight, self._flight = self._flight, None
-        if flight is not None:
+        flight = self._flight
+        if flight is None:
+            return
+        try:
             flight.settle(patience)
-            self.run.hooks.checkpoint_committed(flight.place.target, flight.step)
+        finally:
+            if flight.over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
+                self._flight = None
+        self.run.hooks.checkpoint_committed(flight.place.target, flight.step)
+
+    def free(self) -> None:
+        """Give back the memory of the copy; what a thread still writes, it holds until it has ended."""
+        self._layout = None
 
     def _collect(self, *, wait: bool) -> Collected:
         for unit in self.run.units:

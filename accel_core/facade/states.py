@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,18 @@ class States:
             self.run.saver.settle()
 
     def save_on_preemption(
-        self, output_dir: str | os.PathLike[str] | None = None, *, step: int | None = None
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        signals: Sequence[int] = (signal.SIGTERM,),
     ) -> bool:
-        """Whether this job was told to stop (SIGTERM, on any rank); if so, its state is saved. Collective.
+        """Whether this job was told to stop (a signal, on any rank); if so, its state is saved. Collective.
 
         Call it on all ranks after each step, and leave the loops when it is true. The first call starts
         to watch; a call costs no communication until then, and all ranks stop after the same step.
-        Inside an accumulation window it is False. Arguments as of `save_state`.
+        Inside an accumulation window it is False. `signals`: those to watch for, of the first call; the
+        other arguments as of `save_state`.
 
         Raises:
             CheckpointError: as `save_state`; or the ranks cannot agree when to stop, as one is gone.
@@ -103,7 +109,7 @@ class States:
         run = self.run
         if run.preemption is None:
             run.require_alive()
-            run.preemption = Preemption(run)
+            run.preemption = Preemption(run, signals)
         if not all(unit.window.boundary for unit in run.units) or not run.preemption.due():
             return False
         self.save_state(output_dir, step=step)
