@@ -58,7 +58,7 @@ class Stored:
             wanted = Box(tuple(offset), tuple(tensor.shape))
             for box, (file, start) in self.boxes.items():
                 if box == wanted and _takes_bytes(tensor, self.dtype):
-                    file.read(start, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+                    file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
                 elif common := intersect(box, wanted):
                     self._copy(tensor[_slices(common, wanted)], common, box, file, start)
 
@@ -70,12 +70,12 @@ class Stored:
         row = math.prod(box.shape[1:])
         size = row * DTYPES[self.dtype].itemsize
         at = max(1, STAGING_BYTES // max(1, size))
-        inner = _slices(part, box)[1:]
+        inner = slice(None), *_slices(part, box)[1:]
         first = part.offset[0] - box.offset[0]
         for begin in range(0, part.shape[0], at):
             rows = min(at, part.shape[0] - begin)
             source = file.tensor(self.dtype, (rows, *box.shape[1:]), start + (first + begin) * size)
-            target[begin : begin + rows].copy_(source[(slice(None), *inner)])
+            target[begin : begin + rows].copy_(source[inner])
 
     def require(self, leaf: Leaf) -> None:
         """Raises CheckpointError if a part that this rank holds of the leaf is on another node."""
