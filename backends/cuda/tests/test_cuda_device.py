@@ -127,13 +127,15 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_the_driver(
 @pytest.mark.parametrize(
     ("chip", "usable"), [((8, 0), True), ((8, 6), True), ((9, 0), True), ((6, 1), False), ((12, 0), False)]
 )
-def test_a_chip_that_torch_was_not_built_for_is_told(
-    cuda: Recorder, chip: tuple[int, int], usable: bool
+@pytest.mark.parametrize("portable", ["compute_90", "compute_90a"])
+def test_a_chip_that_torch_has_no_code_for_is_told(
+    cuda: Recorder, chip: tuple[int, int], usable: bool, portable: str
 ) -> None:
     cuda.answers("is_available", answer=True)
     cuda.answers("get_device_capability", chip)
-    cuda.answers("get_arch_list", ["sm_75", "sm_80", "sm_90a", "compute_90"])
+    cuda.answers("get_arch_list", ["sm_75", "sm_80", "sm_90a", portable])
 
+    usable = usable or (portable == "compute_90" and chip > (9, 0))  # the driver compiles that
     assert (verify() is None) == usable
 
 
@@ -165,6 +167,16 @@ def test_a_process_is_pinned_to_the_usable_cpus_nearest_its_gpu(pci: Path, pinne
     plugin(CudaConfig(numa_affinity=True)).set_affinity(World())
 
     assert pinned == [{2, 3, 8}]
+
+
+def test_the_gpu_is_that_of_the_run(pci: Path, pinned: list[set[int]], cuda: Recorder) -> None:
+    pci.write_text("2-3\n")
+    made = plugin(CudaConfig(numa_affinity=True))
+    made.run.device = torch.device("cuda", 5)
+
+    made.set_affinity(World())
+
+    assert cuda.calls == [("get_device_properties", (5,))]
 
 
 def test_nothing_is_pinned_unless_asked(pci: Path, pinned: list[set[int]]) -> None:

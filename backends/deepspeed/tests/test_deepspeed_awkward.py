@@ -15,6 +15,7 @@ from accel_core import Accelerator, AccelError, ConfigError
 from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
 from accel_deepspeed.gradients import Gradients
+from accel_deepspeed.strategy import DeepSpeed
 
 
 def refused(stage: int, kind: str) -> str:
@@ -109,6 +110,18 @@ def left(before: str | None) -> tuple[str | None, str | None]:
 def test_what_the_environment_says_to_deepspeed_ends_with_the_run() -> None:
     assert run_processes(left, None, world=1) == [("0", None)]
     assert run_processes(left, "0", world=1) == [("0", "0")]
+
+
+def test_offloading_in_gaudis_lazy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(stack=SimpleNamespace(device=SimpleNamespace(name="hpu")))
+    config: Any = None
+    plugin = DeepSpeed(DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu"), run)
+
+    (reason,) = plugin.refuse(config)
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+
+    assert reason.endswith("set hpu.lazy: false")
+    assert plugin.refuse(config) == []
 
 
 def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

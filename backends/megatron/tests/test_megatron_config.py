@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from attrs import fields
 
+from accel_core import RunConfig, World
 from accel_megatron import MegatronLMPlugin
+from accel_megatron.launching import MegatronLaunch
 
 SEEDS = set(
     """
@@ -66,3 +68,11 @@ def test_a_batch_is_cut_into_one_micro_batch_a_stage_unless_told() -> None:
     assert MegatronLMPlugin().micro_batches == 1
     assert MegatronLMPlugin(pp_degree=4).micro_batches == 4
     assert MegatronLMPlugin(pp_degree=4, num_micro_batches=8).micro_batches == 8
+
+
+def test_ranks_that_split_layers_are_given_one_queue() -> None:
+    world = World()
+    split = RunConfig(plugins={"megatron": MegatronLMPlugin(tp_degree=2)})
+
+    assert MegatronLaunch().launch_environment(split, world) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert MegatronLaunch().launch_environment(RunConfig(), world) == {}

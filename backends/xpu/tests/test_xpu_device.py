@@ -21,7 +21,7 @@ DEVICE = torch.device("xpu", 0)
 
 
 def plugin(config: XpuConfig | None = None) -> XpuDevice:
-    run: Any = SimpleNamespace()
+    run: Any = SimpleNamespace(device=DEVICE)
     made = XpuDevice(config, run)
     made.below = SimpleNamespace(
         select_device=lambda _: DEVICE, capabilities=lambda _: frozenset({"bf16", "fp16", "float64"})
@@ -151,6 +151,15 @@ def test_a_process_is_pinned_to_the_cpus_nearest_its_gpu_that_it_may_use(near: l
     plugin(XpuConfig(numa_affinity=True)).set_affinity(World())
 
     assert near == [{2, 3}]
+
+
+def test_the_gpu_is_that_of_the_run(near: list[set[int]], xpu: Recorder) -> None:
+    made = plugin(XpuConfig(numa_affinity=True))
+    made.run.device = torch.device("xpu", 5)
+
+    made.set_affinity(World())
+
+    assert xpu.calls == [("get_device_properties", (5,))]
 
 
 def test_unless_asked_nothing_is_pinned(near: list[set[int]]) -> None:

@@ -32,16 +32,18 @@ def verify() -> str | None:
             " nvidia-smi says whether the driver works and is new enough for this torch"
         )
     major, minor = torch.cuda.get_device_capability()
-    built_for = [arch for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+    built_for = [arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))]
     if built_for and not any(_runs(arch, major, minor) for arch in built_for):
         return f"this torch was built for {', '.join(built_for)}, the GPU is an sm_{major}{minor}"
     return None
 
 
 def _runs(architecture: str, major: int, minor: int) -> bool:
-    # Code for sm_XY runs on every chip of generation X that is at least X.Y.
-    version = int("".join(filter(str.isdigit, architecture)))
-    return version // 10 == major and version % 10 <= minor
+    # Code for sm_XY runs on every chip of generation X that is at least X.Y; for compute_XY, which the driver
+    # compiles, on later generations too.
+    built, chip = divmod(int("".join(filter(str.isdigit, architecture))), 10), (major, minor)
+    portable = architecture.startswith("compute_") and architecture[-1].isdigit()  # compute_90a is for one
+    return built <= chip and (built[0] == major or portable)
 
 
 class CudaDevice:
@@ -78,7 +80,8 @@ class CudaDevice:
     @implements(hooks.set_affinity)
     def set_affinity(self, world: World) -> None:
         if self.config.numa_affinity:
-            set_numa_affinity(world.local_rank)
+            device: Any = self.run.device
+            set_numa_affinity(world.local_rank if device.index is None else device.index)
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

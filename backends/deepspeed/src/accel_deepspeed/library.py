@@ -33,6 +33,8 @@ def deepspeed_for(run: Run, user: object) -> Any:
     device: Any = run.device
     kind = device.type
     _tell("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", kind))
+    if kind == "hpu":  # Intel's DeepSpeed looks for it
+        _tell("DEEPSPEED_USE_HPU", "true")
     # To DeepSpeed it is the number of the device.
     index = run.world.local_rank if device.index is None else device.index
     _tell("LOCAL_RANK", str(index))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -77,11 +78,18 @@ class DeepSpeed(SharedSequences, EngineState):
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
         made = self.config.deepspeed_config
-        return [
+        reasons = [
             f"{path} is {found}: {reason}"
             for path, reason in _NOT_SERVED.items()
             if (found := settings.get(made, path)) not in _OFF
         ]
+        offload = settings.get(made, "zero_optimization.offload_optimizer.device", "none")
+        is_lazy = self.run.stack.device.name == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "1") != "0"
+        if is_lazy and offload not in ("none", settings.AUTO):
+            reasons.append(
+                f"offload_optimizer_device is {offload}, which Gaudi's lazy mode cannot\nset hpu.lazy: false"
+            )
+        return reasons
 
     # -- prepare ---------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ def enter(run: Run, user: object, layout: Layout) -> None:
             )
     # Of its own use of itself and of torch, in each step.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    warnings.filterwarnings("default", r".*CUDA_DEVICE_MAX_CONNECTIONS", module=r"megatron\.core\.")
     renamed = r"`torch\.distributed\.\w+` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning)
     if not _users:

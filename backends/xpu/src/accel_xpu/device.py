@@ -73,7 +73,9 @@ class XpuDevice:
         if not hasattr(os, "sched_setaffinity"):
             logger.warning("CPU affinity is left as it is: this operating system has none")
             return
-        uuid = torch.xpu.get_device_properties(world.local_rank).uuid
+        device: Any = self.run.device
+        index = world.local_rank if device.index is None else device.index
+        uuid = torch.xpu.get_device_properties(index).uuid
         # CPUs that the process may not use already (taskset, a container's limit) stay out.
         near = machine.cpus_near(bytes(getattr(uuid, "bytes", uuid))) & os.sched_getaffinity(0)
         if not near:

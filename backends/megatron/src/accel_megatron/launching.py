@@ -1,0 +1,23 @@
+"""What the launcher, and the run before CUDA starts, ask of this strategy. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accel_core import hooks, implements
+
+if TYPE_CHECKING:
+    from accel_core import RunConfig, World
+
+__all__ = ["MegatronLaunch"]
+
+
+class MegatronLaunch:
+    """The environment that megatron-core relies on."""
+
+    @implements(hooks.launch_environment)
+    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
+        """Ranks that split layers overlap sending and computing only in the order of one queue."""
+        splits = getattr(config.plugins.get("megatron"), "tp_degree", 1) > 1
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if splits else {}
