@@ -155,6 +155,29 @@ def test_a_model_that_was_sharded_before_is_refused(version: int) -> None:
         assert said.splitlines()[-1].startswith("build it anew")
 
 
+def penalised() -> tuple[str | None, float]:
+    run = accelerator(plugin("mlp", 2))
+    model = run.prepare(net("mlp"))
+    x = batch()[0].requires_grad_()
+    total = model(x).sum()
+    said = said_by(lambda: torch.autograd.grad(total, x, create_graph=True))
+    again = model(x).sum()
+    run.backward(again, retain_graph=True)
+    run.backward(again)
+    found = model[0].weight.grad.full_tensor().sum().item()
+    run.end_training()
+    return said, found
+
+
+def test_gradients_of_gradients_are_refused_and_two_backwards_add_up() -> None:
+    alone = net("mlp")
+    (alone(batch()[0]).sum() * 2).backward()
+    for said, found in run_processes(penalised):
+        assert said is not None
+        assert said.splitlines()[-1] == "prepare this model with strategy ddp"
+        assert found == pytest.approx(alone[0].weight.grad.sum().item(), rel=1e-5)
+
+
 def copied(version: int) -> str:
     run = accelerator(plugin("mlp", version))
     model = run.prepare(MLP())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accel_core import hooks, implements
+from accel_core import AccelError, hooks, implements
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
@@ -84,6 +85,9 @@ class Sharded(FullyShardedDataParallel):
             for place, new in _places(group.modules):
                 if isinstance(new, DTensor) and before[place] is not new:
                     replace_parameter(before[place], new, called[place])
+        for module in made:
+            state = module._get_fsdp_state()
+            vars(state)["_pre_backward"] = partial(_first_order, state._pre_backward)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -167,6 +171,16 @@ class Sharded(FullyShardedDataParallel):
             if self.config.cpu_offload
             else OffloadPolicy()
         )
+
+
+def _first_order(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    """Begin a backward as torch does, unless a graph of it is wanted: its weights would be gone by then."""
+    if torch.is_grad_enabled():
+        raise AccelError(
+            "backward with create_graph=True (a gradient penalty, a Hessian) needs weights again after it,"
+            " and sharded ones are not kept\nprepare this model with strategy ddp"
+        )
+    return begin(gradient)
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
