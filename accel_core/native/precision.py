@@ -54,21 +54,24 @@ def _adjusted(run: Run, context: AbstractContextManager[Any], handler: AutocastK
             yield
 
 
-def get_grad_scaler(distributed_type: str | None = None, **kwargs: Any) -> GradScaler:
-    """A loss scaler for the device of the live run. `prepare` makes its own; this is for other loops.
+def get_grad_scaler(
+    distributed_type: str | None = None, *, run: Run | None = None, **kwargs: Any
+) -> GradScaler:
+    """A loss scaler for the device of a run, by default the live one. `prepare` makes its own.
 
     Args:
         distributed_type: accepted and not needed: the device decides.
+        run: needed where there are several.
         kwargs: for torch's GradScaler.
     """
-    return GradScaler(current().device.type, **kwargs)
+    return GradScaler((run or current()).device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None, *, run: Run | None = None
 ) -> AbstractContextManager[Any]:
-    """The autocast of the live run, or a context that does nothing, unless `native_amp`."""
-    return autocast(current(), autocast_kwargs) if native_amp else nullcontext()
+    """The autocast of a run, by default the live one; a context that does nothing, unless `native_amp`."""
+    return autocast(run or current(), autocast_kwargs) if native_amp else nullcontext()
 
 
 class Unchanged:

@@ -156,3 +156,37 @@ def test_everything_of_utils_can_be_imported_at_once():
     names: dict[str, object] = {}
     exec("from accelerate.utils import *", names)
     assert {"set_seed", "ProjectConfiguration", "gather", "infer_auto_device_map"} <= names.keys()
+
+
+SKIPS = """
+import json, torch, accelerate, accelerate.utils
+from torch.utils.data import DataLoader
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import find_executable_batch_size, is_torch_version, set_seed
+a = Accelerator(cpu=True)
+loader = a.prepare(DataLoader(torch.arange(5.), batch_size=1))
+once = skip_first_batches(loader, 1)
+twice = a.skip_first_batches(once, 1)
+found = [[each.item() for each in which] for which in (twice, twice, once, loader)]
+sizes = []
+@find_executable_batch_size(starting_batch_size=8)
+def run(size):
+    sizes.append(size)
+    if size > 5:
+        raise RuntimeError("CUDA out of memory.")
+run(); run()
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+modules = [accelerate.commands, accelerate.checkpointing, accelerate.utils.offload, accelerate.utils.launch]
+found += [sizes, raised(lambda: set_seed(-1)), [each.__name__ for each in modules]]
+found += [[is_torch_version(how, torch.__version__.split("+")[0]) for how in ("==", ">=", "<")]]
+print(json.dumps(found))
+"""
+
+
+@needs_accelerate
+def test_helpers_around_a_loop_are_as_there():
+    assert said(SKIPS, ours=True) == said(SKIPS, ours=False)

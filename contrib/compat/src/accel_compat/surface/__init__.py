@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from accel_compat.finding import VERSION as __version__
 
 from . import big_modeling, hooks, inference, local_sgd, logging, state, utils
@@ -42,3 +45,18 @@ from .utils.imports import is_rich_available
 from .utils.memory import find_executable_batch_size
 from .utils.modeling import infer_auto_device_map, load_checkpoint_in_model
 from .utils.random import synchronize_rng_states
+
+
+def __getattr__(name: str) -> Any:
+    """The modules that `import accelerate` loads there; here when they are asked for."""
+    if name in (
+        "checkpointing",
+        "commands",
+        "data_loader",
+        "launchers",
+        "tracking",
+        "optimizer",
+        "scheduler",
+    ):
+        return import_module(f"accelerate.{name}")
+    raise AttributeError(f"module 'accelerate' has no attribute {name!r}", name=name)

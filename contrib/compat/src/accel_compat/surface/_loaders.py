@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,21 @@ __all__ = ["AcceleratedLoader", "dressed"]
 class AcceleratedLoader(PreparedLoader):
     """A prepared dataloader; `isinstance` counts it as DataLoaderShard or DataLoaderDispatcher."""
 
+    _skips: int
+    """Batches that each epoch leaves out."""
+
     def __reduce__(self) -> Any:
         return runs.reduced(self)
+
+    def __copy__(self) -> AcceleratedLoader:  # else by __reduce__, as itself
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if "_skips" in self.__dict__:  # in each epoch, as there
+            self.__dict__["_skip"] = self._skips
+        return super().__iter__()
 
     @property
     def gradient_state(self) -> GradientState:

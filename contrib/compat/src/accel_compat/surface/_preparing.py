@@ -13,6 +13,7 @@ from accel_compat.saying import say_once
 from accel_core import PreparedLoader, PreparedOptimizer, PreparedScheduler
 
 from ._loaders import dressed
+from .data_loader import skip_first_batches
 from .optimizer import AcceleratedOptimizer
 from .scheduler import AcceleratedScheduler
 from .utils.other import extract_model_from_parallel
@@ -146,6 +147,10 @@ class Preparing(accel_core.Accelerator):
         if not isinstance(plugins, dict):
             return None
         return next((name for name, plugin in plugins.items() if plugin.selected), None)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The dataloader without its first batches, in each epoch."""
+        return skip_first_batches(dataloader, num_batches)
 
     # -- one by one ------------------------------------------------------------------------------
 

@@ -121,9 +121,12 @@ def _read_by(dataloader: Any, count: int, index: int, split: bool, even: bool) -
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The dataloader without its first batches: a prepared one in its next epoch, another in each."""
+    """The dataloader without its first batches, in each epoch."""
     if isinstance(dataloader, PreparedLoader):
-        return _skip(dataloader, num_batches)
+        several = dataloader.__dict__.get("_skips", 0) + num_batches
+        view = _skip(dataloader, several)
+        view.__dict__["_skips"] = several
+        return view
     kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT}
     made_by_hand = isinstance(dataloader, DataLoaderAdapter)
     if made_by_hand:

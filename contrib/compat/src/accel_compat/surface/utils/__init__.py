@@ -22,6 +22,8 @@ def _home(name: str) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
+    if f"accelerate.utils.{name}" in inventory():
+        return import_module(f"accelerate.utils.{name}")
     home = _home(name) if name in _ALONE or name in inventory()["accelerate.utils"] else None
     if home is None:
         raise AttributeError(f"module 'accelerate.utils' has no attribute {name!r}", name=name)

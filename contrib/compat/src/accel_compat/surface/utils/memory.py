@@ -43,6 +43,13 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     _, *others = inspect.signature(function).parameters
+    size = starting_batch_size
+
+    @functools.wraps(function)
+    def noting(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal size
+        size = batch_size  # where the next call begins
+        return function(batch_size, *args, **kwargs)
 
     def search(*args: Any, **kwargs: Any) -> Any:
         if len(others) < len(args):
@@ -53,13 +60,12 @@ def find_executable_batch_size(
                 f"Remove this as the decorator already does so: `{name}({shown})`"
             )
         try:
-            return found(*args, **kwargs)
+            return _find(noting, size, reduce_batch_size_fn or _nine_tenths)(*args, **kwargs)
         except AccelError as error:
             if "fits with no batch size" not in str(error):
                 raise
             raise RuntimeError("No executable batch size found, reached zero.") from error
 
-    found = _find(function, starting_batch_size, reduce_batch_size_fn or _nine_tenths)
     return functools.wraps(function)(search)
 
 

@@ -15,6 +15,8 @@ from .constants import CUDA_DISTRIBUTED_TYPES
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed `random`, numpy, torch and the device; `device_specific`: another seed on each rank."""
+    if not 0 <= seed < 2**32:
+        raise ValueError("Seed must be between 0 and 2**32 - 1")
     run = runs.host(False) if device_specific else runs.newest()
     _set_seed(seed, device_specific, deterministic, run=run)
 

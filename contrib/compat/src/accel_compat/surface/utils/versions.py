@@ -24,4 +24,4 @@ def is_torch_version(operation: str, version: str) -> bool:
     """Whether torch's version compares so to another."""
     import torch
 
-    return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
+    return compare_versions(parse(torch.__version__), operation, version)
