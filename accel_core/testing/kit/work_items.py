@@ -65,7 +65,7 @@ def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Tra
 def _parts(
     device: torch.device | None = None, precision: str = "no"
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network()
+    model: nn.Module = network()
     if device is not None:  # the plain loop's; first: on some devices that makes other parameters
         model = reference.convert(model.to(device), precision)
     return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
