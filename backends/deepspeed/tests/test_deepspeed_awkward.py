@@ -150,3 +150,15 @@ def stepped_before() -> None:
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     run_processes(stepped_before, world=1)
+
+
+def answered(stage: int) -> str:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage), mixed_precision="bf16")
+    model = nn.Linear(2, 2)
+    model, _ = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(model(torch.ones(2, 2)).dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_in_16_bits_answers_in_float32(stage: int) -> None:
+    assert run_processes(answered, stage, world=1) == ["torch.float32"]

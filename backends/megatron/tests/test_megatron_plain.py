@@ -128,3 +128,15 @@ def test_parameters_of_any_order_and_size_step_and_resume(tmp_path: Path, option
     found += run_processes(remembered, "single", {}, str(tmp_path / "two"), 2, world=1)
     for each in found:
         torch.testing.assert_close(each, wanted)
+
+
+def answered(optimizes: bool) -> str:
+    ours = accelerator(mixed_precision="bf16")
+    model = nn.Linear(2, 2)
+    given = [model, torch.optim.SGD(model.parameters(), lr=0.1)] if optimizes else [model, None]
+    return str(ours.prepare(*given)[0](torch.ones(2, 2)).dtype)
+
+
+@pytest.mark.parametrize("optimizes", [False, True])
+def test_a_model_in_16_bits_answers_in_float32(optimizes: bool) -> None:
+    assert run_processes(answered, optimizes, world=1) == ["torch.float32"]
