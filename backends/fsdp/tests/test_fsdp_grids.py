@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import grid_job
 import pytest
 import torch
 
 from accel_core.testing.processes import run_processes
+from accel_fsdp import tensor_parallel
 
 PLAN = grid_job.GPT_PLAN
 TIED = {**PLAN, "embedding": "rowwise", "output": "colwise_rep"}
@@ -230,3 +232,17 @@ def test_flat_weights_are_not_split_by_layers():
 def test_a_strategy_that_does_not_know_dtensors_is_refused():
     text = refusal({"tp": 2}, PLAN, ACCEL__STRATEGY="ddp")
     assert "needs dtensors, which the stack" in text
+
+
+def test_torchs_tracker_of_random_operators_is_made_without_its_broadcast(monkeypatch):
+    made = []
+    monkeypatch.setattr(tensor_parallel.tracking, "_rng_tracker", None)
+    monkeypatch.setattr(tensor_parallel.tracking, "is_rng_supported_mesh", lambda mesh: True)
+    monkeypatch.setattr(
+        tensor_parallel.tracking,
+        "OffsetBasedRNGTracker",
+        lambda mesh, **options: made.append(options) or mesh,
+    )
+    for _ in range(2):
+        tensor_parallel._draw_without_agreement(SimpleNamespace(device_type="cuda"))
+    assert made == [{"run_state_sync": False}]
