@@ -83,11 +83,17 @@ def begin(target: Path, save_id: str) -> str | None:
             "save to another folder, or move this one away",
             path=str(target),
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
     _live.add(save_id)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial_folder(target, save_id).mkdir()
-    except FileExistsError:
+    except OSError as error:
+        if not partial_folder(target, save_id).is_dir():
+            raise CheckpointError(
+                f"{target} cannot be saved: {type(error).__name__}: {error}\n"
+                "save to a folder in which this process may make files",
+                path=str(target),
+            ) from error
         raise CheckpointError(
             f"{target.parent} is one folder for several nodes, though project.save_on_each_node says that"
             " each has a disk of its own\nset project.save_on_each_node to false",

@@ -154,6 +154,13 @@ def test_what_another_run_has_saved_meanwhile_is_not_replaced(savers, held, tmp_
     assert value_in(tmp_path / "here") == 3
 
 
+def test_a_place_where_nothing_can_be_made_is_named_with_the_remedy(saver, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"file/here cannot be saved: .*\nsave to a folder in"):
+        saver.save(tmp_path / "file" / "here", 1)
+    assert saver.save(tmp_path / "here", 2).exists()
+
+
 # -- what else lies in the folder ------------------------------------------------------------------
 
 
