@@ -15,6 +15,7 @@ from accel_core.plugins import discover, load, near
 from accel_core.stack import Chosen
 
 if TYPE_CHECKING:
+    from accel_core.plugins import Card
     from accel_core.run import Run
     from accel_core.stack import Stack
     from accel_core.tracking import GeneralTracker
@@ -53,6 +54,7 @@ class Assembly:
         self._binder = Binder()
         self.plugins: dict[str, object] = {}
         self.configs: dict[str, object] = {}
+        self.cards: dict[str, Card] = {}
         self._lower = [self._binder.register(Base(run), name="base", slot="base")]
         for chosen in (run.stack.device, run.stack.precision):
             self._lower.append(self._instance(chosen, chosen.name))
@@ -93,7 +95,7 @@ class Assembly:
         config = self._run.resolved.plugin_config(
             record, alias if alias in self._run.config.strategies else None
         )
-        self.configs[alias] = config
+        self.configs[alias], self.cards[alias] = config, card
         plugin = load(record, card.implementation)(config, self._run)
         registered = self._binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
         try:

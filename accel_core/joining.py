@@ -49,7 +49,7 @@ def join(run: Run) -> None:
     if dist.is_initialized():
         _check_group(run, backends)
     options = run.config.process_group
-    shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
+    run.group = shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
     store = _get_default_store()
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
     clones: Any = store  # torch's stub lacks `clone`
@@ -68,7 +68,7 @@ def leave(run: Run) -> None:
     if run.world.size > 1:
         watch.stop()
         groups = _groups_of(run.forget_groups())
-        shared.leave(run.hooks.destroy_process_group)
+        shared.leave(run.group, run.hooks.destroy_process_group)
         for group in (
             groups if dist.is_initialized() else ()
         ):  # the default one is the user's, or others use it
@@ -91,6 +91,16 @@ def _check_group(run: Run, backends: Mapping[str, str]) -> None:
             f"this process already has a process group ({found}) that does not carry {kind} tensors by"
             f" {backends[kind]}, as this run needs\n"
             f"make that group with backend '{kind}:{backends[kind]}', or end the run that uses it first"
+        )
+    asked = run.config.process_group.timeout
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(run.device), "options", None)
+    has = getattr(options, "_timeout", asked)
+    if asked is not None and asked != has:
+        raise ConfigError(
+            f"process_group.timeout is {asked}, but this process already has a process group, whose"
+            f" time-out is {has}\n"
+            "give both the same time-out, or end the run that uses that group first"
         )
 
 

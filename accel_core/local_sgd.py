@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD", "average"]
 
+BUCKET_BYTES: Final = 256 * 2**20
+"""Weights are averaged in copies of about this size: a whole copy might not fit beside the model."""
+
 
 class LocalSGD:
     """A context in which gradients are not reduced; weights are averaged every `local_sgd_steps` steps.
@@ -36,7 +40,7 @@ class LocalSGD:
         enabled: False to do nothing.
 
     Raises:
-        ConfigError: the model's strategy cannot leave out its reduction of gradients.
+        ConfigError: the model's strategy does not offer `local_sgd`.
     """
 
     def __init__(
@@ -51,10 +55,11 @@ class LocalSGD:
         self.unit, self.every = unit, local_sgd_steps
         self.enabled = enabled and run.collectives(run.topology.loss_dim).size > 1
         self._reduce = unit.steps.reduce_gradients
-        if self.enabled and unit.steps.no_sync is None and self._reduce is None:
+        if self.enabled and "local_sgd" not in run.cards[unit.strategy].offers:
             raise ConfigError(
-                f"LocalSGD: strategy {unit.strategy!r} says no way to leave out reducing gradients\n"
-                "choose a strategy that offers 'no_sync', or pass enabled=False"
+                f"LocalSGD: ranks cannot step by themselves under strategy {unit.strategy!r}, whose card does"
+                " not offer 'local_sgd'\n"
+                "choose a strategy that does (accel plugins --json), or pass enabled=False"
             )
         self._steps = 0
         self._silenced = ExitStack()
@@ -98,11 +103,14 @@ class LocalSGD:
 
 
 def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
-    """The mean over the group, of those that train: one all_reduce for each dtype and device."""
+    """The mean over the group, of those that train: one all_reduce for each bucket of a dtype and device."""
     kinds: dict[Any, list[torch.Tensor]] = {}
+    filled: Counter[Any] = Counter()
     for parameter in parameters:
         if parameter.requires_grad:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter.detach())
+            kind = parameter.dtype, parameter.device
+            kinds.setdefault((*kind, filled[kind] // BUCKET_BYTES), []).append(parameter.detach())
+            filled[kind] += parameter.nbytes
     for tensors in kinds.values():
         flat = group.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
         parts = flat.split([tensor.numel() for tensor in tensors])

@@ -40,6 +40,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "collectives.torch": "torch.distributed process groups carry its tensors",
     "collectives.own": "collectives of its own library carry its tensors between processes",
     "no_sync": "leaves out gradient communication inside an accumulation window",
+    "local_sgd": "ranks may step by themselves, and average their weights now and then",
     "join": "ranks may run out of batches at different times",
     "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",
     "several_optimizers": "a model may have several optimizers",
@@ -103,7 +104,8 @@ class Card:
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
     distributed_type: str | None = None
-    """The value of `accelerator.distributed_type`; the strategy's wins over the device's."""
+    """The value of `accelerator.distributed_type`; the strategy's wins over the device's, unless it is
+    MULTI_DEVICE, which the device's completes."""
     offers: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
     needs: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
     torch_device: str | None = None

@@ -33,6 +33,7 @@ __all__ = ["prepare"]
 
 _GROWING: Final = ("given", "models", "wrapped", "optimizers", "schedulers", "detach")
 """What a unit has one each of for the objects in it."""
+_SINGLE: Final = ("config", "scaler", "backward_is_strategys")
 
 
 def prepare(
@@ -110,16 +111,18 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
 @contextmanager
 def _all_or_nothing(run: Run, unit: Unit) -> Iterator[None]:
     """A unit that could not be built is what it was before; what plugins did to the objects stays done."""
-    known, config, homes = list(run.units), unit.config, run.homes.copy()
-    before = {name: list(getattr(unit, name)) for name in _GROWING}
+    known, homes = list(run.units), run.homes.copy()
+    before: dict[str, Any] = {name: list(getattr(unit, name)) for name in _GROWING}
+    before |= {name: getattr(unit, name) for name in _SINGLE} | {"renamed": dict(unit.renamed)}
+    attached = {id(detach) for each in (unit, *known) for detach in each.detach}
     try:
         yield
     except BaseException:  # a plugin's, of any kind: it goes on
-        for detach in unit.detach[len(before["detach"]) :]:
-            detach()
+        for detach in unit.detach:  # those of units that were to join stay
+            if id(detach) not in attached:
+                detach()
         for name, value in before.items():
             setattr(unit, name, value)
-        unit.config = config
         unit.record_aliases()
         run.units[:] = known
         run.homes.restore(homes)

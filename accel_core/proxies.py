@@ -137,6 +137,10 @@ class PreparedScheduler(LRScheduler):
         rates: list[Any] = self.scheduler.get_lr()
         return rates
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The inner one computes rates: what is set here would have no effect.
+        setattr(self.scheduler, name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("scheduler", "_optimizers", "_follows", "_each"):
             raise AttributeError(name)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from accel_core.config.schema import RunConfig
     from accel_core.data.loader import PreparedLoader
     from accel_core.mesh import Mesh
+    from accel_core.plugins import Card
     from accel_core.proxies import PreparedOptimizer
     from accel_core.step import Accumulation
     from accel_core.tracking import GeneralTracker
@@ -73,6 +74,8 @@ class Run:
     """Made by the first save."""
     preemption: Preemption | None = None
     """Made by the first `save_on_preemption`."""
+    group: int = 0
+    """The number of the process group that it uses."""
     ancestors: Sequence[str] = ()
     """Ids of the runs whose state this one took over, the oldest first."""
 
@@ -124,7 +127,7 @@ class Run:
         join(self)
         try:
             self._start([chosen.name for chosen in self.stack.trackers] + [own.name for own in trackers])
-        except AccelError:  # on all ranks alike; who catches it may make another run
+        except BaseException:  # a plugin's, of any kind: the caller may make another run
             leave(self)
             raise
 
@@ -150,6 +153,11 @@ class Run:
     def configs(self) -> Mapping[str, object]:
         """The config object that each was made with; None of one without options."""
         return self._assembly.configs
+
+    @property
+    def cards(self) -> Mapping[str, Card]:
+        """The card of each of those plugins, by the same names."""
+        return self._assembly.cards
 
     @property
     def window(self) -> Window:

@@ -218,7 +218,11 @@ def _reduce(unit: Unit) -> None:
 
 def _of_all(run: Run, items: Tensor | float) -> Tensor:
     """The items of all ranks. Those with the same loss count once: hence a mean, not a sum."""
-    mine = torch.as_tensor(items, dtype=torch.float32, device=run.device).detach().clone()
+    dtype = torch.float64 if "float64" in run.stack.device.card.offers else torch.float32  # counts are exact
+    if isinstance(items, torch.Tensor):
+        mine = items.detach().to(run.device, dtype, non_blocking=True, copy=True)
+    else:
+        mine = torch.full((), items, dtype=dtype, device=run.device)
     total: Tensor = run.collectives("world").all_reduce(mine, "mean") * run.topology.losses
     return total
 

@@ -69,11 +69,10 @@ class Ranks:
 
     @property
     def distributed_type(self) -> str:
-        """The strategy's own word for itself, else the device's."""
+        """The strategy's own word for itself; the device's where that is none, or MULTI_DEVICE."""
         stack = self.run.stack
-        return (
-            stack.strategy.card.distributed_type or stack.device.card.distributed_type or stack.strategy.name
-        )
+        word, device = stack.strategy.card.distributed_type, stack.device.card.distributed_type
+        return (device or word or stack.strategy.name) if word in (None, "MULTI_DEVICE") else word
 
     # -- collectives -----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ SINGLE = Card(
     summary="One process, the model as it is.",
     api_version=API_VERSION,
     distributed_type="NO",
-    offers={"no_sync", "join", "several_optimizers", "whole_weights"},
+    offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights"},
     implementation="accel_core.native.strategy:Single",
 )
 FP32 = Card(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from accel_core.errors import ConfigError
 from accel_core.hookspecs import StepOutput, implements
 from accel_core.mesh import Mesh, arrange
 from accel_core.native import process_group
-from accel_core.native.compiling import compile_model, uncompiled
+from accel_core.native.compiling import compile_model, run_eagerly, uncompiled
 from accel_core.native.device import local_device
 from accel_core.native.state import BaseState
 from accel_core.nested import send_to_device
@@ -128,7 +129,8 @@ class Base(BaseState):
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "compile":
-            compile_model(model, self.run.config.compile, unit.hooks.compile_options())
+            compiled = compile_model(model, self.run.config.compile, unit.hooks.compile_options())
+            unit.detach += [partial(run_eagerly, module) for module in compiled]
         return model
 
     @implements(hooks.place_model)

@@ -13,14 +13,14 @@ from torch import nn
 if TYPE_CHECKING:
     from accel_core.config.schema import TorchDynamoPlugin
 
-__all__ = ["compile_model", "inside", "uncompiled"]
+__all__ = ["compile_model", "inside", "run_eagerly", "uncompiled"]
 
 
-def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> None:
+def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> list[nn.Module]:
     """Have the model's forward compiled when it is first run; with regions, its repeated blocks'.
 
     `offered` is what plugins say of options that the config leaves open. What comes compiled stays as it
-    is: a model, or a block of it.
+    is: a model, or a block of it. Returns the modules that are compiled now and were not before.
     """
     options = {**offered, **config.to_kwargs()}
     options.pop("use_regional_compilation", None)
@@ -29,14 +29,19 @@ def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[
     if backend == "auto":
         backend = offered.get("backend", "inductor")
     if backend == "no" or _is_compiled(model):
-        return
+        return []
     blocks = list(_repeated(model)) if config.use_regional_compilation else []
-    for module in blocks or [model]:
-        if _is_compiled(module):
-            continue
+    chosen = [module for module in blocks or [model] if not _is_compiled(module)]
+    for module in chosen:
         # As nn.Module.compile does, which gives torch's own classes no frame that dynamo would look at.
         call = _framed(module) if type(module).__module__.startswith("torch.") else module._call_impl
         module._compiled_call_impl = torch.compile(call, backend=backend, **options)
+    return chosen
+
+
+def run_eagerly(module: nn.Module) -> None:
+    """Undo `compile_model` for a module."""
+    module._compiled_call_impl = None
 
 
 def _framed(module: nn.Module) -> Callable[..., Any]:
@@ -48,8 +53,11 @@ def _framed(module: nn.Module) -> Callable[..., Any]:
 
 def inside(model: nn.Module) -> nn.Module:
     """The module in what `torch.compile(model)` returned; any other as it is."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
+    if "_orig_mod" not in model._modules:  # which is not a dict in a TorchScript module
+        return model
+    inner = model._modules["_orig_mod"]
+    assert inner is not None
+    return inner
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -176,6 +176,8 @@ class Float16(_Autocast):
     def release(self, unit: Unit) -> None:
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
+        for stepped in self._stepped.values():  # a unit holds its scaler, and would keep itself alive
+            stepped.discard(unit)
 
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,22 +50,36 @@ class SharedGroup:
         self.users = 0
         self.ours = False
         self.pid = os.getpid()
+        self.number = 0
+        self._group: weakref.ref[Any] | None = None
 
     @property
     def is_a_parents(self) -> bool:
         """Whether a fork inherited it: its connections are another process's."""
         return self.users > 0 and self.pid != os.getpid()
 
-    def join(self, make: Callable[[], bool]) -> None:
-        """Use the group; `make` it (and say whether that was ours to do) if there is none."""
-        if not dist.is_initialized():
+    def join(self, make: Callable[[], bool]) -> int:
+        """Use the group; `make` it (and say whether that was ours to do) if there is none.
+
+        Returns the number of the group, for `leave`.
+        """
+        there = dist.is_initialized()
+        if not there or self._group is None or self._group() is not dist.group.WORLD:
             self.users = 0
-            self.ours = make()
+            self.number += 1
+            self.ours = False if there else make()
+            self._group = weakref.ref(dist.group.WORLD)
         self.users += 1
         self.pid = os.getpid()
+        return self.number
 
-    def leave(self, destroy: Callable[[], None]) -> None:
-        """Stop using the group; `destroy` it if it was made here and nobody uses it any more."""
+    def leave(self, number: int, destroy: Callable[[], None]) -> None:
+        """Stop using the group; `destroy` it if it was made here and nobody uses it any more.
+
+        A user may have destroyed it, and another run made the next one: that is left alone.
+        """
+        if number != self.number:
+            return
         self.users -= 1
         if self.users == 0 and self.ours and dist.is_initialized():
             destroy()

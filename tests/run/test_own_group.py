@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import Accelerator
+from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs
 from accel_core.testing.processes import run_processes
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -35,3 +35,51 @@ def adopted():
 @pytest.mark.together
 def test_its_ranks_have_devices_of_their_own_and_it_outlives_the_run():
     assert run_processes(adopted) == [(0, 0, 2, [0, 1], True), (1, 1, 2, [0, 1], True)]
+
+
+def time_outs(own, asked):
+    """What a run with time-out `asked` says beside a group with time-out `own`; None: an Accelerator's."""
+    first = None
+    if own is None:
+        first = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=20))])
+    else:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=own))
+    try:
+        second = Accelerator(
+            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=asked))]
+        )
+    except ConfigError as error:
+        return str(error)
+    else:
+        second.end_training()
+        return "taken"
+    finally:
+        if first is not None:
+            first.end_training()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("own", [None, 20])
+def test_a_time_out_that_the_group_there_does_not_have_is_refused(own):
+    assert run_processes(time_outs, own, 20) == ["taken"] * 2
+    for found in run_processes(time_outs, own, 7):
+        assert "process_group.timeout is 0:00:07" in found
+        assert "time-out is 0:00:20" in found
+
+
+def after_the_users_destroy():
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+    first = Accelerator(cpu=True, kwargs_handlers=[handler])
+    dist.destroy_process_group()
+    second = Accelerator(cpu=True, kwargs_handlers=[handler])
+    first.end_training()
+    gathered = second.gather(torch.ones(1)).sum().item()
+    second.end_training()
+    return gathered, dist.is_initialized()
+
+
+@pytest.mark.together
+def test_a_run_leaves_the_group_alone_that_another_made_after_its_own():
+    assert run_processes(after_the_users_destroy) == [(2.0, False)] * 2

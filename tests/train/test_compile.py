@@ -213,3 +213,14 @@ def test_a_model_of_which_a_part_comes_compiled_is_compiled_too(accelerator_of, 
     assert torch.equal(model(X), expected)
     assert model._compiled_call_impl is not None
     assert graphs
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_model_is_the_users_again_after_the_run(accelerator_of, graphs, regional):
+    accelerator = compiled(accelerator_of, use_regional_compilation=regional)
+    mine, theirs = Stack(2), Stack(2)
+    theirs.compile(backend="keep_graphs")
+    accelerator.prepare(mine, theirs)
+    accelerator.free_memory()
+    assert all(module._compiled_call_impl is None for module in mine.modules())
+    assert theirs._compiled_call_impl is not None

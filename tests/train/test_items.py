@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from accel_core import AccelError, GradScalerKwargs
+from accel_core.step import _of_all
 from accel_core.testing import run_processes
 
 
@@ -170,3 +171,10 @@ def divided_where_gradients_are() -> list[float]:
 
 def test_gradients_that_are_offloaded_are_divided_too():
     assert run_processes(divided_where_gradients_are, world=1) == [[0.25, 0.25]]
+
+
+def test_more_items_than_float32_counts_are_counted_exactly(accelerator_of):
+    accelerator = accelerator_of()
+    accelerator.prepare(net())
+    for items in (2**24 + 1, torch.tensor(2**24 + 1)):
+        assert _of_all(accelerator.run, items).item() == 2**24 + 1

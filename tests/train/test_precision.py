@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import io
 import pickle
 import threading
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -386,3 +388,62 @@ def test_a_scheduler_made_on_a_prepared_optimizer_works(accelerator):
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_no_model_outlives_free_memory(accelerator_of, precision):
+    accelerator = accelerator_of(mixed_precision=precision)
+    alive = []
+    for _ in range(2):
+        model = net()
+        alive.append(weakref.ref(model))
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X).square().mean())
+            optimizer.step()
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+
+
+def test_a_prepare_that_fails_to_join_units_leaves_their_autocast(accelerator_of, monkeypatch):
+    accelerator = accelerator_of(mixed_precision="bf16")
+    models = accelerator.prepare(Spy(), Spy())
+    unit = accelerator.run.units[0]
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(unit.hooks, "wrap_optimizer", fails)
+    with pytest.raises(ZeroDivisionError):
+        accelerator.prepare(SGD([p for model in models for p in model.parameters()], lr=0.1))
+    for model in models:
+        model(X)
+        assert model.active
+    assert len(accelerator.run.units) == 2
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, X)])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_model_trains(accelerator_of, make, precision):
+    accelerator = accelerator_of(mixed_precision=precision)
+    model = make(net())
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(X).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+
+
+def test_what_is_set_on_a_prepared_scheduler_reaches_it(accelerator):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    inner = StepLR(optimizer, 1, gamma=0.1)
+    _, _, scheduler = accelerator.prepare(model, optimizer, inner)
+    scheduler.last_epoch, scheduler.gamma = 7, 0.5
+    assert (inner.last_epoch, inner.gamma) == (7, 0.5)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from local_sgd_problem import TIMEOUT, net, ours, plainly
 
-from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
+from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD, local_sgd
 from accel_core.testing import ProcessError, run_processes
 
 together = pytest.mark.together
@@ -117,3 +118,41 @@ def test_a_model_that_is_not_prepared_is_an_error():
     with pytest.raises(ConfigError, match="local_sgd_steps must be at least 1, got 0"):
         LocalSGD(accelerator, accelerator.prepare(net()), 0)
     accelerator.end_training()
+
+
+def refused():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    model = accelerator.prepare(net())
+    cards = accelerator.run._assembly.cards
+    cards["ddp"] = evolve(cards["ddp"], offers=cards["ddp"].offers - {"local_sgd"})
+    try:
+        LocalSGD(accelerator, model, 2)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+
+
+@together
+def test_a_strategy_that_cannot_is_refused_at_once():
+    assert all("does not offer 'local_sgd'" in found for found in run_processes(refused))
+
+
+class Doubles:
+    """Stands for a group: its mean is twice what this rank has."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def all_reduce(self, tensor, operation):
+        self.sizes.append(tensor.numel())
+        return tensor * 2
+
+
+def test_weights_are_averaged_in_buckets(monkeypatch):
+    monkeypatch.setattr(local_sgd, "BUCKET_BYTES", 40)
+    weights = [torch.nn.Parameter(torch.full((count,), float(count))) for count in (4, 3, 4, 2)]
+    group = Doubles()
+    local_sgd.average(weights, group)
+    assert group.sizes == [11, 2]
+    assert [weight[0].item() for weight in weights] == [8.0, 6.0, 8.0, 4.0]

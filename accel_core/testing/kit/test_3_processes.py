@@ -279,7 +279,7 @@ def test_two_runs_live_in_one_process(run: Run, world: int) -> None:
         assert_near("losses after another run", found["two, after one has ended"], found["two, alone"])
 
 
-@requires("no_sync", "whole_weights")
+@requires("local_sgd", "whole_weights")
 @pytest.mark.usefixtures("loops")
 def test_local_sgd_trains_apart_and_averages(run: Run, world: int, readers: int) -> None:
     found = run(work.apart, world=world)

@@ -32,7 +32,7 @@ def device(name: str, **more: Any) -> Card:
 
 def strategy(name: str, **more: Any) -> Card:
     given = {
-        "offers": {"no_sync", "several_optimizers", "whole_weights"},
+        "offers": {"no_sync", "local_sgd", "several_optimizers", "whole_weights"},
         "implementation": f"mutants.strategies:{''.join(part.title() for part in name.split('-'))}",
     }
     return Card(name=name, slot="strategy", summary="A mutant.", api_version="1.0", **{**given, **more})
@@ -98,7 +98,9 @@ CLIPS_LOCALLY = strategy("clips-locally")
 KEEPS_ITS_WEIGHTS = strategy("keeps-its-weights")
 GATHERS_UNSAID = strategy("gathers-unsaid")
 EXPORTS_MAXIMA = strategy("exports-maxima")
-JOINS_NOBODY = strategy("joins-nobody", offers={"no_sync", "several_optimizers", "whole_weights", "join"})
+JOINS_NOBODY = strategy(
+    "joins-nobody", offers={"no_sync", "local_sgd", "several_optimizers", "whole_weights", "join"}
+)
 
 # -- level 4
 LOSES_MOMENTUM = strategy("loses-momentum")

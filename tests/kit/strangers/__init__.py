@@ -49,7 +49,7 @@ def strategy(name: str, **more: Any) -> Card:
         summary=f"A stranger: {name}.",
         api_version="1.0",
         probe=probe,
-        offers={"no_sync", "several_optimizers", "whole_weights"},
+        offers={"no_sync", "local_sgd", "several_optimizers", "whole_weights"},
         implementation=f"strangers.strategies:{name.title()}",
         **more,
     )
