@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_core.binding import Binder, Hooks, Registered
 from accel_core.errors import ConfigError, PluginError
@@ -96,7 +97,16 @@ class Assembly:
             record, alias if alias in self._run.config.strategies else None
         )
         self.configs[alias], self.cards[alias] = config, card
-        plugin = load(record, card.implementation)(config, self._run)
+        cls = load(record, card.implementation)
+        if not _takes(cls, config, self._run):
+            about = f"{record.slot} plugin {chosen.name!r} ({record.origin})"
+            raise PluginError(
+                f"{about}: {card.implementation} cannot be built as {cls.__name__}(config, run)\n"
+                "give it `def __init__(self, config, run)`",
+                plugin=chosen.name,
+                distribution=record.origin,
+            )
+        plugin = cls(config, self._run)
         registered = self._binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
         try:
             plugin.below = self._binder.hooks([low for low in self._lower if low.layer < registered.layer])
@@ -128,6 +138,14 @@ class Assembly:
             if name in path.split(".")
         ]
         return f"{name} ({'; '.join([why, *lines])})"
+
+
+def _takes(cls: Any, *arguments: object) -> bool:
+    try:
+        inspect.signature(cls).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _verify(stack: Stack) -> None:

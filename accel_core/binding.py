@@ -100,7 +100,19 @@ class Binder:
             if hook in methods:
                 raise refuse(hook, f"a second method implements it: {attribute}")
             methods[hook] = self._adapt(refuse, hook, getattr(plugin, attribute))
+        if slot != "tracker":  # a tracker of a user's own may call its methods as it likes
+            self._refuse_unmarked(type(plugin), methods, refuse)
         return Registered(name, LAYERS[slot], methods)
+
+    def _refuse_unmarked(self, cls: type, methods: Mapping[str, Any], refuse: _Refusal) -> None:
+        """A method with a hook's name and parameters, and without the mark, would never be called."""
+        for hook in self._hooks.keys() - methods.keys():
+            method = getattr(cls, hook, None)
+            if inspect.isfunction(method) and {*inspect.signature(method).parameters} <= {
+                "self",
+                *self._hooks[hook].parameters,
+            }:
+                raise refuse(hook, f"the method {hook} is not marked; write @implements(hooks.{hook})")
 
     def hooks(self, registered: Sequence[Registered]) -> Hooks:
         """The hooks as answered by these plugins; order among equals is the order given."""

@@ -51,7 +51,10 @@ def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[
         merged: dict[str, Any] = {}
         source: dict[str, str] = {}
         for implementation in found:
-            for key, value in (implementation.call(*arguments) or {}).items():
+            answer = implementation.call(*arguments) or {}
+            if not isinstance(answer, Mapping):
+                raise _misfit(hook, implementation, answer, "a mapping")
+            for key, value in answer.items():
                 if key in merged and not _same(merged[key], value):
                     raise _disagreement(
                         hook, f"{key} = ", source[key], merged[key], implementation.plugin, value
@@ -64,7 +67,25 @@ def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[
 
 
 def _concatenate(hook: str, found: Sequence[Implementation]) -> Callable[..., list[Any]]:
-    return lambda *arguments: [item for each in found for item in each.call(*arguments) or ()]
+    def call(*arguments: Any) -> list[Any]:
+        items: list[Any] = []
+        for each in found:
+            answer = each.call(*arguments) or ()
+            if isinstance(answer, str) or not isinstance(answer, Iterable):
+                raise _misfit(hook, each, answer, "a sequence")
+            items += answer
+        return items
+
+    return call
+
+
+def _misfit(hook: str, implementation: Implementation, answer: object, wanted: str) -> PluginError:
+    plugin = implementation.plugin
+    return PluginError(
+        f"hook {hook}: {plugin} gave a {type(answer).__name__}, not {wanted}\nreturn {wanted}, or None",
+        plugin=plugin,
+        hook=hook,
+    )
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NoReturn, TypeVar
 
-__all__ = ["HungError", "Patience"]
+__all__ = ["HungError", "Patience", "surviving"]
 
 PATIENCE: Final = 4.0
 """Seconds that importing a card, or its probe, may take."""
@@ -22,6 +25,26 @@ class HungError(Exception):
     def __init__(self, seconds: float, where: str) -> None:
         super().__init__(f"took longer than {seconds:g} s")
         self.where = where
+
+
+@contextmanager
+def surviving() -> Iterator[None]:
+    """While a stranger's code runs, os._exit is an error of its own; a crash says where it was."""
+
+    def leave(status: int) -> NoReturn:
+        raise SystemExit(f"os._exit({status}) was called")
+
+    real, os._exit = os._exit, leave
+    stderr = sys.__stderr__
+    watch = not faulthandler.is_enabled() and stderr is not None and not stderr.closed
+    if watch and stderr is not None:
+        faulthandler.enable(stderr)
+    try:
+        yield
+    finally:
+        os._exit = real
+        if watch:
+            faulthandler.disable()
 
 
 class Patience:
@@ -44,8 +67,11 @@ class Patience:
                 errors.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(self.seconds)
+        with surviving():
+            thread.start()
+            thread.join(self.seconds)
+        if errors and isinstance(errors[0], KeyboardInterrupt):  # a user's Ctrl-C arrives on the main thread
+            raise RuntimeError("raised KeyboardInterrupt by itself") from errors[0]
         if errors:
             raise errors[0]
         if answers:

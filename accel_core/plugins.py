@@ -2,7 +2,7 @@
 
 Discovery imports cards only (no torch, no vendor library) and never raises: each entry point in a
 group `accel_core.<slot>` becomes a `Record`, whatever is wrong with it. What it cannot survive is a
-card module that ends the process (`os._exit`, a crash in native code).
+card module that crashes in native code; the stack that is printed then names the module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, get_args
 from attrs import Attribute, evolve, field, frozen
 
 from accel_core.errors import PluginError
-from accel_core.patience import HungError, Patience
+from accel_core.patience import HungError, Patience, surviving
 
 __all__ = ["CAPABILITIES", "SLOTS", "Card", "Discovery", "Record", "discover", "load", "plugin_status"]
 
@@ -312,7 +312,7 @@ def incompatibility(api_version: str) -> str:
     from accel_core.hookspecs import API_VERSION
 
     theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
-    if ours[0] - 1 <= theirs[0] and theirs <= ours:
+    if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
         return ""
     remedy = "pip install -U accel-core" if theirs > ours else "upgrade the plugin"
     return f"written for API {api_version}, this accel-core serves {API_VERSION}: {remedy}"
@@ -358,7 +358,8 @@ def load(record: Record, path: str) -> Any:
         PluginError: the import failed in whatever way, SystemExit included; the cause is attached.
     """
     try:
-        return _resolve(path)
+        with surviving():
+            return _resolve(path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # vendor imports quit, abort and raise anything

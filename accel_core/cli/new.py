@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["new", "render"]
 
+LONGEST: Final = 60
+"""Letters of a name: paths in the package repeat it."""
 RENDERED: Final[tuple[Slot, ...]] = ("device", "strategy", "tracker")
 
 
@@ -46,6 +48,10 @@ def refuse_name(name: str, slot: Slot) -> None:
     from accel_core.config.options import RESERVED_NAMES
     from accel_core.known import known_plugin
 
+    if len(name) > LONGEST:
+        raise PluginError(
+            f"a name of {len(name)} letters is no folder's\ntake one of at most {LONGEST}", plugin=""
+        )
     Card(name=name, slot=slot, summary="", api_version="1.0")  # checks how the name is written
     record, known = discover().get(name), known_plugin(name)
     if name in RESERVED_NAMES:

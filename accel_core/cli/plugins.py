@@ -102,9 +102,18 @@ def _verdicts(discovery: Discovery, slot: str) -> Iterator[str]:
         elif record not in usable:
             verdict = "usable, but another usable plugin stands in for it"
         else:
-            verdict = "the first that is usable" if record is usable[0] else "usable, of lower priority"
+            verdict = _rank(record, usable)
         rank = "" if priority is None else f", priority {priority}"
         yield f"  {record.name} ({record.origin}{rank}): {verdict}"
+
+
+def _rank(record: Record, usable: Sequence[Record]) -> str:
+    """How `auto` sees one of those it may take, the best of them first."""
+    best = [it for it in usable if it.card and usable[0].card and it.card.priority == usable[0].card.priority]
+    if record not in best:
+        return "usable, of lower priority"
+    rivals = ", ".join(it.name for it in best if it is not record)
+    return f"tied with {rivals}: auto refuses to choose, name one" if rivals else "the first that is usable"
 
 
 def _find(name: str) -> Record:

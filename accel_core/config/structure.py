@@ -7,6 +7,7 @@ type it is meant for. Imported when the first value has to be read: cattrs costs
 from __future__ import annotations
 
 import math
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -124,9 +125,9 @@ def _first_fit(attempts: Iterable[tuple[Any, Any]], mismatch: MismatchError) -> 
 
 def _container(kind: Any) -> Callable[[Any, Any], Any]:
     # cattrs would take the letters of a text for items, and the keys of a mapping.
-    _unguarded.append(kind)
+    _unguarded.kind = kind
     inner = _CONVERTER.get_structure_hook(kind, cache_result=False)
-    _unguarded.remove(kind)
+    _unguarded.kind = None
     wanted = Mapping if shape(kind) is Mapping else (list, tuple, AbstractSet)
 
     def guarded(raw: Any, kind: Any) -> Any:
@@ -138,7 +139,7 @@ def _container(kind: Any) -> Callable[[Any, Any], Any]:
 
 
 def _is_container(kind: Any) -> bool:
-    return kind not in _unguarded and shape(kind) is not None
+    return kind is not getattr(_unguarded, "kind", None) and shape(kind) is not None
 
 
 def shape(kind: Any) -> type | None:
@@ -175,12 +176,12 @@ def _named(it: Any) -> str:
     return f"{getattr(it, '__module__', '')}.{getattr(it, '__qualname__', type(it).__name__)}"
 
 
-_unguarded: list[Any] = []
+_unguarded: Final = threading.local()  # the type whose own hook is being made
 _CONVERTER: Final = Converter(
     forbid_extra_keys=True,
     structure_fallback_factory=lambda _: _exact,
     unstructure_fallback_factory=lambda _: _named,
-    unstruct_collection_overrides={Sequence: list, AbstractSet: list},
+    unstruct_collection_overrides={Sequence: list, AbstractSet: sorted},
 )
 for _kind in (bool, int, float, str, type(None)):
     _CONVERTER.register_structure_hook(_kind, _exact)

@@ -29,6 +29,22 @@ def refusal(cls, slot="strategy"):
     return problem
 
 
+def test_a_method_with_the_name_and_parameters_of_a_hook_wants_the_mark():
+    class Forgetful:
+        def backward(self, unit, loss):
+            raise AssertionError
+
+    assert refusal(Forgetful) == "the method backward is not marked; write @implements(hooks.backward)"
+
+
+def test_a_method_that_only_shares_a_hooks_name_is_the_plugins_own():
+    class Own:
+        def backward(self, tape):
+            return tape
+
+    register(Own)
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 
