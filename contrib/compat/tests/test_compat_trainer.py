@@ -85,6 +85,12 @@ def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, pro
     assert_equal(found, theirs("gpt2", processes))
 
 
+def test_in_bf16_they_are_the_same_numbers_too(tmp_path):
+    expected = run("gpt2", tmp_path / "theirs", 1, ours=False, bf16=True)
+
+    assert_equal(run("gpt2", tmp_path / "ours", 1, ours=True, bf16=True), expected)
+
+
 @needs_trl
 @pytest.mark.parametrize(
     ("processes", "words"),
