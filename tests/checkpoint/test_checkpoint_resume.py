@@ -642,7 +642,7 @@ def refusal(prepared_run, folder):
         (
             {},
             {"optimizer": with_momentum},
-            ["unit0: 0.weight was stepped by AdamW, here by SGD, which takes other state"],
+            ["unit0: 0.weight was stepped by AdamW, here by SGD, another class"],
         ),
         (
             {},
