@@ -19,6 +19,7 @@ from accel_core.native.compiling import inside
 from accel_core.pairing import check_schedulers, paired
 from accel_core.proxies import PreparedOptimizer, PreparedScheduler
 from accel_core.streams import fork, forward_context
+from accel_core.unit import own_name
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _add_models(run: Run, unit: Unit, first: int, placed: Mapping[int, bool]) ->
     unit.record_aliases()
     hooks = unit.hooks
     for number, model in enumerate(unit.given[first:], first):
-        before = list(_tensors(unit.models[number]))
+        before = _names(unit.models[number])
         made = _transformed(unit, model)
         if placed.get(id(model), True):
             made = hooks.place_model(unit, made, run.device)
@@ -185,7 +186,7 @@ def _build_whole(
     """By a strategy that makes models, optimizers and schedulers one thing."""
     given = dict(unit.all_names())
     unit.record_aliases()
-    before = [list(_tensors(model)) for model in unit.models[first:]]
+    before = [_names(model) for model in unit.models[first:]]
     for name, parameter in given.items():
         run.homes.add(parameter, unit, name)
     unit.optimizers += optimizers
@@ -207,7 +208,7 @@ def _transformed(unit: Unit, model: nn.Module) -> nn.Module:
     return model
 
 
-def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, Tensor]]) -> None:
+def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, str, Any]]) -> None:
     """What a model has become: its last phase, the module inside, its names, its autocast."""
     hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
@@ -224,23 +225,32 @@ def _name(run: Run, unit: Unit, given: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in given.items():
         run.homes.add(parameter, unit, name)
     run.homes.settle(unit)
+    now = dict(unit.all_names())
+    unit.tied = {each for each, owner in unit.aliases.items() if each in now and now[each] is now.get(owner)}
     owner = unit.hooks.owner("backward")
     unit.backward_is_strategys = owner is not None and owner.layer == LAYERS["strategy"]
     if unit.scaler is None:  # a model that comes later shares the unit's scale
         unit.scaler = unit.hooks.grad_scaler(unit)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """What has a name in the model: tensors, and the modules that may hold more."""
+    yield from model.named_modules(remove_duplicate=False)
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _renamed(before: Sequence[tuple[str, Tensor]], model: nn.Module) -> dict[str, str]:
-    """Names that a transform or wrapper gave to tensors -> those they had in the user's model."""
+def _names(model: nn.Module) -> list[tuple[str, str, Any]]:
+    """(name in the model as it is, the user's name, tensor or module)."""
+    return [(name, own_name(model, name), each) for name, each in _tensors(model)]
+
+
+def _renamed(before: Sequence[tuple[str, str, Any]], model: nn.Module) -> dict[str, str]:
+    """Names that a transform or wrapper gave to tensors and modules -> those they had in the user's model."""
     names: dict[int, list[str]] = {}
-    for name, tensor in before:
+    for _, name, tensor in before:
         names.setdefault(id(tensor), []).append(name)
-    known = {name for name, _ in before}
+    known = {name for name, _, _ in before}
     new = [(name, tensor) for name, tensor in _tensors(model) if name not in known]
     return {name: names[id(tensor)].pop(0) for name, tensor in new if names.get(id(tensor))}
 

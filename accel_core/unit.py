@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,10 +22,13 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.streams import Stream
 
-__all__ = ["Unit", "Window"]
+__all__ = ["Unit", "Window", "own_name"]
 
-_WRAPPERS: Final = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.")
-"""What torch.compile and activation checkpointing put into the names of what they wrap."""
+_WRAPPERS: Final = {
+    "_orig_mod": "torch._dynamo.",
+    "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",
+}
+"""What torch.compile and activation checkpointing put into the names of what they wrap -> where they live."""
 
 
 class Window:
@@ -174,6 +176,8 @@ class Unit:
     """Whether the strategy implements `backward` itself, so that no other unit can share a loss."""
     aliases: dict[str, str] = field(factory=dict)
     """Tied weights: alias -> the name under which the weight is kept."""
+    tied: set[str] = field(factory=set)
+    """The aliases that are one parameter here; a strategy may keep a tie in several."""
     renamed: dict[nn.Module, dict[str, str]] = field(factory=dict)
     """Model -> its names that are not the given one's -> those."""
     detach: list[Callable[[], None]] = field(factory=list)
@@ -255,9 +259,32 @@ class Unit:
             if first.setdefault(parameter, name) != name:
                 self.aliases[name] = first[parameter]
 
+    def drop_cut_ties(self) -> None:
+        """Forget the ties of weights that were one when they were prepared, and are two by now."""
+        now = dict(self.all_names()) if self.tied else {}
+        for alias in [each for each in self.tied if each in now and self.aliases.get(each) in now]:
+            if now[alias] is not now[self.aliases[alias]]:
+                self.tied.discard(alias)
+                del self.aliases[alias]
+
     def qualify(self, number: int, name: str) -> str:
         """The canonical form of a name in the unit's model `number`: the one in the model as given, without
         what torch's own wrappers add to it, so that a part of a model may be wrapped or not.
         """
-        name = _WRAPPERS.sub("", self.renamed.get(self.models[number], {}).get(name, name))
+        renamed = self.renamed.get(self.models[number], {})
+        name = renamed[name] if name in renamed else own_name(self.models[number], name)
         return name if len(self.models) == 1 else f"{number}.{name}"
+
+
+def own_name(model: nn.Module, name: str) -> str:
+    """A name in the model without what torch's own wrappers add to it; a child of theirs may be called so."""
+    if not any(word in name for word in _WRAPPERS):
+        return name
+    module: nn.Module | None = model
+    kept = []
+    for part in name.split("."):
+        home = _WRAPPERS.get(part)
+        if home is None or not any(kind.__module__.startswith(home) for kind in type(module).__mro__):
+            kept.append(part)
+        module = None if module is None else module._modules.get(part)
+    return ".".join(kept)

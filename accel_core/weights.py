@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.collect import modules_with_extra_state
 from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.native.account import account
 from accel_core.paths import local_path
 from accel_core.plugins import near
 from accel_core.saving import not_written, write_whole
@@ -58,9 +58,12 @@ def weights_of(
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
+    told = account(unit, number)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
-            yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
+            keys = told.keys_of(names.get(canonical, [canonical.removeprefix(prefix)]))
+            if keys:
+                yield keys, tensor
 
 
 def full_parameters(
@@ -155,19 +158,14 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
         unit = run.make_unit("unprepared", "single")
         unit.models, unit.wrapped = [model], [model]
         unit.record_aliases()
+    unit.drop_cut_ties()
     pairs = zip(unit.models, unit.wrapped, strict=True)
     return unit, next(number for number, pair in enumerate(pairs) if model in pair)
 
 
 def _extra_state(run: Run, model: nn.Module) -> dict[str, Any]:
     """What modules have besides parameters and buffers, under the names that `state_dict` gives it."""
-    unit, number = _home(run, model)
-    prefix = unit.qualify(number, "")
-    return {
-        ".".join(filter(None, (name.removeprefix(prefix), "_extra_state"))): module.get_extra_state()
-        for name, module in modules_with_extra_state(unit).items()
-        if name.startswith(prefix)
-    }
+    return account(*_home(run, model)).extra
 
 
 def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:
@@ -199,7 +197,8 @@ def _write_parts(
         part.clear()
         storages.clear()
 
-    for names, tensor in weights:
+    for names, lazy in weights:
+        tensor = lazy.resolve_conj().resolve_neg()  # a file holds memory as it is
         if size and size + tensor.nbytes > limit:
             finish()
             size = 0
@@ -207,7 +206,7 @@ def _write_parts(
         # A file would hold the whole storage of a part of it, and is refused if two share one.
         storage = tensor.untyped_storage()
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)  # noqa: PLW2901
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
         storages.add(storage.data_ptr())
         part.update(dict.fromkeys(names[:1] if safe else names, tensor))
     finish()

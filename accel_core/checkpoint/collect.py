@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import field, frozen
-from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.codec import encode
@@ -16,10 +15,12 @@ from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.leaf import Entry, Leaf, whole
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.errors import CheckpointError
+from accel_core.native.account import account
 from accel_core.native.state import model_state
 from accel_core.streams import states
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from accel_core.run import Run
@@ -33,8 +34,8 @@ __all__ = [
     "class_of",
     "collect",
     "entry_key",
+    "extra_state",
     "keep_own_part",
-    "modules_with_extra_state",
     "without_apart",
     "without_collecting_garbage",
 ]
@@ -88,6 +89,8 @@ def collect(run: Run) -> Collected:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
     """
     found, here = Collected(), f"rank[{run.world.rank}]"
+    for unit in run.units:
+        unit.drop_cut_ties()
     plugins = {unit.name: _plugins(found, unit) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.loaders]
     found.shared["units"] = {unit.name: _unit(found, unit) for unit in run.units}
@@ -150,13 +153,23 @@ def entry_key(run: Run, plugin: str, name: str, entry: Entry) -> str:
     return f"{plugin}/{name}{owner.get(entry.scope, '')}"
 
 
-def modules_with_extra_state(unit: Unit) -> dict[str, nn.Module]:
-    """Canonical name -> module, for modules that have state besides parameters and buffers."""
+def extra_state(unit: Unit) -> dict[str, Any]:
+    """What is in the models' own `state_dict` beside parameters and buffers, by its key there."""
     return {
-        unit.qualify(number, name): module
-        for number, model in enumerate(unit.models)
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        f"{unit.qualify(number, '')}{key}": value
+        for number in range(len(unit.models))
+        for key, value in account(unit, number).extra.items()
+    }
+
+
+def _names(unit: Unit) -> dict[str, list[str]]:
+    """Canonical name -> the keys in `state_dict`, where these are others."""
+    return {
+        f"{prefix}{name}": [f"{prefix}{key}" for key in keys]
+        for number in range(len(unit.models))
+        for prefix in [unit.qualify(number, "")]
+        for name, keys in (account(unit, number).names or {}).items()
+        if keys != [name]
     }
 
 
@@ -185,9 +198,10 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         "models": len(unit.models),
         "aliases": dict(unit.aliases),
         "extra": {
-            name: found.encode(module.get_extra_state(), f"{path}.{name} (get_extra_state)")
-            for name, module in without_apart(unit, modules_with_extra_state(unit)).items()
+            name: found.encode(value, f"{path}.{name} (in its state_dict)")
+            for name, value in without_apart(unit, extra_state(unit)).items()
         },
+        **({"names": names} if (names := without_apart(unit, _names(unit))) else {}),
         "optimizers": [_optimizer(found, unit, each, path) for each in unit.optimizers],
         "schedulers": found.encode_objects(unit.schedulers, f"{path}.schedulers"),
     }

@@ -48,8 +48,8 @@ def export(
         )
     for name, home in homes.items():
         extra = {
-            f"{module}._extra_state".removeprefix("."): checkpoint.decode(value, f"units.{name}.{module}")
-            for module, value in units[name]["extra"].items()
+            key: checkpoint.decode(value, f"units.{name}.{key}")
+            for key, value in units[name]["extra"].items()
         }
         write_weights(home, weights(checkpoint, name), extra, bytes_in(limit), safe=safe)
     return list(homes.values())
@@ -58,6 +58,7 @@ def export(
 def weights(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Tensor]]:
     """Each parameter and buffer of a unit: all its names, and the whole tensor, one after the other."""
     names: dict[str, list[str]] = {}
+    told = checkpoint.state["units"][unit].get("names", {})
     for alias, name in checkpoint.state["units"][unit]["aliases"].items():
         names.setdefault(name, [name]).append(alias)
     for (owner, key), stored in checkpoint.tensors.items():
@@ -69,4 +70,7 @@ def weights(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Tens
                     "load the checkpoint in a run with that plugin, and use save_model there",
                     path=str(checkpoint.folder),
                 )
-            yield names.get(name, [name]), stored.tensor()
+            listed = names.get(name, [name])
+            keys = [key for each in listed for key in told.get(each, [each])]
+            if keys:
+                yield keys, stored.tensor()

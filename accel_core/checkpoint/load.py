@@ -19,7 +19,7 @@ from accel_core.checkpoint.codec import DTYPES, bytes_of, name_of
 from accel_core.checkpoint.collect import (
     class_of,
     entry_key,
-    modules_with_extra_state,
+    extra_state,
     without_apart,
     without_collecting_garbage,
 )
@@ -30,6 +30,7 @@ from accel_core.checkpoint.plan import refuse
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import history
 from accel_core.errors import CheckpointError
+from accel_core.native.account import owner_of, restore_extra
 from accel_core.streams import reseed, restore, states
 from accel_core.watch import assemble
 
@@ -184,6 +185,7 @@ class Restoration:
         self.run.ancestors, self.run.iteration = manifest.lineage, manifest.iteration + 1
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
+        unit.drop_cut_ties()
         for alias, owner in saved["aliases"].items():
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
                 found = f"{alias} was tied to {owner}, and is not tied to it here"
@@ -191,13 +193,7 @@ class Restoration:
         tensors = self._tensors(unit)
         leaves = without_apart(unit, unit.hooks.model_state(unit))
         self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
-        modules, extra = modules_with_extra_state(unit), without_apart(unit, saved["extra"])
-        self._problems.compare(f"{unit.name}: extra state of ", extra, without_apart(unit, modules))
-        for name, state in extra.items():
-            value = self.checkpoint.decode(state, f"units.{unit.name}.{name}")
-            if name in modules:
-                what = f"extra state of {unit.name}: {name} ({class_of(modules[name])})"
-                self._objects.append((what, partial(modules[name].set_extra_state, value)))
+        self._extra(unit, without_apart(unit, saved["extra"]))
         schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
         elsewhere = {name for name, leaf in leaves.items() if not leaf.shards}
         described = saved["optimizers"], tensors["optimizer"], elsewhere
@@ -205,6 +201,25 @@ class Restoration:
         self._copies += [*restore]
         self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
         self._plugins(unit, tensors["plugins"])
+
+    def _extra(self, unit: Unit, saved: Mapping[str, Any]) -> None:
+        """What modules put into their own `state_dict`. Some of it may be made in the first step only."""
+        here = without_apart(unit, extra_state(unit))
+        for number in range(len(unit.models)):
+            prefix = unit.qualify(number, "")
+            mine = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
+            takers = {key: owner_of(unit, number, name) for name, key in mine.items()}
+            taken = {key for key, owner in takers.items() if owner is not None or key in here}
+            known = {key: None for key in here if key.startswith(prefix)} | dict.fromkeys(taken)
+            self._problems.compare(f"{unit.name}: extra state ", mine.values(), known)
+            values = {
+                name: self.checkpoint.decode(saved[key], f"units.{unit.name}.{key}")
+                for name, key in mine.items()
+                if key in taken
+            }
+            if values:
+                what = f"extra state of {unit.name}: {', '.join(values)} ({class_of(unit.models[number])})"
+                self._objects.append((what, partial(restore_extra, unit, number, values)))
 
     def _loaders(self) -> None:
         """Positions in the data; one that its loader cannot take is a difference like others."""

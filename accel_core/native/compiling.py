@@ -53,11 +53,8 @@ def _framed(module: nn.Module) -> Callable[..., Any]:
 
 def inside(model: nn.Module) -> nn.Module:
     """The module in what `torch.compile(model)` returned; any other as it is."""
-    if "_orig_mod" not in model._modules:  # which is not a dict in a TorchScript module
-        return model
-    inner = model._modules["_orig_mod"]
-    assert inner is not None
-    return inner
+    compiled = type(model).__module__.startswith("torch._dynamo.")
+    return model._modules["_orig_mod"] or model if compiled else model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -1,0 +1,178 @@
+"""What a model's own `state_dict` holds: its names for weights, and what is neither parameter nor buffer.
+
+Modules add to it by `get_extra_state`, `_save_to_state_dict`, `state_dict` and hooks. It is asked of a twin,
+whose weights are stand-ins without values: sharded weights need not be gathered to know their names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.unit import Unit
+
+__all__ = ["Account", "account", "owner_of", "restore_extra"]
+
+logger = logging.getLogger(__name__)
+
+
+@frozen
+class Account:
+    """Names are those of the model alone, without its number in the unit.
+
+    names: canonical name -> the keys under which `state_dict` has that weight; None where no module has a
+    word of its own, and each has its name. extra: key -> what else is in `state_dict`.
+    """
+
+    names: dict[str, list[str]] | None = None
+    extra: dict[str, Any] = field(factory=dict)
+
+    def keys_of(self, names: list[str]) -> list[str]:
+        """The keys of a weight of these canonical names."""
+        return names if self.names is None else [key for name in names for key in self.names.get(name, ())]
+
+
+class _Stand(nn.Parameter):
+    """A weight without values."""
+
+    canonical: str
+
+    def detach(self) -> _Stand:
+        return self
+
+
+def account(unit: Unit, number: int) -> Account:
+    """The account of the unit's model `number`. Not collective.
+
+    Raises:
+        CheckpointError: `state_dict` computes something from weights.
+    """
+    model, prefix = unit.models[number], unit.qualify(number, "")
+    if not any(map(_has_own_account, model.modules())):
+        return Account()
+    told = _twin(unit, number, model, "").state_dict()
+    tensors = (name for name, _ in _tensors(model))
+    found = Account({unit.qualify(number, name).removeprefix(prefix): [] for name in tensors})
+    assert found.names is not None
+    for key, value in told.items():
+        name = value.canonical if isinstance(value, _Stand) else key
+        if name in found.names:
+            found.names[name].append(key)
+        elif isinstance(value, Tensor) and value.is_meta:
+            raise CheckpointError(
+                f"{type(model).__qualname__}.state_dict() computes {key!r} from weights, which may be in"
+                " parts or elsewhere\nkeep it in a buffer, or in get_extra_state"
+            )
+        else:
+            found.extra[key] = value
+    return found
+
+
+def owner_of(unit: Unit, number: int, key: str) -> nn.Module | None:
+    """The module that can take back what is under this key in a `state_dict`: the innermost it may be of."""
+    modules, prefix = _modules(unit, number), unit.qualify(number, "")
+    name = key
+    while name:
+        name = name.rpartition(".")[0]
+        module = modules.get(f"{prefix}{name}".removesuffix("." if prefix and not name else ""))
+        if module is not None and _has_own_account(module):
+            return module
+    return None
+
+
+def restore_extra(unit: Unit, number: int, extra: Mapping[str, Any]) -> None:
+    """Give modules back what `account` found beside weights. Weights are left as they are."""
+    model, prefix = unit.models[number], unit.qualify(number, "")
+    here = account(unit, number).extra
+    values = {
+        key: value.to(here[key].device)
+        if isinstance(value, Tensor) and isinstance(here.get(key), Tensor)
+        else value
+        for key, value in extra.items()
+    }
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        model.load_state_dict(values, strict=False)
+        return
+    names = {module: name.removeprefix(prefix) for name, module in _modules(unit, number).items()}
+    by_module: dict[nn.Module, dict[str, Any]] = {}
+    for key, value in values.items():
+        by_module.setdefault(owner_of(unit, number, key) or model, {})[key] = value
+    for module, state in by_module.items():
+        name = names[module] if module is not model else ""
+        unexpected: list[str] = []
+        errors: list[str] = []
+        metadata = {"version": module._version}
+        start = f"{name}." if name else ""
+        module._load_from_state_dict(state, start, metadata, True, [], unexpected, errors)
+        if errors:
+            raise CheckpointError(f"{name or type(model).__qualname__}: {'; '.join(errors)}")
+        if unexpected:
+            logger.warning("%s takes no notice of its %s", type(module).__qualname__, ", ".join(unexpected))
+
+
+def _has_own_account(module: nn.Module) -> bool:
+    kind = type(module)
+    return not isinstance(module, torch.jit.ScriptModule) and (
+        kind.get_extra_state is not nn.Module.get_extra_state
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.state_dict is not nn.Module.state_dict
+        or any(not _is_torchs(hook) for hook in module._state_dict_hooks.values())
+    )
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is of torch's own wrappers, which only undo what they do to names."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _modules(unit: Unit, number: int) -> dict[str, nn.Module]:
+    """Canonical name -> module; of a wrapper and what is in it, the latter."""
+    named = unit.models[number].named_modules(remove_duplicate=False)
+    return {unit.qualify(number, name).rstrip("."): module for name, module in named}
+
+
+def _twin(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
+    """A copy with stand-ins for weights, and without torch's wrappers and hooks."""
+    here = f"{name}." if name else ""
+    canonical = unit.qualify(number, name).rstrip(".")
+    for key, child in module._modules.items():
+        if child is not None and unit.qualify(number, here + key).rstrip(".") == canonical:
+            return _twin(unit, number, child, here + key)
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for tensors in ("_parameters", "_buffers"):
+        stands = {
+            key: None if tensor is None else _stand(unit, number, here + key, tensor)
+            for key, tensor in module.__dict__[tensors].items()
+        }
+        twin.__dict__[tensors] = stands
+    for hooks in ("_state_dict_hooks", "_state_dict_pre_hooks"):
+        mine = {key: hook for key, hook in module.__dict__[hooks].items() if not _is_torchs(hook)}
+        twin.__dict__[hooks] = mine
+    twin.__dict__["_modules"] = {
+        key: None if child is None else _twin(unit, number, child, here + key)
+        for key, child in module._modules.items()
+    }
+    return twin
+
+
+def _stand(unit: Unit, number: int, name: str, tensor: Tensor) -> _Stand:
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    stand: _Stand = torch.Tensor._make_subclass(_Stand, like, False)
+    stand.canonical = unit.qualify(number, name).removeprefix(unit.qualify(number, ""))
+    return stand

@@ -1,0 +1,190 @@
+"""State that modules put into their own `state_dict` is saved, exported and loaded, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from accel_core import Accelerator, CheckpointError
+from accel_core.checkpoint.export import export
+
+
+class Table(nn.Linear):
+    """Keeps a tensor beside its buffers."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.table = torch.arange(3.0)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}table"] = self.table
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.table = state_dict.pop(f"{prefix}table")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Whole(nn.Sequential):
+    """Overrides what one calls."""
+
+    epoch = 0
+
+    def state_dict(self, *args, **kwargs):
+        return {**super().state_dict(*args, **kwargs), "epoch": torch.tensor(self.epoch)}
+
+    def load_state_dict(self, state_dict, strict=True):
+        state_dict = dict(state_dict)
+        self.epoch = int(state_dict.pop("epoch"))
+        return super().load_state_dict(state_dict, strict)
+
+
+class Hooked(nn.Linear):
+    """Adds to it by one hook, and takes it back by another."""
+
+    version = 0
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_state_dict_post_hook(self._add)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    @staticmethod
+    def _add(module, state, prefix, _):
+        state[f"{prefix}extra"] = torch.tensor([module.version])
+
+    @staticmethod
+    def _take(module, state, prefix, *_):
+        module.version = int(state.pop(f"{prefix}extra"))
+
+
+@pytest.fixture
+def accelerator():
+    made = Accelerator(device="cpu")
+    yield made
+    made.end_training()
+
+
+MODELS = {
+    "table": (lambda: nn.Sequential(Table(2, 2)), "0.table", lambda m: setattr(m[0], "table", torch.ones(3))),
+    "whole": (lambda: Whole(nn.Linear(2, 2)), "epoch", lambda m: setattr(m, "epoch", 5)),
+    "hooked": (lambda: nn.Sequential(Hooked(2, 2)), "0.extra", lambda m: setattr(m[0], "version", 5)),
+    "checkpointed": (
+        lambda: nn.Sequential(checkpoint_wrapper(Table(2, 2))),
+        "0.table",
+        lambda m: setattr(m[0]._checkpoint_wrapped_module, "table", torch.ones(3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_goes_out_and_comes_back(accelerator, tmp_path, kind):
+    make, key, change = MODELS[kind]
+    model = accelerator.prepare(make())
+    change(model)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    found = accelerator.get_state_dict(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    accelerator.save_model(model, tmp_path / "model")
+    assert torch.equal(load_file(tmp_path / "model" / "model.safetensors")[key], expected[key])
+    accelerator.save_state(tmp_path / "ck")
+    export(tmp_path / "ck", tmp_path / "exported", None, "1GB", safe=True)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert torch.equal(exported[key], expected[key])
+    second = Accelerator(device="cpu")
+    other = second.prepare(make())
+    second.load_state(tmp_path / "ck")
+    assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+    second.end_training()
+
+
+class Renamed(nn.Linear):
+    """Is known to others by an older name."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._register_state_dict_hook(self._rename)
+
+    @staticmethod
+    def _rename(_, state, prefix, __):
+        state[f"{prefix}old"] = state.pop(f"{prefix}weight")
+
+
+def test_weights_go_out_under_the_names_that_a_hook_gives_them(accelerator, tmp_path):
+    model = accelerator.prepare(nn.Sequential(Renamed(2, 2, False)))
+    assert [*accelerator.get_state_dict(model)] == ["0.old"]
+    accelerator.save_model(model, tmp_path / "model")
+    assert [*load_file(tmp_path / "model" / "model.safetensors")] == ["0.old"]
+    accelerator.save_state(tmp_path / "ck")
+    before = model[0].weight.detach().clone()
+    nn.init.zeros_(model[0].weight)
+    accelerator.load_state(tmp_path / "ck")
+    assert torch.equal(model[0].weight, before)
+
+
+class Computing(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}norm"] = self.weight.norm()
+
+
+def test_what_is_computed_from_weights_is_refused_by_name(accelerator, tmp_path):
+    accelerator.prepare(nn.Sequential(Computing(2, 2)))
+    with pytest.raises(CheckpointError, match=r"Sequential.state_dict\(\) computes '0.norm' from weights"):
+        accelerator.save_state(tmp_path / "ck")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch will drop these layers
+def test_quantised_layers_are_refused_by_name(accelerator, tmp_path):
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this torch has no quantised layers")
+    quantised = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+    model = accelerator.prepare(quantised)
+    assert accelerator.get_state_dict(model).keys() == model.state_dict().keys()
+    with pytest.raises(CheckpointError, match=r"0\._packed_params\._packed_params .*cannot be stored"):
+        accelerator.save_state(tmp_path / "ck")
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_a_child_that_is_called_as_torchs_wrappers_call_theirs_keeps_its_name(accelerator, tmp_path, name):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(2, 2)
+            self.add_module(name, nn.Linear(2, 2))
+
+    model = accelerator.prepare(Odd())
+    assert accelerator.get_state_dict(model).keys() == model.state_dict().keys()
+    accelerator.save_state(tmp_path / "ck")
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    accelerator.load_state(tmp_path / "ck")
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+def test_weights_untied_after_prepare_are_saved_as_two(accelerator, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model = accelerator.prepare(model)
+    model[1].weight = nn.Parameter(torch.full((2, 2), 9.0))
+    assert torch.equal(accelerator.get_state_dict(model)["1.weight"], torch.full((2, 2), 9.0))
+    accelerator.save_state(tmp_path / "ck")
+    nn.init.zeros_(model[1].weight)
+    accelerator.load_state(tmp_path / "ck")
+    assert torch.equal(model[1].weight, torch.full((2, 2), 9.0))
+
+
+def test_lazily_conjugated_weights_are_written_as_what_they_are(accelerator, tmp_path):
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p = nn.Parameter(torch.tensor([1 + 2j]).conj())
+
+    accelerator.save_model(accelerator.prepare(Complex()), tmp_path / "model")
+    assert load_file(tmp_path / "model" / "model.safetensors")["p"].item() == 1 - 2j
