@@ -280,7 +280,7 @@ class Accelerator(Ranks, Training, States):
         """
         run = self.run
         run.release_units()
-        for held in (run.units, run.trained, run.optimizers, run.loaders, run.registered):
+        for held in (run.units, run.trained, run.optimizers, run.prepared, run.loaders, run.registered):
             held.clear()
         run.homes.forget()
         if run.saver is not None:

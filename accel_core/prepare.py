@@ -79,10 +79,13 @@ def prepare(
         with _all_or_nothing(run, unit):
             _build(run, unit, group, placed, of_kind["scheduler"], of_kind["dataloader"])
     run.loaders += [loader for loader in loaders.values() if loader not in run.loaders]
-    return [
+    made = [
         loaders[id(thing)] if kind == "dataloader" else _prepared(run, kind, thing)
         for kind, thing in zip(kinds, objects, strict=True)
     ]
+    new = [each for each in made if not any(each is other for other in run.prepared)]
+    run.prepared += [each for each in new if each is not None and each not in run.loaders]
+    return made
 
 
 def _in_words(models: Sequence[nn.Module], units: Sequence[Unit]) -> str:

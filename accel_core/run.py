@@ -92,6 +92,8 @@ class Run:
         self.units: list[Unit] = []
         self.trained: list[Unit] = []
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
+        self.prepared: list[Any] = []
+        """Wrapped models, optimizers and schedulers, in the order in which `prepare` was given them."""
         self.homes = Homes()
         self.windows: Sequence[Window] = ()
         """Those of the innermost `accumulate`, or of the one entered last."""

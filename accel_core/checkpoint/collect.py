@@ -94,6 +94,7 @@ def collect(run: Run) -> Collected:
     plugins = {unit.name: _plugins(found, unit) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.loaders]
     found.shared["units"] = {unit.name: _unit(found, unit) for unit in run.units}
+    found.shared["prepared"] = _prepared(run)
     found.shared["registered"] = found.encode_objects(run.registered, "registered")
     found.own["reader"] = run.topology.reader
     found.own["random"] = found.encode(_random(run), f"{here}.random", replicated=False)
@@ -179,6 +180,21 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)
     return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}
+
+
+def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
+    """By sort, (unit, number there) of what was prepared, in the order in which it was."""
+    found: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
+    for each in run.prepared:
+        for unit in run.units:
+            inner = getattr(each, "scheduler", getattr(each, "optimizer", None))
+            for sort, held, mine in (
+                ("models", unit.wrapped, each),
+                ("optimizers", unit.optimizers, inner),
+                ("schedulers", unit.schedulers, inner),
+            ):
+                found[sort] += [(unit.name, n) for n, one in enumerate(held) if one is mine]
+    return found
 
 
 def _unit(found: Collected, unit: Unit) -> dict[str, Any]:

@@ -245,3 +245,61 @@ def _lists(model, optimizer):
     for name, values in optimizer["state"].items():
         found |= {f"optimizer/{name}/{key}": value.tolist() for key, value in values.items()}
     return found
+
+
+class Twins:
+    """Critics and their targets, all of one shape; one optimizer joins the first and third model."""
+
+    def __init__(self, accelerator, seed):
+        torch.manual_seed(seed)
+        self.accelerator = accelerator
+        self.nets = [nn.Linear(2, 2) for _ in range(4)]
+        first, first_target, second, second_target = self.nets
+        both = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=0.1)
+        target = torch.optim.Adam(second_target.parameters(), lr=0.2)
+        other = torch.optim.Adam(first_target.parameters(), lr=0.3)
+        self.optimizers = [target, both, other]
+        accelerator.prepare(*self.nets, *self.optimizers)
+
+    def step(self):
+        for number, net in enumerate(self.nets):
+            net(torch.full((1, 2), float(number + 1))).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def values(self):
+        weights = [net.weight.detach().flatten().tolist() for net in self.nets]
+        moments = [
+            each.state[each.param_groups[0]["params"][0]]["exp_avg"].flatten().tolist()
+            for each in self.optimizers
+        ]
+        return weights, moments
+
+
+def accelerate_saves_twins(folder):
+    job = Twins(accelerate(), 0)
+    job.step()
+    job.accelerator.save_state(folder)
+    return job.values()
+
+
+def accelerate_loads_twins(folder):
+    job = Twins(accelerate(), 1)
+    job.accelerator.load_state(folder)
+    return job.values()
+
+
+def core_imports_twins(folder, into, out):
+    from accel_core import CheckpointContents
+    from accel_interchange import load_accelerate
+    from accel_interchange.accelerate import write
+
+    job = Twins(core(), 1)
+    job.step()
+    left_out = load_accelerate(job.accelerator, folder, into)
+    found = job.values()
+    job.accelerator.end_training()
+    Path(out).mkdir()
+    write(CheckpointContents.read(into), Path(out))
+    return found, left_out

@@ -65,6 +65,18 @@ def test_a_script_goes_on_where_accelerate_stopped(saved, tmp_path):
     assert beside == ["imported"]
 
 
+def test_models_and_optimizers_of_one_shape_keep_the_order_of_prepare_both_ways(installed, tmp_path):
+    expected = run(jobs.accelerate_saves_twins, tmp_path / "theirs")
+
+    found, left_out = run(
+        jobs.core_imports_twins, tmp_path / "theirs", tmp_path / "imported", tmp_path / "exported"
+    )
+
+    assert found == expected
+    assert left_out == []
+    assert run(jobs.accelerate_loads_twins, tmp_path / "exported") == expected
+
+
 @pytest.mark.together
 @pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
 def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path):

@@ -67,19 +67,22 @@ def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
             "give a folder that Accelerate's save_state wrote",
             path=str(folder),
         )
-    left = list(files)
+    places = _places(contents, "models")
+    _same_number(folder, "models", files, places)
     for unit, described in contents.state["units"].items():
-        count = described.get("models", 1)
-        mine, left = left[:count], left[count:]
-        _same_number(folder, f"models of unit {unit!r}", mine, range(count))
+        mine = {number: file for file, (name, number) in zip(files, places, strict=True) if name == unit}
         tensors = {
-            f"{number}.{name}" if count > 1 else name: tensor
-            for number, file in enumerate(mine)
+            f"{number}.{name}" if described.get("models", 1) > 1 else name: tensor
+            for number, file in mine.items()
             for name, tensor in _load(file).items()
         }
-        put_weights(contents, unit, tensors, ", ".join(map(str, mine)))
-    _same_number(folder, "further models", left, ())
+        put_weights(contents, unit, tensors, ", ".join(map(str, mine.values())))
     return set(files)
+
+
+def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
+    """(unit, number there) of each object of the sort, in the order of `prepare`: Accelerate numbers so."""
+    return [(unit, number) for unit, number in contents.state["prepared"][sort]]
 
 
 def _load(file: Path) -> Mapping[str, Tensor]:
@@ -96,8 +99,7 @@ def _paired(
     folder: Path, stem: str, contents: CheckpointContents, sort: str
 ) -> Iterator[tuple[Path, str, int]]:
     """Each file of a series with the unit, and its number there, of what it belongs to."""
-    units = contents.state["units"].items()
-    places = [(unit, number) for unit, described in units for number in range(len(described[sort]))]
+    places = _places(contents, sort)
     files = _series(folder, stem, ".bin")
     _same_number(folder, sort, files, places)
     return ((file, *place) for file, place in zip(files, places, strict=True))
@@ -164,17 +166,17 @@ def _random(folder: Path, contents: CheckpointContents) -> list[Path]:
 
 def write(contents: CheckpointContents, folder: Path) -> list[str]:
     """Write what Accelerate's `load_state` reads into the empty `folder`. Gives what is left out."""
-    models, optimizers, schedulers = 0, 0, 0
-    for unit, described in contents.state["units"].items():
-        for tensors in split(contents, unit):
-            save_file(tensors, folder / f"{_name('model', models)}.safetensors", metadata={"format": "pt"})
-            models += 1
-        for optimizer in described["optimizers"]:
-            torch.save(_numbered(contents, unit, optimizer), folder / f"{_name('optimizer', optimizers)}.bin")
-            optimizers += 1
-        for scheduler in described["schedulers"]:
-            torch.save(scheduler["state"], folder / f"{_name('scheduler', schedulers)}.bin")
-            schedulers += 1
+    units = contents.state["units"]
+    weights = {unit: split(contents, unit) for unit in units}
+    for place, (unit, number) in enumerate(_places(contents, "models")):
+        file = folder / f"{_name('model', place)}.safetensors"
+        save_file(weights[unit][number], file, metadata={"format": "pt"})
+    for place, (unit, number) in enumerate(_places(contents, "optimizers")):
+        optimizer = _numbered(contents, unit, units[unit]["optimizers"][number])
+        torch.save(optimizer, folder / f"{_name('optimizer', place)}.bin")
+    for place, (unit, number) in enumerate(_places(contents, "schedulers")):
+        scheduler = units[unit]["schedulers"][number]["state"]
+        torch.save(scheduler, folder / f"{_name('scheduler', place)}.bin")
     for number, item in enumerate(contents.state["registered"]):
         torch.save(item["state"], folder / f"custom_checkpoint_{number}.pkl")
     for entries in scalers(contents)[:1]:
@@ -202,4 +204,5 @@ def _numbered(contents: CheckpointContents, unit: str, optimizer: Mapping[str, A
     groups = [
         {**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["groups"]
     ]
-    return {"state": state, "param_groups": groups}
+    own = optimizer.get("own", {})
+    return {"state": {**state, **own.get("state", {})}, "param_groups": groups, **own.get("rest", {})}

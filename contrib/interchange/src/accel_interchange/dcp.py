@@ -142,7 +142,10 @@ def read(folder: Path, contents: CheckpointContents, unit: str, model: str, opti
     put_weights(contents, unit, weights, f"{folder}: {model}")
     described = contents.state["units"][unit]["optimizers"]
     if optimizer not in tops or len(described) != 1:
-        return [top for top in tops if top != model]
+        left = [top for top in tops if top != model]
+        if optimizer not in tops and described:
+            left.append(f"the optimizer's state: {folder} has none, and this run keeps its own")
+        return left
     saved = opened.nested(optimizer)
     groups, state = _optimizer(saved, described[0], folder)
     put_optimizer(contents, unit, 0, groups, state, f"{folder}: {optimizer}")
