@@ -240,6 +240,8 @@ class Run:
             problems.append(error)
         self.ended = True
         self.trained = []
+        for _, optimizer in self.optimizers:
+            optimizer.__dict__["step"] = _ended
         _live.discard(self)
         steps: list[Callable[[], object]] = [] if self.preemption is None else [self.preemption.end]
         steps += [observer.call for observer in self.hooks.implementations("run_ended")]
