@@ -45,8 +45,13 @@ def test_a_card_that_exits_while_imported_is_broken(toy_plugin):
 
 
 def test_ctrl_c_while_cards_are_imported_is_not_swallowed(toy_plugin):
+    kick = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1)\n"
     with pytest.raises(KeyboardInterrupt):
-        toy_plugin("pony", source="raise KeyboardInterrupt\n")
+        toy_plugin("pony", source=kick)
+
+
+def test_a_card_that_raises_keyboard_interrupt_by_itself_is_broken(toy_plugin):
+    assert toy_plugin("pony", source="raise KeyboardInterrupt\n").status == "broken"
 
 
 def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribution, tmp_path):
