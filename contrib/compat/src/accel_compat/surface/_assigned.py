@@ -45,7 +45,8 @@ class Assignable(States):
             if name != "step_scheduler_with_optimizer":
                 setattr(self, name, value)
         config = self.run.config
-        data = {name: getattr(config.data, name) for name in _fields(config.data)}
+        known = DataLoaderConfiguration.__dataclass_fields__  # core's has more
+        data = {name: getattr(config.data, name) for name in _fields(config.data) if name in known}
         if given["dataloader_config"] is None:
             self.dataloader_config = DataLoaderConfiguration(**data)
         for name, value in data.items():
