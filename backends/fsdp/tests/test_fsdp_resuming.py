@@ -138,6 +138,26 @@ def test_parameters_in_any_memory_order_are_saved_as_what_they_are(
         torch.testing.assert_close(found, in_one_go("single", "Lying", "AdamW", 4))
 
 
+def prepare_whole(lying: bool) -> str:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="NO_SHARD")
+    accelerator = Accelerator(device="cpu", strategy="fsdp", plugins=[plugin])
+    model = nn.Conv2d(3, 4, 3)
+    try:
+        accelerator.prepare(model.to(memory_format=torch.channels_last) if lying else model)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_where_nothing_is_cut_version_1_refuses_another_memory_order_by_name(world: int) -> None:
+    for said in run_processes(prepare_whole, True, world=world):
+        assert said.startswith("weight, [4, 3, 3, 3]: fsdp_version 1 without shards cannot train")
+    assert run_processes(prepare_whole, False, world=world) == [""] * world
+
+
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("version", VERSIONS)

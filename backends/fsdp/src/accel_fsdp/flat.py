@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_core import AccelError, flat_range, hooks, implements
+from accel_core import AccelError, ConfigError, flat_range, hooks, implements
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard
 from accel_fsdp.precision import SharedScaler, mixed_precision
@@ -65,6 +65,8 @@ class Flat(FullyShardedDataParallel):
         names = dict(model.named_parameters())
         wrapped = model
         found = groups(model, self.config)
+        if self.config.strategy == "NO_SHARD" or self.mesh.size(self.mesh.ndim - 1) == 1:
+            _refuse_other_orders(model)
         self.tell_unused(model, len(found) - 1)
         for group in found:
             self.materialize(group)
@@ -214,6 +216,17 @@ def _modules(unit: Unit) -> list[FSDP]:
             "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
         )
     return found
+
+
+def _refuse_other_orders(model: nn.Module) -> None:
+    """Where nothing is cut, torch gives parameters in other memory orders the gradients of other elements."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"{name}, {list(parameter.shape)}: fsdp_version 1 without shards cannot train a parameter"
+                f" with strides {parameter.stride()}\n"
+                "before prepare: parameter.data = parameter.data.contiguous(); or set fsdp.fsdp_version: 2"
+            )
 
 
 def _strategy(name: str, *, replicates: bool) -> ShardingStrategy:
