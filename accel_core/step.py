@@ -253,13 +253,14 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; whether it was applied."""
     unit.window.ran()
-    unit.waiting.discard(optimizer)
     if not unit.finishes:
         optimizer.step() if closure is None else optimizer.step(closure)
+        unit.waiting.discard(optimizer)  # last: a closure computes gradients
         return True
     steps = unit.steps
     _reduce(unit)
     applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
+    unit.waiting.discard(optimizer)
     unit.unscaled.add(optimizer)  # a scaler unscales what it steps
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_core.checkpoint.agree import agree
+from accel_core.checkpoint.codec import require_plain
 from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
@@ -188,7 +190,8 @@ def _write_parts(
 ) -> list[tuple[Names, int]]:
     """Files "0", "1", ...; gives the names and bytes in each. Holds the weights of one file at a time."""
     written: list[tuple[Names, int]] = []
-    part, size = dict(extra), 0
+    told = {name: value for name, value in extra.items() if isinstance(value, Tensor)}
+    part, size = {name: value for name, value in extra.items() if name not in told}, 0
     storages: set[int] = set()
 
     def finish() -> None:
@@ -197,7 +200,8 @@ def _write_parts(
         part.clear()
         storages.clear()
 
-    for names, lazy in weights:
+    for names, lazy in chain(weights, (([name], tensor) for name, tensor in told.items())):
+        require_plain(names[0], lazy)
         tensor = lazy.resolve_conj().resolve_neg()  # a file holds memory as it is
         if size and size + tensor.nbytes > limit:
             finish()

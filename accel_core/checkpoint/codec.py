@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from accel_core.errors import CheckpointError
 
@@ -31,6 +32,8 @@ __all__ = [
     "key_of",
     "key_text",
     "name_of",
+    "not_plain",
+    "require_plain",
     "tensor_from",
 ]
 
@@ -54,6 +57,28 @@ _NOWHERE: Final[Mapping[str, Tensor]] = {}
 def name_of(dtype: torch.dtype) -> str:
     """The name torch gives a dtype, without the prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+def not_plain(tensor: Tensor) -> str:
+    """What a tensor is that is not its elements in memory, and so cannot be stored; "" if it is."""
+    if is_lazy(tensor):
+        return "a lazy tensor without a shape, before the first batch,"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"a quantised tensor ({name_of(tensor.dtype)})"
+    return f"a tensor on {tensor.device}, without values," if tensor.is_meta else ""
+
+
+def require_plain(what: str, tensor: Tensor) -> None:
+    """Raises CheckpointError if the tensor cannot be stored."""
+    if odd := not_plain(tensor):
+        raise CheckpointError(
+            f"{what} is {odd} and cannot be stored\n"
+            "make it an ordinary tensor, or a buffer with persistent=False that the model makes anew"
+        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -104,13 +129,13 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
     if kind is list:
         return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{path}.{key}", store) for key, item in value.items()}
+        return {key: encode(item, f"{path}{_step(key)}", store) for key, item in value.items()}
     if kind in (dict, OrderedDict, Counter):
         items = [(key, encode(item, f"{path}[{key!r}]", store)) for key, item in value.items()]
         return {_TAG_OF[kind]: [[encode(key, f"{path} key", store), item] for key, item in items]}
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise _refusal(path, f"a tensor of layout {value.layout} on {value.device} is not plain data")
+        if odd := not_plain(value):
+            raise _refusal(path, f"{odd} is not plain data")
         if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
             return {"$stored": store(path, value.detach())}
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
@@ -154,6 +179,11 @@ def key_text(key: Any, path: str) -> str:
 def key_of(text: str) -> Any:
     """The key that `key_text` was given."""
     return decode(json.loads(unquote(text[1:])), text) if text.startswith("%") else text
+
+
+def _step(key: str) -> str:
+    """A key in a path; two paths are never alike, for large tensors are stored under them."""
+    return f"[{key!r}]" if "." in key or "[" in key else f".{key}"
 
 
 def _refusal(path: str, problem: str) -> CheckpointError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import field, frozen
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.codec import encode
+from accel_core.checkpoint.codec import encode, require_plain
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.leaf import Entry, Leaf, whole
 from accel_core.checkpoint.plan import Declared, Key, declare
@@ -61,6 +61,8 @@ class Collected:
             raise CheckpointError(
                 f"unit {key[0]!r}: there are two states {key[1]}\na parameter may be in one optimizer only"
             )
+        for _, tensor in leaf.shards:
+            require_plain(f"{key[1]} of unit {key[0]!r}", tensor)
         self.leaves[key] = leaf
         self.declared[key] = declare(leaf, spread=spread)
 

@@ -100,11 +100,13 @@ class Problems:
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
         """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
         there, here = (list(stored.shape), stored.layout), (list(leaf.global_shape), leaf.layout)
-        for word, one, other in zip(("shape", "layout"), there, here, strict=True):
+        for word, one, other, noted in zip(
+            ("shape", "layout"), there, here, (self.found, self.fatal), strict=True
+        ):
             if one != other:
-                self.fatal.append(f"{what} has {word} {one} in the checkpoint, {other} here")
+                noted.append(f"{what} has {word} {one} in the checkpoint, {other} here")
         for dtype in {tensor.dtype for _, tensor in leaf.shards}:
-            if torch.promote_types(DTYPES[stored.dtype], dtype) != dtype:
+            if not _holds(dtype, DTYPES[stored.dtype]):
                 loss = f"{name_of(dtype)} here would lose digits"
                 self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
         return there == here
@@ -189,14 +191,14 @@ class Restoration:
         for alias, owner in saved["aliases"].items():
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
                 found = f"{alias} was tied to {owner}, and is not tied to it here"
-                self._problems.fatal.append(f"{unit.name}: {found}")
+                self._problems.found.append(f"{unit.name}: {found}")
         tensors = self._tensors(unit)
         leaves = without_apart(unit, unit.hooks.model_state(unit))
-        self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
+        misfits = self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
         self._extra(unit, without_apart(unit, saved["extra"]))
         schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
         elsewhere = {name for name, leaf in leaves.items() if not leaf.shards}
-        described = saved["optimizers"], tensors["optimizer"], elsewhere
+        described = saved["optimizers"], tensors["optimizer"], elsewhere, misfits
         restore = restore_optimizers(unit, self.checkpoint, *described, self._problems, schedulers)
         self._copies += [*restore]
         self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
@@ -245,12 +247,17 @@ class Restoration:
                 found[sort][f"{unit.aliases.get(owner, owner)}{slash}{part}"] = stored
         return found
 
-    def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> None:
+    def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
+        """Note what is to be copied; gives the names of what does not fit."""
+        misfits = set()
         self._problems.compare(what, saved, leaves)
         for name, stored in saved.items():
             if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
                 stored.require(leaves[name])
                 self._copies.append((f"{what}{name}", partial(stored.fill, leaves[name])))
+            elif name in leaves:
+                misfits.add(name)
+        return misfits
 
     def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         """Objects, in words and themselves, and the states saved for them, by position; those that are not
@@ -277,7 +284,9 @@ class Restoration:
                     leaves[key] = entry.value
                     if key in tensors:
                         given.setdefault(each.plugin, {})[name] = entry
-        self._fill(f"{unit.name}: plugins/", leaves, {key: tensors[key] for key in leaves if key in tensors})
+        known = {key: tensors[key] for key in leaves if key in tensors}
+        for key in sorted(self._fill(f"{unit.name}: plugins/", leaves, known)):
+            self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
         for scope, own in self._scopes.items():
             for plugin, encoded in own["plugins"][unit.name].get(scope, {}).items():
                 values = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
@@ -327,6 +336,20 @@ class Restoration:
             self._problems.fatal.append(f"random streams: {type(error).__name__}: {error}")
         finally:
             self.run.hooks.set_rng_state(before)
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every number of the other dtype is one of this."""
+    try:
+        return torch.promote_types(other, dtype) == dtype
+    except RuntimeError:  # torch promotes no float8, and no unsigned integers of several bytes
+        if dtype.is_floating_point and other.is_floating_point:
+            mine, its = torch.finfo(dtype), torch.finfo(other)
+            return mine.eps <= its.eps and mine.max >= its.max and mine.tiny <= its.tiny
+        if dtype.is_floating_point or other.is_floating_point or dtype.is_complex or other.is_complex:
+            return False
+        low, high = torch.iinfo(other).min, torch.iinfo(other).max
+        return torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
 
 
 def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> CheckpointError:

@@ -51,13 +51,15 @@ def restore_optimizers(
     described: Sequence[Mapping[str, Any]],
     tensors: Mapping[str, Stored],
     elsewhere: Collection[str],
+    misfits: Collection[str],
     problems: Problems,
     schedulers: Iterable[tuple[str, Any, Any]],
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What to do to bring the unit's optimizers and schedulers into the saved state. Changes nothing yet.
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. elsewhere: the parameters that
-    only other ranks hold. schedulers: each in words, itself, and its state.
+    only other ranks hold. misfits: those that do not fit, whose state is left out. schedulers: each in
+    words, itself, and its state.
     """
     left = dict(_saved_parameters(unit, checkpoint, described))
     owns = {
@@ -87,8 +89,11 @@ def restore_optimizers(
             yield what, partial(_set_group, optimizer, number, _group_values(what, has, mine, problems))
             groups = {mine[name].group for name in has["params"] if name in mine}
             origins.setdefault(optimizer, []).append(groups)
-        stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in mine}
-        plain = {name: each.plain for name, each in mine.items() if each.plain}
+        fit = {name: each for name, each in mine.items() if name not in misfits}
+        if not problems.strict and (odd := sorted(mine.keys() - fit.keys())):
+            problems.warn(f"{unit.name}: {algorithm} begins anew with {', '.join(odd)}, which do not fit")
+        stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in fit}
+        plain = {name: each.plain for name, each in fit.items() if each.plain}
         template = _template(stored)
         what = f"{unit.name}: state of {algorithm}"
         reasons = unit.hooks.refuse_optimizer_state(unit, optimizer, template, plain)

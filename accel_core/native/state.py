@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from accel_core import hookspecs as hooks
-from accel_core.checkpoint.codec import DTYPES, decode, encode, key_of, key_text
+from accel_core.checkpoint.codec import DTYPES, decode, encode, key_of, key_text, require_plain
 from accel_core.checkpoint.leaf import Leaf, OptimizerState, leaf_of
 from accel_core.errors import CheckpointError
 from accel_core.hookspecs import implements
@@ -168,6 +169,9 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in module._non_persistent_buffers_set:
                     found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
+    for name, tensor in found.items():
+        if tensor.is_nested or is_lazy(tensor):  # without a shape to store
+            require_plain(f"model/{name} of unit {unit.name!r}", tensor)
     return {name: leaf_of(tensor) for name, tensor in found.items()}
 
 
