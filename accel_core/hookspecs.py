@@ -333,6 +333,8 @@ def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
     """The optimizer that per-step hooks get. Its groups already hold the final parameters.
 
     base: the user's own object. What the user gets from `prepare` is core's proxy around it.
+    The user's schedulers keep the optimizer that they were made with. An optimizer that replaces it shares
+    its `param_groups` list, so that a scheduler's new rate reaches both; `wrap_scheduler` serves all others.
     """
 
 
@@ -547,7 +549,11 @@ def model_state(unit: Unit) -> Mapping[str, Leaf]:
 
 @owner
 def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
-    """The optimizer's state by canonical parameter name."""
+    """The optimizer's state by canonical parameter name.
+
+    A rank that holds no part of a parameter's state offers a leaf without shards for it, whose `replicated`
+    equals that of the ranks that do.
+    """
 
 
 @owner
@@ -574,8 +580,8 @@ def materialize_optimizer_state(
 ) -> None:
     """Allocate state that does not exist yet, and take back what is no tensor: name -> key -> which.
 
-    Afterwards `optimizer_state` must offer the template's leaves, for the parameters of this rank; core
-    copies into them.
+    Afterwards `optimizer_state` must offer all of the template's leaves, without shards where other ranks
+    hold the state; core copies into this rank's shards.
     """
 
 

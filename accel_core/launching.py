@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from accel_core.config.idle import idle_options
 from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import Problem
 from accel_core.errors import ConfigError, LaunchError, PluginError
@@ -93,16 +94,25 @@ class Launch:
             if record.status != "available":
                 reason = f"not usable on this machine ({record.reason})"
                 yield f"{record.name}: {reason}; fine if the job runs elsewhere"
-        if self.config.strategy == "auto" and not self._strategy_for_several():
-            remedy = strategy_to_name(self.discovery)
-            yield f"auto takes no installed strategy for several processes; {remedy}"
+        yield from self.no_strategy(self.config.launch.processes_per_node)
         used = {self.config.device, *(name for _, _, name in self.config.plugin_names())}
         for record, given, setting in unused_sections(self.resolved, used, self.discovery):
             if not auto_may_take(record, self.resolved):
                 about = f"{given.origin}: {record.slot} {record.name} is not in this config"
                 yield f"{about}: its options do nothing; `{setting}` chooses it"
-
+        launch = self.config.launch
+        one = 1 if launch.nodes == 1 and launch.processes_per_node == 1 else None
+        precision = self.config.mixed_precision
+        yield from idle_options(self.resolved, used, precision=precision, processes=one)
         yield from self._doubtful_words()
+
+    def no_strategy(self, processes: int | str) -> Iterator[str]:
+        """What to name where `strategy: auto` finds none for that many processes a node."""
+        alone = self.config.launch.nodes == 1 and processes in (1, "auto")
+        usable = any(record.name != "single" for _, record in self.discovery.usable("strategy"))
+        if self.config.strategy == "auto" and not alone and not usable:
+            remedy = strategy_to_name(self.discovery)
+            yield f"auto takes no installed strategy for several processes; {remedy}"
 
     def _doubtful_words(self) -> Iterator[str]:
         """Words that only a plugin, a script or another machine's torch can know."""
@@ -200,11 +210,6 @@ class Launch:
         plugin = cls(self.resolved.plugin_config(record), None)
         layer = binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)
         return binder.hooks([layer])
-
-    def _strategy_for_several(self) -> bool:
-        launch = self.config.launch
-        alone = launch.nodes == 1 and launch.processes_per_node in (1, "auto")
-        return alone or any(record.name != "single" for _, record in self.discovery.usable("strategy"))
 
     # -- which devices are here ------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, field, frozen
 
+from accel_core.config.idle import idle_options
 from accel_core.errors import ConfigError, PluginError
 from accel_core.known import absence, absent_device, install_hint, known_plugins
 from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot
@@ -72,7 +73,7 @@ class Stack:
     extensions: tuple[Chosen, ...] = ()
     trackers: tuple[Chosen, ...] = field(default=())
     notes: tuple[str, ...] = ()
-    """Sections of a file that this stack does not use."""
+    """Sections of a file that this stack does not use, and options that do nothing in it."""
 
     @property
     def strategy(self) -> Chosen:
@@ -140,7 +141,10 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         trackers=tuple(chooser.trackers(config.log_with)),
     )
     _refuse_unmet_needs(stack)
-    return evolve(stack, notes=tuple(_refuse_unused(resolved, stack, discovery)))
+    unused = tuple(_refuse_unused(resolved, stack, discovery))
+    used = {*stack.strategies, *(chosen.name for chosen in stack.members())}
+    idle = idle_options(resolved, used, precision=stack.precision.name, processes=processes)
+    return evolve(stack, notes=(*unused, *idle))
 
 
 @frozen

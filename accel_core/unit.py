@@ -154,6 +154,9 @@ class Unit:
     the module inside, the user's own unless a transform replaced it. All three in the same order.
     optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
     plugin: the strategy's instance, for what only that strategy offers. mesh: that of its strategy's stack.
+    name: of the unit; checkpoints keep its state under it. strategy: the alias of its strategy. run: its run.
+    config: the strategy's options, completed. window: the micro-batches of its current step. scaler: the loss
+    scaler, None without one. hooks: those of its stack; per-step hooks are bound in `steps`.
     """
 
     name: str

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = Path("accel_core/hookspecs.py")
@@ -36,7 +37,33 @@ def hooks(root: Path = ROOT) -> str:
     lines += [ast.get_docstring(module) or "", ""]
     for node in module.body:
         lines += list(_entry(node, source))
-    return "\n".join(lines)
+    return "\n".join((*lines, *_words(root), ""))
+
+
+def _words(root: Path) -> Iterator[str]:
+    """The phases of `transform_model`, and the capability words with what each promises."""
+    yield from ("## Phases of `transform_model`", "", "In order:", "")
+    for phase in _literal(root / SPECS, "PHASES"):
+        yield f"- `{phase}`"
+    yield from (
+        "",
+        "## Capability words",
+        "",
+        "A card's `offers` and `needs` hold only these. A plugin that offers a word:",
+    )
+    yield from ("", "| word | promise |", "|---|---|")
+    for word, promise in _literal(root / "accel_core" / "plugins.py", "CAPABILITIES").items():
+        yield f"| `{word}` | {promise} |"
+
+
+def _literal(path: Path, name: str) -> Any:
+    """The value of a constant of a module that is not imported."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    return next(
+        ast.literal_eval(node.value)
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == name
+    )
 
 
 def _entry(node: ast.stmt, source: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import secrets
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from accel_core.world import Collectives
 
 __all__ = ["Saver", "save"]
-
-logger = logging.getLogger(__name__)
 
 
 def save(
@@ -94,12 +91,6 @@ class Saver:
         self._domains = self.control.all_gather_object(
             run.world.node_rank if project.save_on_each_node else 0
         )
-        if project.total_limit and not project.automatic_checkpoint_naming and self.control.rank == 0:
-            logger.warning(
-                "project.total_limit=%d removes nothing: only numbered checkpoints are counted;"
-                " set project.automatic_checkpoint_naming, and save_state() without a directory",
-                project.total_limit,
-            )
 
     def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
         """See `save`."""

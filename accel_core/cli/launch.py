@@ -103,7 +103,10 @@ def launch(
         _describe(planned, words)
         return
     hooks, processes = planned.launcher(), planned.processes()
-    print(planned.line(processes), file=sys.stderr, flush=True)
+    # Where no strategy is installed, the script may need none; the worker's error names what to install.
+    several = len(planned.discovery.of("strategy")) > 1
+    notes = [f"accel: {note}" for note in planned.no_strategy(processes) if several]
+    print(*notes, planned.line(processes), sep="\n", file=sys.stderr, flush=True)
     with planned.job(command(words), processes) as job:
         sys.exit(hooks.launch(job))
 

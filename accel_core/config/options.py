@@ -56,6 +56,8 @@ class Option:
     unit: str | None = None
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
+    only_with: str = ""
+    """Another option of the class; while that has its default, this one does nothing, and a run says so."""
     secret: bool = False
     """Never printed or stored; so is an option that is called so (`is_secret`)."""
     python_only: bool = False
@@ -90,6 +92,7 @@ def option(
     minimum: float | None = None,
     python_only: bool = False,
     secret: bool = False,
+    only_with: str = "",
     converter: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a field of a config class that users may set.
@@ -107,6 +110,7 @@ def option(
         python_only: for what no YAML can hold, such as a callable.
         secret: its value is masked wherever settings are printed or stored. An option called token,
             password, secret, api_key and the like is masked without it.
+        only_with: another option of the class, without which this one does nothing: a run says so.
         converter: applied to what Python gives, as in attrs.
     """
     about = Option(
@@ -116,6 +120,7 @@ def option(
         minimum=minimum,
         python_only=python_only,
         secret=secret,
+        only_with=only_with,
     )
     given = {"factory": factory} if factory is not None else {"default": default}
     return attrs.field(

@@ -57,6 +57,13 @@ class Resolved:
         """What was left unread, and why."""
         return tuple(self._reader.notes)
 
+    def section(self, path: Path) -> object | None:
+        """The config object of a section, by its path: core's, a plugin's or a named strategy's."""
+        if len(path) == 2 and path[0] == "strategies":
+            return self._strategies.get(path[1])
+        name = path[0] if len(path) == 1 else ""
+        return self.config.plugins.get(name) or getattr(self.config, name, None) if name else None
+
     @property
     def objects(self) -> Sequence[str]:
         """Plugins that Python configured by an object, and so asked for."""

@@ -138,12 +138,20 @@ class TorchDynamoPlugin(KwargsHandler):
     backend: str | None = option(
         None, help="Backend of torch.compile; auto: the device's own. Unset or no: nothing is compiled."
     )
-    mode: str | None = option(None, help="Mode of torch.compile, such as default or max-autotune.")
-    fullgraph: bool | None = option(None, help="Refuse to split a model into several graphs.")
-    dynamic: bool | None = option(None, help="Compile for dynamic shapes; unset: torch finds out.")
-    options: Mapping[str, Any] | None = option(None, help="Options for the backend.")
-    disable: bool = option(False, help="Make compiling do nothing, for testing.")
-    use_regional_compilation: bool | None = option(None, help="Compile a repeated block once, not the model.")
+    mode: str | None = option(
+        None, only_with="backend", help="Mode of torch.compile, such as default or max-autotune."
+    )
+    fullgraph: bool | None = option(
+        None, only_with="backend", help="Refuse to split a model into several graphs."
+    )
+    dynamic: bool | None = option(
+        None, only_with="backend", help="Compile for dynamic shapes; unset: torch finds out."
+    )
+    options: Mapping[str, Any] | None = option(None, only_with="backend", help="Options for the backend.")
+    disable: bool = option(False, only_with="backend", help="Make compiling do nothing, for testing.")
+    use_regional_compilation: bool | None = option(
+        None, only_with="backend", help="Compile a repeated block once, not the model."
+    )
 
 
 @frozen(kw_only=True)
@@ -156,7 +164,9 @@ class DataLoaderConfiguration(Remembering):
     )
     even_batches: bool = option(True, help="Repeat samples so that all processes get equally many batches.")
     use_seedable_sampler: bool = option(False, help="Shuffle by an explicit seed and the epoch.")
-    data_seed: int | None = option(None, help="Seed of the seedable sampler (only); unset: torch's.")
+    data_seed: int | None = option(
+        None, only_with="use_seedable_sampler", help="Seed of the seedable sampler (only); unset: torch's."
+    )
     non_blocking: bool = option(False, help="Copy batches without waiting, pinned or not; pinned: always.")
     pin_memory: bool = option(True, help="Pin what workers read for an accelerator, in a thread.")
     use_stateful_dataloader: bool = option(
@@ -189,7 +199,12 @@ class ProjectConfiguration(Remembering):
         help="Folder of logs; unset: the project's.",
     )
     automatic_checkpoint_naming: bool = option(False, help="Number saved states instead of naming each.")
-    total_limit: int | None = option(None, minimum=1, help="How many saved states are kept; unset: all.")
+    total_limit: int | None = option(
+        None,
+        minimum=1,
+        only_with="automatic_checkpoint_naming",
+        help="How many saved states are kept; unset: all.",
+    )
     iteration: int = option(0, minimum=0, help="Number of the next saved state.")
     save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
 

@@ -14,7 +14,6 @@ from accel_core.data.position import Kind
 from accel_core.data.stateful import is_stateful, stateful
 from accel_core.errors import ConfigError
 from accel_core.exchange import Call
-from accel_core.logging import get_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +33,6 @@ __all__ = [
     "shards_of",
     "shared",
 ]
-
-_logger = get_logger(__name__)
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
@@ -143,12 +140,6 @@ def kind_of(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
 def check(loader: DataLoader[Any], run: Run) -> None:
     """Raises ConfigError: the settings cannot be had for this loader; the message names the setting."""
     data, readers = run.config.data, run.topology.readers
-    if data.data_seed is not None and not data.use_seedable_sampler:
-        _logger.warning_once(
-            "data.data_seed=%d changes nothing: orders are drawn from torch's seed; set"
-            " data.use_seedable_sampler=True to shuffle by data_seed and epoch",
-            data.data_seed,
-        )
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ConfigError(

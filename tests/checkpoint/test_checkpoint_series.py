@@ -510,11 +510,11 @@ def test_a_link_that_is_named_like_a_leftover_is_not_followed(tmp_path):
     assert (tmp_path / "precious").exists()
 
 
-def test_a_limit_that_counts_nothing_is_said_once(tmp_path, caplog):
+def test_a_limit_that_counts_nothing_is_said_once(tmp_path, capsys):
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(total_limit=2))
     for name in ("a", "b", "c"):
         accelerator.save_state(tmp_path / name)
     accelerator.end_training()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "total_limit=2 removes nothing" in said
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "project.total_limit (ProjectConfiguration(...)) does nothing here" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]

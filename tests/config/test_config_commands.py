@@ -243,3 +243,8 @@ def test_a_variable_with_one_underscore_too_few_is_an_error_with_the_right_one(a
 
 def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(accel):
     assert "No such command 'chekc'; did you mean 'check'?" in accel("chekc").stderr
+
+
+def test_check_names_an_option_that_does_nothing_without_another(accel):
+    (accel.folder / "accel.yaml").write_text("compile: {mode: default}\n")
+    assert "compile.mode (accel.yaml:1:11) does nothing here" in accel("check").stdout

@@ -426,11 +426,6 @@ def test_an_option_of_a_loader_class_of_the_users_own_can_be_set():
     assert list(loader) == [[0], [1], [2]]
 
 
-def test_a_data_seed_that_nothing_is_shuffled_by_is_told_of(caplog):
-    prepared(numbers(4), data_seed=12345)
-    assert "data.data_seed=12345 changes nothing" in caplog.text
-
-
 def test_no_random_stream_is_shared_unless_it_is_asked_for():
     assert RunConfig().rng_types == ()
     (run,) = world(rng_types=("generator",))

@@ -8,7 +8,7 @@ import sys
 
 from snippets import ROOT
 
-from accel_core import hookspecs
+from accel_core import CAPABILITIES, hookspecs
 
 
 def test_hooks_md_and_the_readmes_diff_are_fresh():
@@ -24,3 +24,10 @@ def test_hooks_md_has_every_hook_with_its_kind_once():
     found = re.findall(r"^### (\w+)\n\n\*(\w+)", text, re.MULTILINE)
 
     assert sorted(found) == sorted((name, spec.kind) for name, spec in specs.items())
+
+
+def test_hooks_md_lists_the_phases_and_each_capability_word_with_its_promise():
+    text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+
+    assert re.findall(r"^- `(\w+)`$", text, re.MULTILINE) == list(hookspecs.PHASES)
+    assert dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE)) == dict(CAPABILITIES)

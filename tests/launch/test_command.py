@@ -336,3 +336,14 @@ def test_a_launch_within_a_worker_reads_its_own_file(tmp_path):
     told = accel("launch", "--device", "cpu", "train.py", cwd=tmp_path).stdout
 
     assert "5  " in next(line for line in told.splitlines() if line.startswith("gradient_accumulation_steps"))
+
+
+def test_a_launch_with_a_strategy_that_only_its_name_chooses_says_so_before_workers_start(toys, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    environment = {**toys("shy", "strategy"), "ACCEL_PLUGINS_BLOCK": "ddp,xla-dp"}
+    ended = accel("launch", "--device", "cpu", "-n", "2", "train.py", environment=environment, cwd=tmp_path)
+
+    note, line = ended.stderr.splitlines()[:2]
+    assert note.startswith("accel: auto takes no installed strategy for several processes")
+    assert "taken only when named: --strategy " in note
+    assert line.startswith("accel 0.1: 2 processes")

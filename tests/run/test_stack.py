@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from attrs import frozen
 
@@ -246,6 +248,61 @@ def test_a_file_may_hold_options_of_what_auto_takes_elsewhere(tmp_path):
     (tmp_path / "accel.yaml").write_text("chip: {enabled: true}\n")
     resolved = load(discovery=discovery, environment={}, directory=tmp_path)
     assert choose(resolved, 1, discovery).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("compile: {mode: default}", "compile.mode (accel.yaml:1:11) .*where compile.backend is set"),
+        ("compile: {mode: default, backend: 'no'}", "compile.mode .*where compile.backend is set"),
+        ("data: {data_seed: 3}", "data.data_seed .*where data.use_seedable_sampler is set"),
+        ("project: {total_limit: 3}", "project.total_limit .*project.automatic_checkpoint_naming is set"),
+        ("grad_scaler: {init_scale: 8}", "grad_scaler.init_scale .*where mixed_precision is fp16"),
+        ("process_group: {backend: bogus}", "process_group.backend .*where there are several processes"),
+    ],
+)
+def test_an_option_that_does_nothing_without_another_is_a_note(tmp_path, text, note):
+    (tmp_path / "accel.yaml").write_text(text + "\n")
+    (said,) = stack_with({"directory": tmp_path}, processes=1).notes
+    assert re.match(note.replace("(accel.yaml:1:11)", r"\(accel.yaml:1:11\)"), said), said
+    assert "does nothing here" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "compile: {mode: default, backend: eager}",
+        "compile: {disable: false}",
+        "data: {data_seed: 3, use_seedable_sampler: true}",
+        "mixed_precision: fp16\ngrad_scaler: {init_scale: 8}",
+        "process_group: {timeout: 60}",
+    ],
+)
+def test_an_option_that_counts_is_used_without_a_word(tmp_path, text):
+    (tmp_path / "accel.yaml").write_text(text + "\n")
+    assert stack_with({"directory": tmp_path}).notes == ()
+
+
+@frozen(kw_only=True)
+class Staged:
+    """Options that need each other."""
+
+    stages: int = option(1, help="How many.")
+    schedule: str = option("a", only_with="stages", help="In which order.")
+
+
+def test_a_strategys_option_that_needs_another_is_a_note_where_it_is_chosen(tmp_path):
+    discovery = native_and(record("staged", "strategy", config=f"{__name__}:Staged"))
+    given = {"discovery": discovery, "environment": {}, "directory": tmp_path}
+    (tmp_path / "accel.yaml").write_text("strategy: staged\nstaged: {schedule: b}\n")
+    (said,) = choose(load(**given), 2, discovery).notes
+    assert said.startswith(
+        "staged.schedule (accel.yaml:2:10) does nothing here: it counts only where staged.s"
+    )
+    aliases = "strategy: big\nstrategies: {big: {plugin: staged, schedule: b}}\n"
+    (tmp_path / "accel.yaml").write_text(aliases)
+    (said,) = choose(load(**given), 2, discovery).notes
+    assert said.startswith("strategies.big.schedule")
 
 
 @frozen(kw_only=True)

@@ -103,9 +103,12 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     pp_size: int = option(
         1, help="Over how many ranks the model's layers are spread, in stages; -1: over all that are left."
     )
-    pp_schedule: str = option("1F1B", choices=SCHEDULES, help="Torch's schedule of the stages, by its name.")
+    pp_schedule: str = option(
+        "1F1B", choices=SCHEDULES, only_with="pp_size", help="Torch's schedule of the stages, by its name."
+    )
     pp_split_points: Sequence[str] = option(
         (),
+        only_with="pp_size",
         converter=_names,
         help="Modules at which stages but the first begin; unset: the model's, or even cuts.",
     )
@@ -114,6 +117,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     ep_modules: Sequence[str] = option(
         ("experts", "*.experts"),
+        only_with="ep_size",
         converter=_names,
         help="Patterns of the names of modules that are stacks of experts; none: this model has no experts.",
     )
