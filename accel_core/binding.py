@@ -7,6 +7,7 @@ our layers (docs/decisions).
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -113,6 +114,21 @@ class Binder:
                 *self._hooks[hook].parameters,
             }:
                 raise refuse(hook, f"the method {hook} is not marked; write @implements(hooks.{hook})")
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            if (
+                not name.startswith("_")
+                and name not in self._hooks
+                and not hasattr(method, "accel_core_impl")
+            ):
+                self._refuse_misspelt(name, {*inspect.signature(method).parameters} - {"self"}, refuse)
+
+    def _refuse_misspelt(self, name: str, taken: set[str], refuse: _Refusal) -> None:
+        """An unmarked method with the parameters of a hook of almost its name was meant to be that hook."""
+        alike = [hook for hook, known in self._hooks.items() if taken and taken == {*known.parameters}]
+        for hook in difflib.get_close_matches(name, alike, 1, 0.9):
+            raise refuse(
+                hook, f"the method {name} is never called; write @implements(hooks.{hook}), or rename it"
+            )
 
     def hooks(self, registered: Sequence[Registered]) -> Hooks:
         """The hooks as answered by these plugins; order among equals is the order given."""

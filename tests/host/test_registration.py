@@ -200,6 +200,24 @@ class Parent:
         return "parent"
 
 
+def test_an_unmarked_method_of_almost_a_hooks_name_and_its_parameters_is_refused():
+    class Misspelt:
+        def backwards(self, unit, loss, boundary):
+            raise AssertionError
+
+    assert refusal(Misspelt).startswith(
+        "the method backwards is never called; write @implements(hooks.backward)"
+    )
+
+
+def test_an_unmarked_method_with_parameters_of_its_own_is_left_alone():
+    class Helpful:
+        def backwards(self, tensor):
+            return tensor
+
+    register(Helpful)
+
+
 def test_hooks_are_inherited():
     class Child(Parent):
         pass
