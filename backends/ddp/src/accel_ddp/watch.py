@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,50 +43,38 @@ class Watched(DistributedDataParallel):
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         super().__init__(module, **arguments)
         self.__dict__.update(awaited="none", last=None, checked=False)
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.frozen = [p for p in module.parameters() if not p.requires_grad]
         first = next(p for p in module.parameters() if p.requires_grad)
         # With a static graph a parameter may be ready several times in one backward.
-        note = None if self.static_graph else first.register_post_accumulate_grad_hook(self._note)
+        note = None if self.static_graph else first.register_post_accumulate_grad_hook(_noting(self))
         self._noting = note
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's, with gradients that are reduced in backward."""
         if torch.is_grad_enabled():
-            self.__dict__["awaited"] = _READY if self.require_backward_grad_sync else "quiet"
-            if not self.__dict__["checked"]:
+            state = self.__dict__  # the module's own __setattr__ takes 2 µs
+            state["awaited"] = _READY if state["require_backward_grad_sync"] else "quiet"
+            if not state["checked"]:
                 refuse_hooks(self.module, allowed=int(self._noting is not None))
-                self.__dict__["checked"] = True
+                state["checked"] = True
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _note(self, parameter: Tensor) -> None:
-        state = self.__dict__
-        state["last"] = state["awaited"]
-        if state["awaited"] == _READY:
-            state["awaited"] = "used"
-
-    def check(self, *, reduces: bool) -> None:
-        """Before a step; `reduces`: whether gradients are to be reduced now.
-
-        Raises AccelError: they are this rank's alone.
-        """
-        last, self.__dict__["last"] = self.__dict__["last"], None
-        if not reduces:
-            return
+    def refuse(self, last: str | None) -> None:
+        """Raises AccelError: the gradients are this rank's alone. `last`: of the last backward."""
         kind = type(self.module).__name__
-        if last is not None and last != _READY:
+        if last not in (None, _READY):
             raise AccelError(
-                f"ddp: the last backward of this {kind} {_REASONS[last]}; each rank would"
+                f"ddp: the last backward of this {kind} {_REASONS[str(last)]}; each rank would"
                 " train a model of its own\n"
                 "call the prepared model, then backward once; put both into no_sync, or none"
             )
-        if self._frozen and any(map(_trainable, self._frozen)):
-            frozen = set(self._frozen)
-            names = [n for n, p in self.module.named_parameters() if p.requires_grad and p in frozen]
-            raise AccelError(
-                f"ddp: {len(names)} parameter(s) of this {kind} were frozen when it was prepared and train"
-                f" now ({names[0]}): their gradients are not reduced\n"
-                "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
-            )
+        frozen = set(self.frozen)
+        names = [n for n, p in self.module.named_parameters() if p.requires_grad and p in frozen]
+        raise AccelError(
+            f"ddp: {len(names)} parameter(s) of this {kind} were frozen when it was prepared and train"
+            f" now ({names[0]}): their gradients are not reduced\n"
+            "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+        )
 
     def unwatch(self) -> None:
         """Take the hook off the parameter."""
@@ -114,6 +102,21 @@ def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
             return
         for model in unit.wrapped:
             if isinstance(model, Watched):
-                model.check(reduces=not unit.silent)
+                state = model.__dict__
+                last, state["last"] = state["last"], None
+                apart = last not in (None, _READY) or any(map(_trainable, state["frozen"]))
+                if apart and not unit.silent:
+                    model.refuse(last)
 
     return optimizer.register_step_pre_hook(before)
+
+
+def _noting(model: Watched) -> Callable[[Tensor], None]:
+    state = model.__dict__
+
+    def note(parameter: Tensor) -> None:
+        state["last"] = state["awaited"]
+        if state["awaited"] == _READY:
+            state["awaited"] = "used"
+
+    return note
