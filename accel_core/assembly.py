@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +27,35 @@ __all__ = [
     "apply_launch_environment",
     "check_device",
     "check_refusals",
+    "restore_environment",
 ]
 
 
+_users: Counter[str] = Counter()
+"""Of the variables that runs of this process have set: how many runs use them."""
+
+
 def apply_launch_environment(run: Run) -> list[str]:
-    """Set what vendor libraries read at import; the user's own settings win, and are returned."""
+    """Set what vendor libraries read at import, until the run ends; others' settings win and are told."""
     notes = []
     for chosen in run.stack.members():
         for name, value in environment_of(chosen.record, run.config, run.world).items():
+            if _users[name] or name not in os.environ:
+                run.environment.append(name)
+                _users[name] += 1
             if os.environ.setdefault(name, value) != value:
-                notes.append(f"{name}={os.environ[name]} is yours; {chosen.name} would have set {value}")
+                whose = "another run's" if _users[name] else "yours"
+                notes.append(f"{name}={os.environ[name]} is {whose}; {chosen.name} would have set {value}")
     return notes
+
+
+def restore_environment(run: Run) -> None:
+    """Take back what `apply_launch_environment` set, unless another run uses it."""
+    while run.environment:
+        name = run.environment.pop()
+        _users[name] -= 1
+        if not _users[name]:
+            os.environ.pop(name, None)
 
 
 class Assembly:

@@ -21,6 +21,7 @@ from accel_core.assembly import (
     apply_launch_environment,
     check_device,
     check_refusals,
+    restore_environment,
 )
 from accel_core.binding import Hooks, Steps
 from accel_core.checkpoint import unheard
@@ -118,7 +119,16 @@ class Run:
         """Micro-batches of the windows of units made from now on."""
         self.iteration = self.config.project.iteration
         """How many states were saved, this run's ancestors' included."""
-        self.environment_notes = apply_launch_environment(self)
+        self.environment: list[str] = []
+        try:
+            self.environment_notes = apply_launch_environment(self)
+            self._join(trackers)
+        except BaseException:  # a plugin's, of any kind: the caller may make another run
+            restore_environment(self)
+            raise
+
+    def _join(self, trackers: Sequence[GeneralTracker]) -> None:
+        """Plugins, the device and the process group."""
         self._assembly = Assembly(self, trackers)
         self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
         check_refusals(self)
@@ -129,7 +139,7 @@ class Run:
         join(self)
         try:
             self._start([chosen.name for chosen in self.stack.trackers] + [own.name for own in trackers])
-        except BaseException:  # a plugin's, of any kind: the caller may make another run
+        except BaseException:
             leave(self)
             raise
 
@@ -248,6 +258,7 @@ class Run:
         steps += [partial(_release, unit) for unit in self.units]
         if not failed:
             steps.append(partial(leave, self))
+        steps.append(partial(restore_environment, self))
         for step in steps:
             try:
                 step()

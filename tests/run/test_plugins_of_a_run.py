@@ -124,3 +124,21 @@ def test_a_hook_with_an_unknown_argument_is_refused(run_with):
     source = extension("one").replace("unit, optimizer, applied", "unit, optimiser, applied")
     with pytest.raises(PluginError, match=r"hook after_step: .*'optimiser'; did you mean 'optimizer'"):
         run_with(one=source)
+
+
+def test_what_runs_have_set_is_taken_back_when_the_last_of_them_ends(run_with, monkeypatch):
+    monkeypatch.delenv("TOY_MODE", raising=False)
+    first, second = run_with(one=extension("one")), Accelerator(cpu=True)
+    first.end_training()
+    between = os.environ.get("TOY_MODE")
+    second.end_training()
+
+    assert (between, os.environ.get("TOY_MODE")) == ("fast", None)
+
+
+def test_a_run_that_cannot_be_made_leaves_no_environment(run_with, monkeypatch):
+    monkeypatch.delenv("TOY_MODE", raising=False)
+    with pytest.raises(ConfigError):
+        run_with(one=extension("one", refuses=["no"]))
+
+    assert "TOY_MODE" not in os.environ
