@@ -34,11 +34,11 @@ class PreparedOptimizer(Optimizer):
         """Apply the gradients, at the boundary of a window."""
         unit = self.unit
         if unit.window.boundary:
-            self.applied = step.step(unit, self.optimizer, closure)
+            self.__dict__["applied"] = step.step(unit, self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window still has to apply them."""
-        self.cleared = step.zero_grad(self.unit, self.optimizer, set_to_none, self.cleared)
+        self.__dict__["cleared"] = step.zero_grad(self.unit, self.optimizer, set_to_none, self.cleared)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -76,6 +76,11 @@ class PreparedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The inner optimizer's."""
         self.optimizer.add_param_group(param_group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Its own, and methods that others patch, stay here; the rest would have no effect here.
+        own = name in self.__dict__ or hasattr(type(self), name)
+        super().__setattr__(name, value) if own else setattr(self.optimizer, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "unit"):  # not set yet: an object being copied

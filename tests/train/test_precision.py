@@ -447,3 +447,12 @@ def test_what_is_set_on_a_prepared_scheduler_reaches_it(accelerator):
     _, _, scheduler = accelerator.prepare(model, optimizer, inner)
     scheduler.last_epoch, scheduler.gamma = 7, 0.5
     assert (inner.last_epoch, inner.gamma) == (7, 0.5)
+
+
+def test_what_is_set_on_a_prepared_optimizer_reaches_it(accelerator):
+    model = net()
+    inner = SGD(model.parameters(), lr=1.0)
+    _, optimizer = accelerator.prepare(model, inner)
+    optimizer.defaults = {"lr": 0.5}
+    optimizer.mode = "own"
+    assert (inner.defaults, inner.mode) == ({"lr": 0.5}, "own")
