@@ -221,6 +221,7 @@ class Ranks:
         Raises:
             ValueError: the values of a dict differ in length.
         """
+        self.run.require_alive()
         return ops.split_between_processes(inputs, apply_padding=apply_padding, run=self.run)
 
 

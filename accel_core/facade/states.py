@@ -163,6 +163,7 @@ class States:
         Raises:
             CheckpointError: safetensors cannot hold it, it cannot be written, or `f` is a URL.
         """
+        self.run.require_alive()
         if self._writes:
             write_object(obj, f, safe_serialization=safe_serialization)
 

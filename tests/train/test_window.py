@@ -469,7 +469,10 @@ def test_a_forward_backward_that_fails_leaves_the_window_as_it_was(accelerator_o
     assert accelerator.window.snapshot() == before
 
 
-@pytest.mark.parametrize("use", ["forward_backward", "clip_grad_norm_", "clip_grad_value_", "step"])
+@pytest.mark.parametrize(
+    "use",
+    ["forward_backward", "clip_grad_norm_", "clip_grad_value_", "step", "split_between_processes", "save"],
+)
 def test_an_ended_run_refuses_to_train(accelerator_of, use):
     accelerator = accelerator_of()
     model, optimizer = one_weight(accelerator)
@@ -479,6 +482,8 @@ def test_an_ended_run_refuses_to_train(accelerator_of, use):
         "clip_grad_norm_": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
         "clip_grad_value_": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
         "step": optimizer.step,
+        "split_between_processes": lambda: accelerator.split_between_processes([1]),
+        "save": lambda: accelerator.save({}, "nowhere"),
     }
     with pytest.raises(AccelError, match="this run has ended"):
         uses[use]()
