@@ -11,6 +11,8 @@ from accel_core.world import World
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
+_warned: set[tuple[object, ...]] = set()
+
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
@@ -53,9 +55,9 @@ class MultiProcessAdapter(_Adapter):
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """As `warning`, but each message with its arguments once a process."""
-        seen = self.__dict__.setdefault("_seen", set())
-        if (msg, args) not in seen:
-            seen.add((msg, args))
+        key = self.logger.name, msg, args
+        if key not in _warned:
+            _warned.add(key)
             self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 

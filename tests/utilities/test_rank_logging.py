@@ -109,3 +109,10 @@ def test_in_order_goes_by_rank_and_waits_for_no_ones_level(tmp_path):
 
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines == [f"[RANK {rank}] {number}" for number in range(3) for rank in (0, 2)]
+
+
+def test_warning_once_is_once_a_process(logger, caplog):
+    logger.warning_once("again")
+    get_logger(logger.logger.name).warning_once("again")
+
+    assert caplog.messages == ["[RANK 0] again"]
