@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from accel_core.errors import LaunchError
 
 __all__ = ["notebook_launcher"]
 
@@ -41,7 +44,8 @@ def notebook_launcher(
 
     Raises:
         ConfigError: the settings are wrong.
-        LaunchError: a worker failed; the message holds the first failing rank's traceback.
+        LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
+            the message holds the first failing rank's traceback.
     """
     from accel_core.launching import plan
 
@@ -55,6 +59,22 @@ def notebook_launcher(
     }
     python = {path: value for path, value in given.items() if value is not None}
     launch = plan(python=python, file=config)
+    if launch.config.launch.launcher == "torchrun" and launch.config.device.partition(":")[0] != "cpu":
+        _refuse_used_device()
     with launch.job((), launch.processes()) as job:
         results: Sequence[Any] = launch.launcher().launch_function(function, tuple(args), job)
     return results
+
+
+def _refuse_used_device() -> None:
+    torch: Any = sys.modules.get("torch")  # who has used a device has imported it
+    device = torch and torch.accelerator.current_accelerator()
+    if sys.platform != "linux" or not device:  # elsewhere workers are no forks
+        return
+    used = getattr(torch.get_device_module(device.type), "is_initialized", None)
+    if used is not None and used():
+        raise LaunchError(
+            f"notebook_launcher forks its workers, but this process has already used {device.type}, which"
+            " a fork then cannot\n"
+            "restart the kernel, and touch the device only inside the function; or pass device='cpu'"
+        )

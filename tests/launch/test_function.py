@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from accel_core import LaunchError, notebook_launcher
 
@@ -86,3 +88,13 @@ def test_a_port_may_be_named():
     found = notebook_launcher(lambda: os.environ["MASTER_PORT"], num_processes=1, device="cpu", use_port=port)
 
     assert found == [str(port)]
+
+
+def test_a_device_that_this_process_has_used_is_refused_before_workers_start(monkeypatch):
+    used = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: used)
+
+    with pytest.raises(LaunchError, match=r"already used meta(.|\n)*restart the kernel"):
+        notebook_launcher(os.getpid, num_processes=2)
+    assert len(start(os.getpid)) == 2  # the CPU can be used before
