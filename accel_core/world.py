@@ -24,6 +24,9 @@ __all__ = ["DOING", "Collectives", "Topology", "World"]
 DOING: Final[ContextVar[object]] = ContextVar("DOING", default="")
 """What this thread uses collectives for; its `str`, asked for only when they fail, says so to people."""
 
+LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Of schedulers that start each rank as a task: its number on its node."""
+
 
 @frozen(kw_only=True)
 class World:
@@ -84,7 +87,7 @@ class World:
         return cls(
             rank=rank,
             size=size,
-            local_rank=number("LOCAL_RANK", rank % local_size),
+            local_rank=number(_local_rank_name(environment), rank % local_size),
             local_size=local_size,
             node_rank=number("GROUP_RANK", rank // local_size),
             nodes=number("GROUP_WORLD_SIZE", -(-size // local_size)),
@@ -98,6 +101,10 @@ class World:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(World, **{**asdict(self, recurse=False), "store": None}), ()
+
+
+def _local_rank_name(environment: Mapping[str, str]) -> str:
+    return next((name for name in ("LOCAL_RANK", *LOCAL_RANKS) if name in environment), "LOCAL_RANK")
 
 
 def _torchruns_id(environment: Mapping[str, str]) -> str | None:

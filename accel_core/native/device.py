@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from accel_core import hookspecs as hooks
 from accel_core.errors import ConfigError, LaunchError
 from accel_core.hookspecs import implements
+from accel_core.world import LOCAL_RANKS
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -52,6 +54,8 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     module = torch.get_device_module(kind)
     index = world.local_rank if index is None else index
     count = module.device_count()
+    if count == 1 and index == world.local_rank and _is_a_task():
+        index = 0  # the scheduler shows each task its own device
     if index >= count:
         raise LaunchError(
             f"local rank {index} needs {kind}:{index}, but this machine has {count} {kind} device(s)\n"
@@ -60,3 +64,8 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     if hasattr(module, "set_device"):
         module.set_device(index)
     return torch.device(kind, index)
+
+
+def _is_a_task() -> bool:
+    """Whether a scheduler started this process itself, no agent: agents' workers see the same devices."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in LOCAL_RANKS)

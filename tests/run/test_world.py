@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from accel_core import (
     ops,
 )
 from accel_core.native.base import Base
+from accel_core.native.device import local_device
 from accel_core.run import current
 from accel_core.testing.processes import ProcessError, _free_port, run_processes
 
@@ -255,9 +257,9 @@ def test_torchruns_placeholder_is_no_id_of_a_run():
 
 
 def test_tasks_that_would_each_train_alone_are_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises((LaunchError, ConfigError), match="SLURM_NTASKS"):
+    with pytest.raises((LaunchError, ConfigError), match="SLURM_STEP_NUM_TASKS"):
         Accelerator(cpu=True)
 
 
@@ -296,3 +298,25 @@ def test_explain_says_why_each_plugin_is_there_and_who_set_what():
     assert "strategy single (accel-core 0.1.0): auto: one process" in text
     assert "gradient_accumulation_steps: set by" in text
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("name", ["SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"])
+def test_a_task_has_its_schedulers_local_rank(name):
+    ranks = {"RANK": "9", "WORLD_SIZE": "16", name: "1"}
+
+    assert World.from_environment(ranks).local_rank == 1
+    assert World.from_environment({**ranks, "LOCAL_RANK": "3"}).local_rank == 3
+
+
+@pytest.mark.parametrize(("agent", "index"), [(None, 0), ("job", None)])
+def test_a_task_that_sees_one_device_takes_it_and_an_agents_worker_does_not(monkeypatch, agent, index):
+    one = SimpleNamespace(device_count=lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: one)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", agent)
+        with pytest.raises(LaunchError, match="local rank 3"):
+            local_device("meta", World(rank=3, size=4, local_rank=3, local_size=4))
+    else:
+        assert local_device("meta", World(rank=3, size=4, local_rank=3, local_size=4)).index == index
