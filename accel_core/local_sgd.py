@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_core.errors import AccelError, ConfigError
+from accel_core.plugins import offering
 from accel_core.step import quiet
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class LocalSGD:
             raise ConfigError(
                 f"LocalSGD: ranks cannot step by themselves under strategy {unit.strategy!r}, whose card does"
                 " not offer 'local_sgd'\n"
-                "choose a strategy that does (accel plugins --json), or pass enabled=False"
+                f"{offering('local_sgd')}; or pass enabled=False"
             )
         self._steps = 0
         self._silenced = ExitStack()

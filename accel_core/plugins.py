@@ -22,7 +22,17 @@ from attrs import Attribute, evolve, field, frozen
 from accel_core.errors import PluginError
 from accel_core.patience import HungError, Patience, surviving
 
-__all__ = ["CAPABILITIES", "SLOTS", "Card", "Discovery", "Record", "discover", "load", "plugin_status"]
+__all__ = [
+    "CAPABILITIES",
+    "SLOTS",
+    "Card",
+    "Discovery",
+    "Record",
+    "discover",
+    "load",
+    "offering",
+    "plugin_status",
+]
 
 Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "command"]
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
@@ -191,6 +201,13 @@ class Discovery:
         ]
         shadowed = {name for card, _ in found for name in card.shadows}
         return [(card, record) for card, record in found if record.name not in shadowed]
+
+
+def offering(word: str) -> str:
+    """A remedy: the strategies that can be used here and whose cards offer a capability word."""
+    usable = [record for record in discover().of("strategy") if record.status == "available"]
+    able = [record.name for record in usable if record.card and word in record.card.offers]
+    return f"choose a strategy that can: {', '.join(able)}" if able else "no strategy here can"
 
 
 def plugin_status(name: str) -> str:

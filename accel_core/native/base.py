@@ -26,6 +26,7 @@ from accel_core.native.compiling import compile_model, run_eagerly, uncompiled
 from accel_core.native.device import local_device
 from accel_core.native.state import BaseState
 from accel_core.nested import send_to_device
+from accel_core.plugins import offering
 from accel_core.random import seed_process
 from accel_core.world import Collectives, Topology
 
@@ -263,7 +264,7 @@ class Base(BaseState):
             return nullcontext()
         raise ConfigError(
             f"strategy {self.run.stack.default!r} cannot train on ranks that run out of batches apart\n"
-            "leave even_batches=True, or choose a strategy that offers 'join' (accel plugins --why)"
+            f"leave even_batches=True; {offering('join')}"
         )
 
     @implements(hooks.average_parameters)

@@ -135,7 +135,9 @@ def refused():
 
 @together
 def test_a_strategy_that_cannot_is_refused_at_once():
-    assert all("does not offer 'local_sgd'" in found for found in run_processes(refused))
+    for found in run_processes(refused):
+        assert "does not offer 'local_sgd'" in found
+        assert "choose a strategy that can: ddp" in found
 
 
 class Doubles:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 
 from accel_core import Accelerator, plugin_status
+from accel_core.plugins import discover
+from accel_core.stack import Chosen
 
 
 @pytest.mark.parametrize(
@@ -30,4 +33,26 @@ def test_a_strategy_names_its_own_distributed_type(toy_plugin):
     accelerator = Accelerator(cpu=True, strategy="toy")
 
     assert accelerator.distributed_type == "QUANTUM"
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "word"),
+    [
+        ("ddp", "cuda", "MULTI_GPU"),
+        ("ddp", "npu", "MULTI_NPU"),
+        ("ddp", "native", "MULTI_DEVICE"),
+        ("fsdp", "cuda", "FSDP"),
+    ],
+)
+def test_a_device_completes_the_word_of_a_strategy_for_any_device(strategy, device, word):
+    accelerator = Accelerator(cpu=True)
+    run, (over, under) = accelerator.run, [discover().get(name) for name in (strategy, device)]
+    if None in (over, under):
+        pytest.skip("needs both packages")
+    # The chips are not here: the property goes by the cards alone.
+    strategies = {run.stack.default: Chosen(over, "asked for")}
+    run.stack = evolve(run.stack, strategies=strategies, device=Chosen(under, "asked for"))
+
+    assert accelerator.distributed_type == word
     accelerator.end_training()
