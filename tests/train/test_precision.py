@@ -452,7 +452,7 @@ def test_what_is_set_on_a_prepared_scheduler_reaches_it(accelerator):
 def test_what_is_set_on_a_prepared_optimizer_reaches_it(accelerator):
     model = net()
     inner = SGD(model.parameters(), lr=1.0)
+    inner.mode = "slow"
     _, optimizer = accelerator.prepare(model, inner)
-    optimizer.defaults = {"lr": 0.5}
-    optimizer.mode = "own"
-    assert (inner.defaults, inner.mode) == ({"lr": 0.5}, "own")
+    optimizer.defaults, optimizer.mode = {"lr": 0.5}, "fast"
+    assert (inner.defaults, inner.mode) == ({"lr": 0.5}, "fast")

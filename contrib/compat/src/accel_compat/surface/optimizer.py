@@ -31,7 +31,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         # Not PreparedOptimizer.__init__: there is no unit (yet). A run's own are made without this.
         self.__class__ = _by_hand(type(self))  # type: ignore[arg-type]  # mypy takes its __hash__ for its type's
         self.__dict__.update(optimizer=optimizer, unit=None, applied=True)
-        self.scaler, self.device_placement = scaler, device_placement
+        self.__dict__.update(scaler=scaler, device_placement=device_placement)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless a window still has to apply them. None: as True."""
