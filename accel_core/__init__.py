@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from accel_core.logging import MultiProcessAdapter, get_logger
     from accel_core.memory import find_executable_batch_size, is_out_of_memory, release_memory
     from accel_core.mesh import Mesh, MeshDim, arrange
+    from accel_core.native.own import refuse_own_state
     from accel_core.native.precision import get_grad_scaler, get_mixed_precision_context_manager
     from accel_core.notebook import notebook_launcher
     from accel_core.plugins import CAPABILITIES, Card, plugin_status
@@ -88,6 +89,7 @@ _HOMES = {
     "logging": "MultiProcessAdapter get_logger",
     "memory": "find_executable_batch_size is_out_of_memory release_memory",
     "mesh": "Mesh MeshDim arrange",
+    "native.own": "refuse_own_state",
     "native.precision": "get_grad_scaler get_mixed_precision_context_manager",
     "notebook": "notebook_launcher",
     "plugins": "CAPABILITIES Card plugin_status",
@@ -162,6 +164,7 @@ __all__ = [
     "option",
     "plugin_status",
     "progress",
+    "refuse_own_state",
     "release_memory",
     "set_seed",
     "skip_first_batches",

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accel_core.errors import CheckpointError
 
-__all__ = ["own_state", "restore_own_state"]
+__all__ = ["own_state", "refuse_own_state", "restore_own_state"]
 
 
 def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
@@ -28,6 +28,20 @@ def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
         rest = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
         _compare(optimizer, told)
     return {"state": state, "rest": rest} if state or rest else {}
+
+
+def refuse_own_state(optimizer: Optimizer) -> None:
+    """For strategies that keep the state of parameters, and nothing else, of an optimizer.
+
+    Raises:
+        CheckpointError: the optimizer has other state, by name.
+    """
+    if odd := [key for held in own_state(optimizer).values() for key in held]:
+        raise CheckpointError(
+            f"{type(optimizer).__qualname__} keeps {odd[0]!r}, which belongs to no parameter, and the unit's"
+            " strategy saves what belongs to parameters only\n"
+            "keep it with the parameters, or in an object given to register_for_checkpointing"
+        )
 
 
 def restore_own_state(optimizer: Optimizer, own: Mapping[str, Mapping[Any, Any]]) -> None:

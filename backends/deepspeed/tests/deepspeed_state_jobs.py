@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from accel_core import Accelerator
+from accel_core import Accelerator, CheckpointError
 from accel_deepspeed import DeepSpeedPlugin
 
 STEPS = 3
@@ -237,3 +237,21 @@ def saves_async(how: Mapping[str, Any], folder: str) -> tuple[list[float], list[
     found = job.train(STEPS)
     job.accelerator.end_training()
     return found, expected
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps a number beside the state of its parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 5}
+
+
+def saves_what_belongs_to_no_parameter(folder: str) -> str:
+    accelerator = Accelerator(cpu=True, plugins=[DeepSpeedPlugin(zero_stage=1)])
+    module = nn.Linear(2, 2)
+    accelerator.prepare(module, Counting(module.parameters()))
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"

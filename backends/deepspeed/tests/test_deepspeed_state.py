@@ -198,3 +198,8 @@ def test_a_run_that_has_resumed_saves_what_goes_on(tmp_path: Any, name: str, bet
     for expected, found, steps in run(jobs.again, JSON[name], str(tmp_path), between=between):
         assert found == expected
         assert steps == {2 * jobs.STEPS}
+
+
+def test_what_an_optimizer_keeps_of_no_parameter_is_refused_by_name(tmp_path: Any) -> None:
+    (told,) = run(jobs.saves_what_belongs_to_no_parameter, str(tmp_path / "here"), world=1)
+    assert "Counting keeps 'count', which belongs to no parameter" in told

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from accel_core import CheckpointError, Entry, Leaf, OptimizerState, hooks, implements, whole
+from accel_core import (
+    CheckpointError,
+    Entry,
+    Leaf,
+    OptimizerState,
+    hooks,
+    implements,
+    refuse_own_state,
+    whole,
+)
 from accel_deepspeed.experts import elsewhere
 from accel_deepspeed.fragments import Fragment, fragments, live_part, nowhere, unstepped
 from accel_deepspeed.weights import gathered, keep_available, whole_weights
@@ -69,6 +78,7 @@ class EngineState:
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         """By parameter what DeepSpeed keeps by flat tensor, in torch's words where torch has them."""
         base, scalars = _base(unit), self._loading.get(unit, {})
+        refuse_own_state(base)
         names: list[list[str]] = [[] for _ in base.param_groups]
         leaves: dict[str, Leaf] = {}
         for each in fragments(unit):

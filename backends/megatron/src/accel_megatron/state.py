@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_core import AccelError, Entry, Leaf, OptimizerState, hooks, implements, whole
+from accel_core import AccelError, Entry, Leaf, OptimizerState, hooks, implements, refuse_own_state, whole
 from accel_megatron.building import first_ranks
 from accel_megatron.pieces import boxes
 
@@ -69,6 +69,7 @@ class MegatronState:
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         """By parameter of the user's model what is kept by tensor of megatron-core's."""
+        refuse_own_state(optimizer)
         loading = self._loading.get(unit, {})
         shapes = {name: tuple(each.shape) for name, each in unit.named_parameters().items()}
         held: dict[str, dict[str, list[Any]]] = {}
