@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
 from torch import Tensor
 
@@ -54,11 +55,16 @@ def split(contents: CheckpointContents, unit: str) -> list[dict[str, Tensor]]:
 
 
 def optimizer_tensors(contents: CheckpointContents, unit: str) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter, key, tensor) of the unit's optimizers."""
+    """(parameter, key, tensor) of the unit's optimizers.
+
+    Raises:
+        CheckpointError: a key is no text, or has a slash.
+    """
     for owner, key in contents.leaves:
         sort, _, rest = key.partition("/")
         if (owner, sort) == (unit, "optimizer"):
             name, _, part = rest.rpartition("/")
+            _require_text(name, unquote(part[1:]) if part.startswith("%") else "", f"unit {unit!r}")
             yield name, part, tensor(contents, unit, key)
 
 
@@ -99,6 +105,15 @@ def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, T
         contents.leaves[unit, f"model/{name}"] = whole(given[name])
 
 
+def _require_text(name: str, odd: str, source: str) -> None:
+    if odd:
+        raise CheckpointError(
+            f"{source}: an optimizer keeps state of {name} under {odd}, and only keys of text without '/' and"
+            " '%' are converted\nresume it where it was saved, or train on with its weights only",
+            path=source,
+        )
+
+
 def put_optimizer(
     contents: CheckpointContents,
     unit: str,
@@ -134,6 +149,7 @@ def put_optimizer(
     for name, values in state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
+                _require_text(name, "" if type(key) is str and not {*"/%"} & {*key} else repr(key), source)
                 contents.leaves[unit, f"optimizer/{name}/{key}"] = whole(value, kind=kinds[name, key])
             else:
                 described["plain"].setdefault(name, {})[key] = value
