@@ -25,7 +25,7 @@ from accel_core.world import DOING
 if TYPE_CHECKING:
     from accel_core.run import Run
 
-__all__ = ["Call", "live"]
+__all__ = ["Call", "calling", "live"]
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
@@ -47,7 +47,7 @@ def live(run: Run | None) -> Run:
 
 
 class Call:
-    """One operation as this rank makes it. A context: inside, no gradients, and failures name it.
+    """One operation as this rank makes it, inside `calling`.
 
     objects: it moves picklable objects, for which the world has a group on the CPU.
     at: where in the data it is made, which must be equal too.
@@ -65,16 +65,6 @@ class Call:
         self.collectives = self.council if objects else run.collectives(dim)
         self.size = self.collectives.size
         self.meets = on_cpu or (objects and dim == "world")
-
-    def __enter__(self) -> Call:  # noqa: PYI034 - python 3.10 has no Self
-        self._before = DOING.set(self), torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        token, enabled = self._before
-        torch.set_grad_enabled(enabled)
-        DOING.reset(token)
 
     def __str__(self) -> str:
         found = describe(self.tree)
@@ -233,6 +223,27 @@ class Call:
             f"{self.operation}: {listed}; this run is on {self.run.device}\n"
             "move them to one device first: ops.send_to_device(data, accelerator.device)"
         )
+
+
+@contextmanager
+def calling(
+    run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+) -> Iterator[Call]:
+    """A `Call`: inside, no gradients, and failures name it.
+
+    A generator, since Ctrl-C may come before a method `__exit__` has done anything.
+    """
+    call = Call(run, dim, operation, tree, objects=objects, at=at)
+    enabled, before = torch.is_grad_enabled(), DOING.get()
+    try:
+        torch._C._set_grad_enabled(False)
+        DOING.set(call)
+        yield call
+    finally:
+        try:
+            torch._C._set_grad_enabled(enabled)
+        finally:
+            DOING.set(before)
 
 
 def _text(operation: str, found: Mapping[str, str], places: Sequence[str]) -> str:

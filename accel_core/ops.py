@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel_core.exchange import Call, live
+from accel_core.exchange import Call, calling, live
 from accel_core.nested import (
     concatenate,
     convert_outputs_to_fp32,
@@ -90,7 +90,7 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
 
 
 def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> Any:
-    with Call(run, run.topology.gather_dim, operation, tensor, at=at) as call:
+    with calling(run, run.topology.gather_dim, operation, tensor, at=at) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
             return rebuild(tensor, [each.detach().reshape(each.shape or 1) for each in tensors])
@@ -115,7 +115,7 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
 def _gather_object(object: Any, run: Run, operation: str, at: str = "") -> Any:
     on_cpu = run.device.type == "cpu"  # elsewhere a tensor would arrive on its sender's device
     mine = object if on_cpu else recursively_apply(Tensor.cpu, object)
-    with Call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
+    with calling(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
         return _join_objects(call.all_objects(mine))
 
 
@@ -150,7 +150,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
         TypeError: a leaf is no tensor.
         ValueError: there is no such rank, or the tensors are on several devices.
     """
-    with Call(live(run), "world", f"broadcast from {from_process}", tensor) as call:
+    with calling(live(run), "world", f"broadcast from {from_process}", tensor) as call:
         call.check_rank(from_process)
         tensors, plan = call.tensors()
         if call.size == 1:
@@ -175,7 +175,7 @@ def broadcast_object_list(
         ValueError: there is no such rank.
     """
     operation = f"broadcast_object_list from {from_process}"
-    with Call(live(run), "world", operation, object_list, objects=True) as call:
+    with calling(live(run), "world", operation, object_list, objects=True) as call:
         call.check_rank(from_process)
         object_list[:] = call.one_object(object_list, from_process)
         return object_list
@@ -197,7 +197,7 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
         raise ValueError(f"reduce: {reduction!r} is none of {', '.join(get_args(Reduction))}")
     if reduction == "none":
         return tensor
-    with Call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
+    with calling(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
         wired, plan = call.tensors(lambda each: _wire(each, reduction))
         if call.size > 1:
             wired = _reduced(call, plan, wired, reduction)
@@ -222,7 +222,7 @@ def pad_across_processes(
         TypeError: a leaf is no tensor.
     """
     run = live(run)
-    with Call(run, run.topology.gather_dim, "pad_across_processes", tensor, objects=True) as call:
+    with calling(run, run.topology.gather_dim, "pad_across_processes", tensor, objects=True) as call:
         with call.local():
             tensors, structure = leaves(tensor, "pad_across_processes")
         here = [each.shape[dim] if -each.ndim <= dim < each.ndim else -1 for each in tensors]
@@ -245,7 +245,7 @@ def wait_for_everyone(*, run: Run | None = None) -> None:
     Raises:
         CollectiveError: another rank calls something else, or does not come in time.
     """
-    with Call(live(run), "world", "wait_for_everyone", None, objects=True) as call:
+    with calling(live(run), "world", "wait_for_everyone", None, objects=True) as call:
         call.all_objects(None)
 
 

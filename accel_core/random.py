@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_core.errors import ConfigError
-from accel_core.exchange import Call, live
+from accel_core.exchange import calling, live
 from accel_core.streams import reseed
 from accel_core.world import World
 
@@ -53,7 +53,7 @@ def synchronize_rng_state(
         CollectiveError: another rank calls something else, or raises ConfigError.
     """
     run = live(run)
-    with Call(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
+    with calling(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
         with call.local():
             streams = _streams(run, rng_type, generator)
         agreed = call.one_object(streams[rng_type], 0)

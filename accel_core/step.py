@@ -56,7 +56,7 @@ class Accumulation:
         self._contexts: ExitStack | None = None
 
     def __enter__(self) -> None:
-        if self._outer is not _NOT_ENTERED:
+        if self._outer is not _NOT_ENTERED and self.run.accumulation is not None:
             raise AccelError("accumulate of the same models is entered already\nenter it once a micro-batch")
         run, items = self.run, self.items
         active = run.active_loaders

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_core.exchange import Call
+from accel_core.exchange import calling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["Stream", "fork", "forward_context", "reseed", "restore", "states"]
+__all__ = ["Stream", "check", "fork", "forward_context", "reseed", "restore", "states"]
 
 
 class Stream:
@@ -76,7 +76,7 @@ def fork(run: Run, unit: Unit) -> Stream | None:
     number = None if unit.mesh is None else unit.mesh.stream()
     if number is None:
         return None
-    with Call(run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
+    with calling(run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
         seed: int = call.one_object(torch.initial_seed(), 0)
     return Stream(run.device, unit.name, number, seed)
 
@@ -106,6 +106,16 @@ def reseed(run: Run, seed: int) -> None:
 def states(run: Run) -> dict[str, Tensor]:
     """Name in a checkpoint -> state."""
     return {name: stream.state for name, stream in _streams(run).items()}
+
+
+def check(run: Run, saved: Mapping[str, Tensor]) -> None:
+    """Raises what torch raises for a state that is none. Changes nothing."""
+    for name, stream in _streams(run).items():
+        before = stream._get()
+        try:
+            stream._set(saved[name])
+        finally:
+            stream._set(before)
 
 
 def restore(run: Run, saved: Mapping[str, Tensor]) -> None:

@@ -109,6 +109,10 @@ class Window:
         self.size = self._next
         self.fresh = False
 
+    def begin_anew(self) -> None:
+        """Be before the first micro-batch of a window."""
+        self.index, self.size, self.boundary, self.fresh, self.items = -1, self._next, True, True, None
+
     def mark_last(self, last: bool) -> None:
         """Make the current micro-batch the window's last, or not."""
         self.boundary = last
@@ -240,6 +244,16 @@ class Unit:
         around = self.steps.step_context
         with nullcontext() if around is None else around(self, taken[0]):
             yield taken
+
+    def begin_anew(self) -> None:
+        """Be before a window's first micro-batch, without gradients: so is what a checkpoint holds."""
+        self.window.begin_anew()
+        self.run.accumulation = None  # one that Ctrl-C has not let end, if there is one
+        self.waiting.clear()
+        self.unscaled.clear()
+        for optimizer in self.optimizers:
+            clear = self.steps.zero_grad
+            optimizer.zero_grad() if clear is None else clear(self, optimizer, True)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, tied weights once. Names are those in the models as given.

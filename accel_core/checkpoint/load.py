@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +32,7 @@ from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.series import history
 from accel_core.errors import CheckpointError
 from accel_core.native.account import owner_of, restore_extra
-from accel_core.streams import reseed, restore, states
+from accel_core.streams import check, reseed, restore, states
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def load(
     """Bring the run into the state that the checkpoint `directory` holds. Collective: all ranks.
 
     The checkpoint may have been saved by another stack, or at another world size; what that means for
-    random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's.
+    random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's. Gradients are
+    dropped, and windows begin anew: a checkpoint is taken between two.
     `strict=False` loads what fits and logs the rest. Without a directory it is the newest valid one of
     the numbered; what is damaged is logged and passed over. Returns the folder that was loaded; None,
     with `missing_ok`, if there is none.
@@ -155,7 +157,8 @@ class Restoration:
         else:
             scopes = " and ".join(self._scopes)
             self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
-        self._loaders()
+        with self._understood("dataloaders"):
+            self._loaders()
         registered = self._paired("registered object ", checkpoint.state["registered"], run.registered)
         self._objects += [(what, partial(item.load_state_dict, state)) for what, item, state in registered]
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
@@ -164,7 +167,8 @@ class Restoration:
         for unit in run.units:
             if unit.name in saved:
                 self._unit(unit, saved[unit.name])
-        self._random()
+        with self._understood("random streams"):
+            self._random()
         self._problems.settle()
 
     def apply(self) -> None:
@@ -202,6 +206,7 @@ class Restoration:
         restore = restore_optimizers(unit, self.checkpoint, *described, self._problems, schedulers)
         self._copies += [*restore]
         self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
+        self._copies.append((f"{unit.name}", unit.begin_anew))
         self._plugins(unit, tensors["plugins"])
 
     def _extra(self, unit: Unit, saved: Mapping[str, Any]) -> None:
@@ -315,6 +320,7 @@ class Restoration:
             self._copies.append(("random streams", partial(self.run.hooks.set_rng_state, known)))
             self._copies.append(("random streams", partial(restore, self.run, streams)))
             self._try_random(known)
+            check(self.run, streams)
             return
         first = self.checkpoint.decode(self.checkpoint.own(0)["random"], "random")
         seed = derived_seed(first, self.run.topology.reader)
@@ -323,6 +329,7 @@ class Restoration:
         self._copies.append(("random streams", partial(reseed, self.run, derived_seed(first, 0))))
         if self.run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
             goes_on = partial(self.run.hooks.set_rng_state, {"torch": first["torch"]})
+            self._try_random({"torch": first["torch"]})
             self._copies.append(("random streams", goes_on))
 
     def _try_random(self, streams: Mapping[str, Tensor]) -> None:
@@ -330,12 +337,18 @@ class Restoration:
         before = self.run.hooks.rng_state()
         try:
             self.run.hooks.set_rng_state(streams)
+        finally:
+            self.run.hooks.set_rng_state(before)
+
+    @contextmanager
+    def _understood(self, what: str) -> Iterator[None]:
+        """Around what reads values of any content: what they cannot be used for is a problem."""
+        try:
+            yield
         except CheckpointError:
             raise
         except Exception as error:  # torch's, Python's and numpy's generators raise what they like
-            self._problems.fatal.append(f"random streams: {type(error).__name__}: {error}")
-        finally:
-            self.run.hooks.set_rng_state(before)
+            self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ from accel_core.checkpoint.codec import bytes_of, name_of, tensor_from
 from accel_core.data.order import COMPLETE
 from accel_core.data.position import Drawn, Progress
 from accel_core.errors import CollectiveError
-from accel_core.exchange import Call
+from accel_core.exchange import calling
 
 if TYPE_CHECKING:
     from accel_core.run import Run
@@ -138,5 +138,5 @@ class _Pickler(pickle.Pickler):
 
 
 def _send(run: Run, message: Tensor | None) -> Tensor:
-    with Call(run, "world", "the next batch (dispatch_batches)", None, objects=True) as call:
+    with calling(run, "world", "the next batch (dispatch_batches)", None, objects=True) as call:
         return call.one_payload(message, SOURCE)

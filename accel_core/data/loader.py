@@ -214,6 +214,9 @@ class PreparedLoader(DataLoader[Any]):
             CheckpointError: this loader cannot go on there: it names what has changed.
         """
         position = Position.from_json(state, self._position())
+        for role, generator in self._generators().items():
+            if role in position.generators:  # torch raises where it is no state
+                torch.Generator(generator.device).set_state(decode(position.generators[role]))
         midway = position.consumed > 0 and not position.is_over(self._deal)
         if self._kind == "stateful" and self._reads and midway and position.state is None:
             raise CheckpointError(
@@ -265,10 +268,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         active, cursor = self._run.active_loaders, self._cursor
-        active.append(self)
-        cursor.hold(progress)
         finished = False
         try:
+            active.append(self)
+            cursor.hold(progress)
             cursor.check(progress)
             for batch in batches:
                 progress.count += 1
@@ -286,8 +289,13 @@ class PreparedLoader(DataLoader[Any]):
                     cursor.check(progress)
             finished = True
         finally:  # on `break` too: the generator is closed, or collected
-            remove(active, self)
-            cursor.leave(progress, finished=finished)
+            try:
+                remove(active, self)
+            except BaseException:  # Ctrl-C came before it had done anything
+                remove(active, self)
+                raise
+            finally:
+                cursor.leave(progress, finished=finished)
 
     def _read(self, progress: Progress, skip: int) -> Iterator[Any]:
         """This reader's batches; rounds, where this process reads for all."""

@@ -13,7 +13,7 @@ from accel_core.data.order import Deal
 from accel_core.data.position import Kind
 from accel_core.data.stateful import is_stateful, stateful
 from accel_core.errors import ConfigError
-from accel_core.exchange import Call
+from accel_core.exchange import calling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
     doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
 
     def agree(mine: Tensor) -> Tensor:
-        with Call(run, "world", doing, None, objects=True) as call:
+        with calling(run, "world", doing, None, objects=True) as call:
             return call.one_payload(mine if control_rank == 0 else None, 0).clone()
 
     return Draw(

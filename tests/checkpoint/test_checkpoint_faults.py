@@ -22,6 +22,7 @@ import torch
 import xxhash
 from series_job import Job
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
 from accel_core.checkpoint import files
@@ -408,6 +409,41 @@ def test_pickled_bytes_stay_bytes(saved, tmp_path, monkeypatch):
     saved.accelerator.load_state(saved.folder)
     assert saved.anything.state == {"here": pickle.dumps(Evil())}
     assert not (tmp_path / "RAN").exists()
+
+
+NO_STATES = [
+    {"python": None},
+    {"torch": {"$tensor": ["uint8", [3], "AAAA"]}},
+    {"torch": 3},
+    {"torch": {"$tensor": ["uint8", [5056], "A" * 6740 + "AA=="]}},
+    [],
+]
+
+
+@pytest.mark.parametrize("readers", [1, 2], ids=["same-world", "other-world"])
+@pytest.mark.parametrize("value", NO_STATES, ids=lambda value: str(value)[:40])
+def test_random_streams_of_no_generator_are_refused_before_anything_is_touched(saved, value, readers):
+    def change(rank):
+        known = rank["state"]["random"]
+        rank["state"]["random"] = {**known, **value} if value else value
+
+    rewrite(saved.folder, "rank-00000.json", change)
+    rewrite(saved.folder, "manifest.json", lambda members: members["world"].update(readers=readers))
+    before = torch.get_rng_state()
+    assert "random streams" in saved.refused()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loaders_generator_that_is_none_is_refused_before_anything_is_touched(saved):
+    data = DataLoader(torch.arange(4.0), shuffle=True, generator=torch.Generator())
+    saved.accelerator.prepare(data)
+    saved.accelerator.save_state(saved.folder)
+
+    def change(rank):
+        rank["state"]["loaders"][0]["generators"]["loader"] = "AAAA"
+
+    rewrite(saved.folder, "rank-00000.json", change)
+    assert "dataloaders: RuntimeError" in saved.refused()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,0 +1,354 @@
+"""Whatever is left by return, break, close, an exception or Ctrl-C leaves a process as it was before."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel_core
+from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
+from accel_core.world import DOING
+
+CORE = str(Path(accel_core.__file__).parent)
+SAMPLE = 12
+"""Places of a scenario at which it is interrupted; the slow variant takes all."""
+
+
+class Script:
+    """A run with all that holds state; `rest` is what a script does after it caught an interruption."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+        module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        self.model, self.optimizer, self.scheduler, self.loader, self.stream = self.accelerator.prepare(
+            module,
+            optimizer,
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+            DataLoader(TensorDataset(torch.randn(6, 3)), batch_size=2, shuffle=True),
+            DataLoader(Stream(), batch_size=2),
+        )
+        self.save("base")
+
+    def save(self, name: str, **options) -> None:
+        self.accelerator.save_state(self.folder / name, **options)
+
+    def step(self, batch) -> float:
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(batch).float().square().mean()
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return loss.item()
+
+    def train(self) -> list[float]:
+        losses = [self.step(batch) for (batch,) in self.loader]
+        return losses + [self.step(batch) for batch in self.stream]
+
+    def rest(self) -> list[float]:
+        self.accelerator.load_state(self.folder / "base")
+        losses = self.train()
+        self.save("later")
+        self.accelerator.load_state(self.folder / "later")
+        return losses + self.train()
+
+    def left(self) -> dict[str, object]:
+        """What a context or an iteration must put back."""
+        run = self.accelerator.run
+        return {
+            "gradients": torch.is_grad_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+            "garbage collection": gc.isenabled(),
+            "operation": DOING.get(),
+            "active loaders": list(run.active_loaders),
+            "units": [(unit.silent, unit.joined) for unit in run.units],
+            "deals": [loader._feed and loader._feed.deal for loader in run.loaders],
+            "training": [module.training for module in self.model.modules()],
+            "hooks": [list(module._forward_pre_hooks) for module in self.model.modules()],
+        }
+
+    def files(self) -> list[str]:
+        """Leftovers of saves that the latest one in that folder has not removed."""
+        return [path.name for path in self.folder.iterdir() if not path.name.isidentifier()]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.linspace(0, 1, 9).view(3, 3))
+
+
+def nothing():
+    pass
+
+
+def accumulate(script, leave):
+    for (batch,) in script.loader:
+        with script.accelerator.accumulate(script.model):
+            script.accelerator.backward(script.model(batch).sum())
+            leave()
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+
+def items(script, leave):
+    for (batch,) in script.loader:
+        with script.accelerator.accumulate(script.model, items=len(batch)):
+            leave()
+            script.accelerator.backward(script.model(batch).sum())
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+
+
+def autocast(script, leave):
+    with script.accelerator.autocast():
+        leave()
+
+
+def no_sync(script, leave):
+    with script.accelerator.no_sync(script.model):
+        leave()
+
+
+def join(script, leave):
+    with script.accelerator.join_uneven_inputs([script.model], even_batches=False):
+        leave()
+
+
+def profile(script, leave):
+    with script.accelerator.profile():
+        leave()
+
+
+def full_parameters(script, leave):
+    with script.accelerator.full_parameters(script.model, writeback=True):
+        leave()
+
+
+def local_sgd(script, leave):
+    with LocalSGD(script.accelerator, script.model, 2) as local:
+        leave()
+        local.step()
+
+
+def ranks(script, leave):
+    with script.accelerator.main_process_first(), script.accelerator.local_main_process_first():
+        script.accelerator.on_main_process(leave)()
+    with script.accelerator.split_between_processes([1, 2]):
+        script.accelerator.on_local_main_process(leave)()
+
+
+def collectives(script, leave):
+    script.accelerator.gather_for_metrics(torch.ones(2))
+    script.accelerator.reduce(torch.ones(2))
+    script.accelerator.wait_for_everyone()
+    leave()
+
+
+def sequences(script, leave):
+    with script.accelerator.maybe_context_parallel([torch.ones(2, 2)], [1]):
+        leave()
+
+
+def loader(script, leave):
+    for _ in script.loader:
+        for _ in script.stream:
+            leave()
+
+
+def by_hand(script, leave):
+    batches, others = iter(script.loader), iter(script.stream)
+    next(batches), next(others), next(batches)
+    leave()
+
+
+def skipped(script, leave):
+    for (batch,) in skip_first_batches(script.loader, 2):
+        script.model(batch)
+        leave()
+
+
+def whole_window(script, leave):
+    def forward_loss(model, batch):
+        leave()
+        return model(batch[0]).sum(), None
+
+    script.accelerator.forward_backward(script.model, iter(script.loader), forward_loss)
+
+
+def weights(script, leave):
+    for _ in script.accelerator.iter_weights(script.model):
+        leave()
+    script.accelerator.get_state_dict(script.model)
+
+
+def save(script, leave):
+    script.save("other")
+    leave()
+
+
+def save_behind(script, leave):
+    script.save("other", wait=False)
+    leave()
+    script.accelerator.wait_for_checkpoint()
+
+
+def load(script, leave):
+    script.accelerator.load_state(script.folder / "base")
+    leave()
+
+
+def save_model(script, leave):
+    script.accelerator.save_model(script.model, script.folder / "model")
+    leave()
+
+
+def train(script, leave):
+    script.train()
+    leave()
+
+
+SCENARIOS = [
+    accumulate, items, autocast, no_sync, join, profile, full_parameters, local_sgd, ranks, collectives,
+    sequences, loader, by_hand, skipped, whole_window, weights, save, save_behind, load, save_model, train,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    made = Script(tmp_path_factory.mktemp("interrupted"))
+    made.expected, made.before = made.rest(), made.left()
+    yield made
+    made.accelerator.end_training()
+
+
+def check(script, what) -> list[str]:
+    """What is not as it would be if nothing had been left."""
+    found = script.left()
+    problems = [f"{what}: {name}: {found[name]}" for name in found if found[name] != script.before[name]]
+    torch.set_grad_enabled(True), gc.enable(), DOING.set("")  # so that one fault is told once
+    script.accelerator.run.active_loaders.clear()
+    if script.rest() != script.expected:
+        problems.append(f"{what}: other losses")
+    if script.accelerator.run.accumulation is not None:
+        problems.append(f"{what}: it accumulates for ever")
+    return problems + [f"{what}: {name}" for name in script.files()]
+
+
+class Left(BaseException):
+    """As SystemExit in a handler of the user's own."""
+
+
+def raising(kind):
+    def leave():
+        raise kind("left here")
+
+    return leave
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, Left])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_what_the_users_code_leaves_by_an_exception_is_as_if_it_had_not_been(script, scenario, kind):
+    with contextlib.suppress(kind):
+        scenario(script, raising(kind))
+    assert not check(script, scenario.__name__)
+
+
+# -- Ctrl-C in core's own code -------------------------------------------------------------------
+
+
+class Interruption:
+    """Ctrl-C at the n-th place in core's code where the interpreter looks for signals."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.count, self.where = at, 0, ""
+
+    def __enter__(self):
+        self.outer = sys.gettrace()
+        sys.settrace(self.call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.outer)
+
+    def call(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(CORE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        looked = [looks(frame)]  # not so where a generator is resumed by an exception
+
+        def opcode(frame, event, argument):
+            if event == "opcode":
+                if looked[0]:
+                    self.place(frame)
+                looked[0] = looks(frame)
+            return opcode
+
+        return opcode
+
+    def place(self, frame) -> None:
+        self.count += 1
+        if self.count == self.at:
+            name = Path(frame.f_code.co_filename).name
+            self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+
+def looks(frame) -> bool:
+    """Whether the interpreter looks for signals once it has done the frame's current instruction."""
+    return frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] in LOOKING
+
+
+COLLECTED = "ignore::pytest.PytestUnraisableExceptionWarning"
+"""Ctrl-C in an iterator that is being collected: the interpreter tells it, and goes on."""
+LOOKS = "CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE"
+LOOKING = {number for name, number in dis.opmap.items() if name.startswith(LOOKS)}
+
+
+def interrupted(script, scenario, at) -> list[str]:
+    interruption = Interruption(at)
+    try:
+        with interruption:
+            scenario(script, nothing)
+    except KeyboardInterrupt:
+        with contextlib.suppress(CheckpointError):  # one that has not begun says so
+            script.accelerator.wait_for_checkpoint()
+    return check(script, f"interrupted in {interruption.where} (place {at})")
+
+
+def places(script, scenario) -> int:
+    for _ in range(2):  # the first time, caches are filled
+        with Interruption() as counted:
+            scenario(script, nothing)
+        script.rest()
+    return counted.count
+
+
+@pytest.mark.filterwarnings(COLLECTED)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_ctrl_c_within_our_own_code_leaves_nothing(script, scenario):
+    count = places(script, scenario)
+    chosen = sorted(random.Random(0).sample(range(1, count + 1), min(SAMPLE, count)))
+    assert not [problem for at in chosen for problem in interrupted(script, scenario, at)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(COLLECTED)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_ctrl_c_at_each_place_of_our_own_code_leaves_nothing(script, scenario):
+    count = places(script, scenario)
+    assert not [problem for at in range(1, count + 1) for problem in interrupted(script, scenario, at)]
