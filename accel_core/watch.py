@@ -82,8 +82,8 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
             cannot come because it is stuck in an operation that waits for this rank, or the process
             group's time-out has passed. Raised on all ranks that wait.
     """
-    if run.world.size > 1:
-        Meeting(run, f"{operation}{brings and f' of {brings}'}").hold()
+    if run.world.size > 1 and _watch is not None:
+        Meeting(run, _watch, f"{operation}{brings and f' of {brings}'}").hold()
 
 
 def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
@@ -113,12 +113,11 @@ def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError 
 class Meeting:
     """One `assemble`, as this rank sees it. The first rank to come asks after those that are not there."""
 
-    def __init__(self, run: Run, what: str) -> None:
+    def __init__(self, run: Run, watch: Watch, what: str) -> None:
         from torch.distributed.distributed_c10d import default_pg_timeout
 
         assert run.world.store is not None
-        assert _watch is not None
-        self.store, self.world, self.what = _under(_watch.prefix, run.world.store), run.world, what
+        self.store, self.world, self.what = _under(watch.prefix, run.world.store), run.world, what
         self.number = next(_meetings)
         self.key = f"meeting/{self.number}"
         timeout = run.config.process_group.timeout or default_pg_timeout

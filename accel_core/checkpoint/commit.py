@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -172,7 +172,8 @@ def workshop(folder: Path) -> Iterator[Path]:
     for left in [path for path in folder.iterdir() if _WORKSHOP.fullmatch(path.name)]:
         if is_over(left.name.split(".")[1]) and not left.is_symlink():
             aside = left.with_suffix(".removed")
-            left.replace(aside)  # first, so that a writer that was thought dead cannot go on
+            with suppress(FileNotFoundError):  # another writer is clearing up as well
+                left.replace(aside)  # first, so that a writer that was thought dead cannot go on
             shutil.rmtree(aside, ignore_errors=True)
     save_id = new_save_id("")
     made = folder / f".{save_id}.weights"
