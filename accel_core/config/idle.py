@@ -37,7 +37,7 @@ def idle_options(
         if not _differs(held, path[-1]):
             continue
         needed = describe(options_of(type(held))[path[-1]][0]).only_with
-        if sections.get(path[0]):
+        if sections.get(path[0]) and given.source != "python":  # one script runs on one process and on many
             yield _sentence(path, given.origin, remedies[path[0]])
         elif needed and not _differs(held, needed):
             yield _sentence(path, given.origin, f"{spell((*path[:-1], needed))} is set")

@@ -238,7 +238,7 @@ OLD = {
     "--nproc-per-node gpu": "auto is one process on a CPU, not one a core",
     "--cpu": "where --cpu started one",
     "--num_machines 2": "use --nodes",
-    "--nnodes 1:4": "a fixed number",
+    "--nnodes 1:4": "use --nodes N; for MIN:MAX --nodes MAX --min-nodes MIN",
     "--machine_rank 0": "use --node-rank",
     "--main_process_ip 10.0.0.1": "use --rendezvous HOST:PORT",
     "--main_process_port 29500": "a free port is taken by itself",
@@ -246,7 +246,7 @@ OLD = {
     "--config_file a.yaml": "use --config FILE; it is accel-core's YAML",
     "--mixed_precision fp16": "did you mean '--mixed-precision'?",
     "--multi_gpu": "-n N or auto says how many processes",
-    "--fsdp_offload_params true": "--fsdp.OPTION VALUE",
+    "--fsdp_offload_params true": "use --strategy fsdp with --fsdp.cpu-offload VALUE",
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 
 import pytest
 from attrs import frozen
 
-from accel_core import Card, ConfigError, PluginError, option
+from accel_core import Card, ConfigError, InitProcessGroupKwargs, PluginError, option
 from accel_core.config.resolve import load
 from accel_core.plugins import Discovery, Record, discover
 from accel_core.stack import choose
@@ -266,6 +267,11 @@ def test_an_option_that_does_nothing_without_another_is_a_note(tmp_path, text, n
     (said,) = stack_with({"directory": tmp_path}, processes=1).notes
     assert re.match(note.replace("(accel.yaml:1:11)", r"\(accel.yaml:1:11\)"), said), said
     assert "does nothing here" in said
+
+
+def test_what_a_script_sets_for_several_processes_is_no_note_in_one():
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=9))
+    assert stack_with({"objects": [limit]}, processes=1).notes == ()
 
 
 @pytest.mark.parametrize(
