@@ -71,6 +71,7 @@ class Run:
     """
 
     run_id: str
+    mesh: Mesh | None = None
     saver: Saver | None = None
     """Made by the first save."""
     preemption: Preemption | None = None

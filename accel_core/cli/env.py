@@ -32,9 +32,7 @@ def env() -> None:
     # A vendor's library may end or hang the process: what was found by then is out already.
     print("torch ... ", end="", flush=True)
     print(_torch())
-    for record in discovery.of(
-        "device"
-    ):  # others have nothing to tell of the machine, and are slow to import
+    for record in discovery.of("device"):  # others tell nothing of the machine, and are slow to import
         if record.status == "available":
             print(f"{record.name} ... ", end="", flush=True)
             print(_report(record))

@@ -66,9 +66,8 @@ def test_a_run_whose_end_was_interrupted_has_not_ended(job, tmp_path, interrupt)
 
 
 def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_path):
-    slow = "async_job.flight.write_file = async_job.slow"
-    last = "import os, signal, threading; threading.Timer(.1, os.kill, (os.getpid(), signal.SIGINT)).start()"
-    ended = at_exit(tmp_path, slow, f"{last}; job.accelerator.end_training()")
+    trouble = "async_job.flight.write_file = async_job.interrupting"
+    ended = at_exit(tmp_path, trouble, "job.accelerator.end_training()")
     assert "KeyboardInterrupt" in ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
 

@@ -133,7 +133,7 @@ def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
     pytest.importorskip("torch")
     source = "class Plugin:\n    def __init__(self, config, run): ...\n"
     source += "    def environment_report(self): return {'driver': '7.1'}\n"
-    environment = toys("pony", "strategy", implementation="'toy_parts:Plugin'", modules={"toy_parts": source})
+    environment = toys("pony", "device", implementation="'toy_parts:Plugin'", modules={"toy_parts": source})
 
     ended = accel("env", environment={**environment, "ACCEL_DEBUG": "1", "PONY_TOKEN": "secret"})
 
@@ -147,7 +147,7 @@ def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
 def test_env_survives_a_plugin_that_quits(toys):
     pytest.importorskip("torch")
     environment = toys(
-        "pony", "strategy", implementation="'toy_parts:P'", modules={"toy_parts": "raise SystemExit"}
+        "pony", "device", implementation="'toy_parts:P'", modules={"toy_parts": "raise SystemExit"}
     )
 
     ended = accel("env", environment=environment)

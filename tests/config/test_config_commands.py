@@ -88,7 +88,9 @@ def test_check_as_json(accel):
 
 def test_show_prints_each_value_and_its_origin(accel):
     (accel.folder / "accel.yaml").write_text(NEEDS)
-    lines = accel("show", ACCEL__GRAD_SCALER__INIT_SCALE="2").stdout.splitlines()
+    lines = accel(
+        "show", ACCEL__GRAD_SCALER__INIT_SCALE="2", ACCEL__MIXED_PRECISION="fp16"
+    ).stdout.splitlines()
     assert lines[0] == "file: accel.yaml"
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines[1:]}
     assert rows["device"] == ['"far-away"', "accel.yaml:1:1"]

@@ -12,7 +12,7 @@ CARD = Card(
     name="frozen",
     slot="strategy",
     summary="A strategy of long ago.",
-    api_version="0.9",
+    api_version="1.0",
     implementation="frozen_plugin:Frozen",
 )
 

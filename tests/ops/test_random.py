@@ -45,6 +45,7 @@ def test_a_run_seeds_by_its_hook():
     run = SimpleNamespace(
         world=World(rank=3, size=4),
         topology=Topology(reader=3, readers=4),
+        units=(),
         hooks=SimpleNamespace(seed=lambda *arguments: seeds.append(arguments)),
     )
     set_seed(10, device_specific=True, run=run)
