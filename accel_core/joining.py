@@ -19,6 +19,10 @@ from accel_core.errors import AccelError, ConfigError
 from accel_core.native.process_group import shared
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
     from accel_core.mesh import Mesh
     from accel_core.run import Run
 
@@ -92,16 +96,24 @@ def _check_group(run: Run, backends: Mapping[str, str]) -> None:
             f" {backends[kind]}, as this run needs\n"
             f"make that group with backend '{kind}:{backends[kind]}', or end the run that uses it first"
         )
-    asked = run.config.process_group.timeout
-    assert dist.group.WORLD is not None
-    options = getattr(dist.group.WORLD._get_backend(run.device), "options", None)
-    has = getattr(options, "_timeout", asked)
-    if asked is not None and asked != has:
+    asked, has = run.config.process_group.timeout, _timeout_of(run.device)
+    if asked is not None and has not in (None, asked):
         raise ConfigError(
             f"process_group.timeout is {asked}, but this process already has a process group, whose"
             f" time-out is {has}\n"
             "give both the same time-out, or end the run that uses that group first"
         )
+
+
+def _timeout_of(device: torch.device) -> timedelta | None:
+    """The time-out of the group that this process has; None where torch does not tell."""
+    assert dist.group.WORLD is not None
+    try:
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    except RuntimeError:  # torch knows no backend of a device that a plugin carries by another's
+        return None
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def _compare_ranks(run: Run) -> None:

@@ -121,7 +121,8 @@ def test_the_same_is_seen_as_there(code):
 
 @needs_accelerate
 @pytest.mark.parametrize("who", ["all", "main"])
-def test_a_state_is_saved_by_all_or_by_the_main_process_alone(tmp_path, who):
+def test_a_state_is_saved_by_all_or_by_the_main_process_alone(tmp_path, monkeypatch, who):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     found = [
         said(
             SAVED,

@@ -46,7 +46,9 @@ LESS = {"ACCELERATE_USE_CPU", "ACCEL__CUDA__NUMA_AFFINITY"}
 
 
 @needs_accelerate
-def test_workers_are_told_what_they_are_there(tmp_path):
+def test_workers_are_told_what_they_are_there(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(name)  # of tests before
     away = {"HF_HOME": str(tmp_path)}
     for words, theirs in zip(LINES, said(TOLD % LINES, ours=False, environment=away), strict=True):
         told = launching.environment(settings.parse([*words, "x.py"], None).settings)

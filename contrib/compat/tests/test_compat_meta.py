@@ -17,6 +17,7 @@ from accelerate.utils import (
 )
 from peers import needs_accelerate, said
 
+from accel_compat import saying
 from accel_compat.refusing import NotServedError
 
 EMPTY = """
@@ -127,7 +128,8 @@ def test_sizes_may_be_fractions():
     assert get_max_memory({"cpu": 1e9, 0: "1GB"}) == {0: 10**9, "cpu": 1e9}
 
 
-def test_a_profiler_is_built_and_what_cannot_be_recorded_left_out(capsys):
+def test_a_profiler_is_built_and_what_cannot_be_recorded_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(saying, "_said", set())
     assert isinstance(ProfileKwargs(activities=["cpu"]).build(), torch.profiler.profile)
     with pytest.raises(ValueError, match="Invalid profiler activity: gpu"):
         ProfileKwargs(activities=["gpu"]).build()
