@@ -101,7 +101,7 @@ a.wait_for_everyone()
 torch.manual_seed(99 + a.process_index)
 a.load_state(folder)
 streams = a.gather(torch.rand(1, 2)).tolist()
-print(json.dumps([streams if who == "all" else 0, [p.detach().sum().item() for p in m.parameters()]]))
+a.print(json.dumps([streams if who == "all" else 0, [p.detach().sum().item() for p in m.parameters()]]))
 """
 
 
