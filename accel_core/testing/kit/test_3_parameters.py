@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,5 +32,5 @@ def test_ranks_that_use_different_parameters_are_right_or_refused(run: Run, kit:
         assert ours.keys() == plain.keys()
         for name, expected in plain.items():
             torch.testing.assert_close(
-                ours[name], expected, rtol=1e-4, atol=1e-5, msg=partial("{}: {}".format, name)
+                ours[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )

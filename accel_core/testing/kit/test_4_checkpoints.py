@@ -159,9 +159,7 @@ class Awkward:
     def natively(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """State of model and optimizer, loaded by the native way, which saves it again beside."""
         way = next(way for way in self._kit.ways if str(way) == "native@1")
-        again = f"{self.folder}-again"
-        found: tuple[dict[str, Any], dict[str, Any]]
-        (found,) = self._run(work_awkward.loaded, way, self.folder, again, self.without)
+        (found,) = self._run(work_awkward.loaded, way, self.folder, f"{self.folder}-again", self.without)
         return found
 
 
