@@ -18,9 +18,7 @@ class Late(SimulatedDevice):
         if self.run.world.size > 1:
             group = self.run.collectives("world")
             for parameter in unit.named_parameters().values():
-                if parameter.requires_grad:
-                    if parameter.grad is None:  # other ranks may have one
-                        parameter.grad = parameter.new_zeros(parameter.shape)
+                if parameter.grad is not None:
                     group.all_reduce(parameter.grad, "mean")
         self.below.reduce_gradients(unit, num_items)
 
