@@ -33,7 +33,7 @@ class Pair(Replicas):
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config, world):
-        return [MeshDim("twin", -1, 150, "model")]
+        return [MeshDim("twin", -1, 150, "model", alike=True)]
 
 
 class Grid(Replicas):
@@ -41,7 +41,10 @@ class Grid(Replicas):
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config, world):
-        return [MeshDim("neighbour", min(2, world.size), 250, "model"), MeshDim("dp_replicate", -1)]
+        return [
+            MeshDim("neighbour", min(2, world.size), 250, "model", alike=True),
+            MeshDim("dp_replicate", -1),
+        ]
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit, num_items):
