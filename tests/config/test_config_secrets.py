@@ -12,7 +12,7 @@ from attrs import frozen
 from command import accel
 from config_toys import record
 
-from accel_core import Accelerator, ConfigError, GeneralTracker, option
+from accel_core import ConfigError, option
 from accel_core.config.options import is_secret, may_be_secret
 from accel_core.config.resolve import load
 from accel_core.plugins import Discovery
@@ -93,26 +93,3 @@ def test_help_of_the_world_prints_no_environment():
         check=True,
     )
     assert SECRET not in done.stdout
-
-
-class Keeper(GeneralTracker):
-    """Keeps its configuration."""
-
-    name = "keeper"
-
-    def start(self):
-        pass
-
-    def store_init_configuration(self, values):
-        self.kept = dict(values)
-
-    def log(self, values, step=None, **options):
-        pass
-
-
-def test_a_tracker_is_not_told_secrets_of_the_configuration_it_stores():
-    keeper = Keeper()
-    accelerator = Accelerator(cpu=True, log_with=keeper)
-    accelerator.init_trackers("project", config={"lr": 1.0, "api_key": SECRET, "pad_token": "<pad>"})
-    accelerator.end_training()
-    assert keeper.kept == {"lr": 1.0, "api_key": "***", "pad_token": "<pad>"}

@@ -23,6 +23,8 @@ from accel_core import (
     LaunchError,
     Topology,
     World,
+    hooks,
+    implements,
     ops,
 )
 from accel_core.native.base import Base
@@ -103,7 +105,7 @@ def different_settings():
 
 @pytest.mark.together
 def test_ranks_with_different_settings_name_the_first_that_differs():
-    with pytest.raises(ProcessError, match=r"agree on gradient_accumulation_steps: rank 0: 1; rank 1: 2"):
+    with pytest.raises(ProcessError, match=r"agree on accumulation.num_steps: rank 0: 1; rank 1: 2"):
         run_processes(different_settings)
 
 
@@ -264,6 +266,7 @@ def test_tasks_that_would_each_train_alone_are_refused(monkeypatch):
 
 
 def under_a_named_backend():
+    @implements(hooks.communication_backend)
     def refuse(self, device):
         raise ConfigError("this device has no backend of its own")
 

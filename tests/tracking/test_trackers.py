@@ -296,3 +296,11 @@ def stops_early():
 @pytest.mark.together
 def test_one_rank_that_stops_early_stops_all():
     assert run_processes(stops_early) == [3, 3]
+
+
+def test_a_tracker_is_not_told_secrets_of_the_configuration_it_stores():
+    mine = Mine()
+    accelerator = Accelerator(cpu=True, log_with=mine)
+    accelerator.init_trackers("project", config={"lr": 1.0, "api_key": "s3cr3t", "pad_token": "<pad>"})
+    accelerator.end_training()
+    assert ("config", {"lr": 1.0, "api_key": "***", "pad_token": "<pad>"}) in mine.seen

@@ -117,7 +117,7 @@ def wrapped_types(world: int) -> list[str]:
 
 
 def test_a_model_that_trains_nothing_stays_unwrapped() -> None:
-    assert run_processes(wrapped_types, 2) == [["Watched", "Sequential"]] * 2
+    assert run_processes(wrapped_types, 2) == [["DistributedDataParallel", "Sequential"]] * 2
 
 
 def test_in_a_world_of_one_nothing_is_wrapped() -> None:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import AccelError, ConfigError, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
-from accel_ddp.watch import Watched, follow, refuse_hooks
+from accel_ddp.watch import DistributedDataParallel, follow, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +53,7 @@ class DataParallel:
             # Its successor, forward_sync_buffers, would still copy rank 0's buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             with _named(model):
-                wrapped = Watched(model, **arguments)
+                wrapped = DistributedDataParallel(model, **arguments)
         comm_hooks.register(wrapped, self.config)
         return wrapped
 
@@ -99,8 +98,8 @@ class DataParallel:
             model.reducer = model.logger = None  # type: ignore[assignment]
 
 
-def _parallel(models: Sequence[nn.Module]) -> list[Watched]:
-    return [model for model in models if isinstance(model, Watched)]
+def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    return [model for model in models if isinstance(model, DistributedDataParallel)]
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def _each_quiet(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
 class _Uneven(Join):
     """torch's Join, without what it leaves behind (changed warning filters, joining enabled)."""
 
-    def __init__(self, models: Mapping[Watched, Unit]) -> None:
+    def __init__(self, models: Mapping[DistributedDataParallel, Unit]) -> None:
         super().__init__(list(models))
         self._checks = [
             model.register_forward_pre_hook(partial(_refuse_short_window, unit.window))

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import parallel
 
 from accel_core import AccelError, ConfigError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Watched", "follow", "refuse_hooks"]
+__all__ = ["DistributedDataParallel", "follow", "refuse_hooks"]
 
 _READY: Final = "ready"
 _REASONS: Final = {
@@ -31,8 +31,8 @@ _REASONS: Final = {
 _trainable = attrgetter("requires_grad")
 
 
-class Watched(DistributedDataParallel):
-    """torch's wrapper, which notes whether each backward reduces.
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's wrapper, under its name, which notes whether each backward reduces.
 
     `awaited` says whether the next backward would, and else why not; `last` what it was at the last one.
     """
@@ -101,7 +101,7 @@ def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
         if len(args) > 1 or kwargs.get("closure") is not None:  # it has yet to compute the gradients
             return
         for model in unit.wrapped:
-            if isinstance(model, Watched):
+            if isinstance(model, DistributedDataParallel):
                 state = model.__dict__
                 last, state["last"] = state["last"], None
                 apart = last not in (None, _READY) or any(map(_trainable, state["frozen"]))
@@ -111,7 +111,7 @@ def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
     return optimizer.register_step_pre_hook(before)
 
 
-def _noting(model: Watched) -> Callable[[Tensor], None]:
+def _noting(model: DistributedDataParallel) -> Callable[[Tensor], None]:
     state = model.__dict__
 
     def note(parameter: Tensor) -> None:
