@@ -12,8 +12,9 @@ import yaml
 from click.testing import CliRunner
 from peers import needs_accelerate, said
 
-from accel_compat import launching, settings
+from accel_compat import converting, launching, settings
 from accel_compat.commands import compat
+from accel_compat.converting import convert
 from accel_compat.shim import write_shim
 
 TOLD = """
@@ -100,24 +101,28 @@ def imported(tmp_path, **config):
 
 
 def test_what_is_imported_passes_the_check(tmp_path):
-    fsdp = {"fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    fsdp |= {"fsdp_transformer_layer_cls_to_wrap": "GPT2Block,Other"}
-    done = imported(
-        tmp_path, distributed_type="FSDP", fsdp_config=fsdp, mixed_precision="fp8", num_processes=2
-    )
+    done = imported(tmp_path, distributed_type="MULTI_CPU", mixed_precision="fp8", num_processes=2)
     assert done.exit_code == 0, done.output
     made = yaml.safe_load((tmp_path / "accel.yaml").read_text())
-    assert made["fsdp"]["transformer_cls_names_to_wrap"] == ["GPT2Block", "Other"]
-    assert "mixed_precision" not in made
+    assert made == {"launch": {"processes_per_node": 2}}
+
+
+def test_names_between_commas_become_a_list():
+    done = convert({"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "GPT2Block,Other"})
+    assert done.config["fsdp"]["transformer_cls_names_to_wrap"] == ["GPT2Block", "Other"]
 
 
 def test_what_the_check_refuses_is_not_written(tmp_path):
-    done = imported(tmp_path, distributed_type="FSDP", fsdp_config={"fsdp_version": "seven"})
+    done = imported(tmp_path, distributed_type="MULTI_CPU", max_restarts="seven")
     assert done.exit_code == 1
-    assert "fsdp_version" in done.output
+    assert "launch.max_restarts" in done.output
     assert not (tmp_path / "accel.yaml").exists()
 
 
-def test_processes_stay_bound_to_their_cpus(tmp_path):
-    assert imported(tmp_path, enable_cpu_affinity=True).exit_code == 0
-    assert yaml.safe_load((tmp_path / "accel.yaml").read_text())["cuda"] == {"numa_affinity": True}
+@pytest.mark.parametrize("status", ["available", "missing"])
+def test_processes_stay_bound_to_their_cpus(monkeypatch, status):
+    monkeypatch.setattr(converting, "plugin_status", {"cuda": status}.get)
+    done = convert({"enable_cpu_affinity": True})
+    if status == "missing":
+        assert "accel-cuda" in done.dropped["enable_cpu_affinity"]
+    assert done.config == ({"cuda": {"numa_affinity": True}} if status == "available" else {})
