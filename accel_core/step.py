@@ -150,7 +150,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     for each in units:
         each.window.ran()
         if each.finishes:
-            each.reduced = False
+            each.reduced.clear()
             each.unscaled.clear()  # of a window that ended without a step
             if accumulation is None:
                 each.window.drop_items()
@@ -206,10 +206,15 @@ def unscale(unit: Unit) -> None:
                     unit.steps.unscale(unit, optimizer)
 
 
-def _reduce(unit: Unit) -> None:
-    if unit.reduced:
+def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
+    """Reduce once a window; again before a step of an optimizer that has applied what was reduced.
+
+    A loop that calls the loss's own backward says nothing of a new window, but steps once in each.
+    """
+    if unit.reduced if optimizer is None else optimizer in unit.reduced:
         return
-    unit.reduced = True
+    unit.reduced.update(unit.optimizers or [None])
+    unit.unscaled.clear()
     if unit.window.items is not None:
         unit.hooks.reduce_gradients(unit, _of_all(unit.run, unit.window.items))
     elif unit.steps.reduce_gradients is not None:
@@ -258,9 +263,10 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         unit.waiting.discard(optimizer)  # last: a closure computes gradients
         return True
     steps = unit.steps
-    _reduce(unit)
+    _reduce(unit, optimizer)
     applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
     unit.waiting.discard(optimizer)
+    unit.reduced.discard(optimizer)
     unit.unscaled.add(optimizer)  # a scaler unscales what it steps
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
@@ -279,6 +285,7 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, cleared: int)
     if not window:
         return cleared
     unit.waiting.discard(optimizer)
+    unit.reduced.discard(optimizer)
     if unit.steps.zero_grad is None:
         optimizer.zero_grad(set_to_none)
     else:

@@ -199,8 +199,8 @@ class Unit:
     """Whether ranks may run out of batches now."""
     silent: int = 0
     """How many contexts are entered in which gradients are not reduced, `accumulate` aside."""
-    reduced: bool = False
-    """Whether `reduce_gradients` ran in this window."""
+    reduced: set[Optimizer | None] = field(factory=set)
+    """The optimizers with reduced gradients that they have yet to apply or drop; None: a unit without any."""
     unscaled: set[Optimizer] = field(factory=set)
     """The optimizers that were unscaled in this window."""
     waiting: set[Optimizer] = field(factory=set)

@@ -238,7 +238,7 @@ class Training:
             else:  # maybe in the midst of a window
                 window.restore(before)
         if done:
-            unit.reduced = False
+            unit.reduced.clear()
             unit.unscaled.clear()
             unit.waiting.update(unit.optimizers)
         return output

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from accel_core import AccelError, GradScalerKwargs
+from accel_core import Accelerator, AccelError, GradScalerKwargs
 
 
 def adversaries():
@@ -131,3 +131,40 @@ def test_clipping_parameters_of_two_units_at_once_names_them(accelerator):
     accelerator.prepare(b, SGD(b.parameters(), lr=0.1), name="second")
     with pytest.raises(AccelError, match="belong to first, second; one call clips"):
         accelerator.clip_grad_norm_([*a.parameters(), *b.parameters()], 1.0)
+
+
+REDUCES = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        self.below, self.times = None, 0
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        self.times += 1
+
+CARD = Card(name="reduces", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="toy_reduces:Plugin", offers={"several_optimizers"})
+"""
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_are_reduced_once_a_window_whoever_calls_backward(toy_plugin, by_hand, clipped):
+    toy_plugin("reduces", "strategy", source=REDUCES)
+    accelerator = Accelerator(cpu=True, strategy="reduces")
+    model = net()
+    halves = list(model.parameters())[:2], list(model.parameters())[2:]
+    model, *optimizers = accelerator.prepare(model, *(SGD(half, lr=0.1) for half in halves))
+    plugin = accelerator.run.units[0].plugin
+    for window in range(1, 4):
+        loss = model(torch.ones(2, FEATURES)).sum()
+        loss.backward() if by_hand else accelerator.backward(loss)
+        if clipped:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert plugin.times == window
+    accelerator.end_training()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -127,6 +128,9 @@ def invariance(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
 
 def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
     """The same in one process, as a plain loop on the stack's device."""
+    for plugin in (arguments.get("strategy"), *arguments.get("plugins", ())):
+        for name in [name for name in os.environ if name.startswith(f"ACCEL__{plugin}__".upper())]:
+            del os.environ[name]  # this run has no such plugin, and would refuse its options
     accelerator = make({name: arguments[name] for name in arguments.keys() - {"strategy", "plugins"}})
     trace = plain(recipe, accelerator.device, accelerator.mixed_precision)
     accelerator.end_training()
