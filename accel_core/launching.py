@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -120,19 +121,28 @@ class Launch:
         for name in self.config.rng_types:
             if name not in streams:
                 yield f"rng_types: {name!r} is no built-in stream{near(name, streams)}"
+        for option, word, known in self._torchs_words():
+            if find_spec("torch") is None:
+                yield f"{option}: {word!r} was not looked up; torch is not installed here"
+            elif word not in (names := known()):
+                yield f"{option}: torch here has no {word!r}{near(word, names)}"
+
+    def _torchs_words(self) -> Iterator[tuple[str, str, Callable[[], list[str]]]]:
+        """(option, word, what lists all such words) for each word whose meaning torch decides."""
+        kind = self.config.device.partition(":")[0]
+        if kind not in ("auto", "cpu") and self._device() is None:
+            yield "device", kind, lambda: [kind]  # where torch is, `mistakes` has asked it
         for name in self.config.profile.activities or ():
-            known = _activities()
-            if name.lower() not in known:
-                yield f"profile.activities: torch here cannot record {name!r}{near(name, known)}"
+            yield "profile.activities", name.lower(), _activities
         backend = self.config.compile.backend
-        if backend not in (None, "auto", "no", "inductor", "eager") and backend not in (
-            known := _compilers()
-        ):
-            yield f"compile.backend: torch here has no {backend!r}{near(str(backend), known)}"
+        if backend not in (None, "auto", "no", "inductor", "eager"):
+            yield "compile.backend", str(backend), _compilers
 
     def hardware(self) -> str:
         """The devices that `device: auto` means on this machine, in words."""
         record, count = self._device(), self._visible()
+        if count is None:
+            return "torch is not installed here, so only the workers know their devices"
         if not count:
             return "no accelerator; runs use the CPU"
         return (
@@ -147,7 +157,7 @@ class Launch:
         """
         asked, on_cpu = self.config.launch.processes_per_node, self.config.device.partition(":")[0] == "cpu"
         if asked == "auto":
-            return 1 if on_cpu else self._visible() or 1
+            return 1 if on_cpu else self._countable() or 1
         if self.config.device != "auto" and not on_cpu:
             self._refuse_too_many(asked)
         return asked
@@ -213,6 +223,13 @@ class Launch:
 
     # -- which devices are here ------------------------------------------------------------------
 
+    def _countable(self) -> int | None:
+        visible = self._visible()
+        if visible is None and find_spec("torch") is None:
+            about = "processes per node: auto, but torch is not installed here to count the devices"
+            raise LaunchError(f"{about}\nname the number, as in -n 8, or install torch")
+        return visible
+
     def _visible(self) -> int | None:
         """Devices that this machine shows of the kind asked for; None if nothing can tell."""
         record = self._device()
@@ -262,10 +279,10 @@ def _compilers() -> list[str]:
 
 
 def _count_by_torch(device: str) -> int | None:
-    import torch
-
     try:
+        import torch
+
         module = torch.accelerator if device == "auto" else torch.get_device_module(device.partition(":")[0])
         return int(module.device_count())
-    except (RuntimeError, AttributeError):
-        return None  # torch does not know it; the worker will say so with the reasons
+    except (ImportError, RuntimeError, AttributeError):
+        return None  # torch does not know it, or is not here; the worker will say so with the reasons

@@ -262,10 +262,12 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
     record = discovery.get(kind)
     if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
         return ""
-    import torch
-
     try:
+        import torch
+
         torch.get_device_module(kind)
+    except ImportError:
+        return ""  # only torch could say so
     except (RuntimeError, AttributeError):
         about = f"{kind!r} is neither an installed device plugin nor a device type of this torch"
         return about + absent_device(kind, discovery)

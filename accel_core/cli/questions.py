@@ -46,7 +46,8 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
     options = Reader(discovery).section(strategy)
     if options and click.confirm(f"Set options of {strategy}?", default=False):
         for name, (attribute, kind) in options_of(options).items():
-            if not describe(attribute).python_only and section_class(kind) is None:
+            about = describe(attribute)
+            if not (about.python_only or about.refused) and section_class(kind) is None:
                 answers.append(_answer(f"{strategy}.{name}", attribute, kind, discovery, silent))
     return answers
 

@@ -62,10 +62,14 @@ class Option:
     """Never printed or stored; so is an option that is called so (`is_secret`)."""
     python_only: bool = False
     """Cannot be written as text: left out of YAML, environment, flags and schema."""
+    refused: bool = False
+    """Exists for the sake of its name: a value that switches it on is refused with the help."""
 
     @property
     def sentence(self) -> str:
         """The help, with the unit where it does not say it."""
+        if self.refused:
+            return f"Refused: {self.help}"
         if self.unit is None or self.unit in self.help.lower():
             return self.help
         return f"{self.help} Unit: {self.unit}."
@@ -74,6 +78,8 @@ class Option:
         """Why a value of the right type is still wrong; None if it is not."""
         if value is None:
             return None
+        if self.refused and value:  # False and 0 are how others say "off"
+            return self.help
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if self.choices and item not in self.choices:
                 return f"expected one of {', '.join(map(_word, self.choices))}, got {_word(item)}"
@@ -93,6 +99,7 @@ def option(
     python_only: bool = False,
     secret: bool = False,
     only_with: str = "",
+    refused: bool = False,
     converter: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a field of a config class that users may set.
@@ -111,6 +118,7 @@ def option(
         secret: its value is masked wherever settings are printed or stored. An option called token,
             password, secret, api_key and the like is masked without it.
         only_with: another option of the class, without which this one does nothing: a run says so.
+        refused: any value that switches it on is an error, which `help` words: why, and what to do instead.
         converter: applied to what Python gives, as in attrs.
     """
     about = Option(
@@ -121,6 +129,7 @@ def option(
         python_only=python_only,
         secret=secret,
         only_with=only_with,
+        refused=refused,
     )
     given = {"factory": factory} if factory is not None else {"default": default}
     return attrs.field(

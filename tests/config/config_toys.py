@@ -42,6 +42,7 @@ class ShardConfig(KwargsHandler):
     modules: tuple[str, ...] = option((), help="Names of modules.")
     extra: Mapping[str, Any] = option(factory=dict, help="Passed on.")
     policy: Policy = option(factory=Policy, help="How modules are wrapped.")
+    level: int | None = option(None, refused=True, help="levels are stages here; use stage")
     wrap: Callable[[object], bool] | None = option(None, python_only=True, help="Which modules to wrap.")
     dtype: nowhere.dtype | None = option(None, python_only=True, help="Something no YAML holds.")
 

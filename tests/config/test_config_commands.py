@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from config_toys import TEN_MISTAKES
 
 NEEDS = "device: far-away\nmixed_precision: bf16\n"
 
+asks_torch = pytest.mark.skipif(find_spec("torch") is None, reason="only torch knows these words")
+
 
 @pytest.fixture
 def accel(tmp_path):
@@ -22,19 +25,25 @@ def accel(tmp_path):
     info = tmp_path / "site" / "toy_far_away-0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-far-away\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[accel_core.device]\nfar-away = toy_far_away:CARD\n")
+    (info / "entry_points.txt").write_text(
+        "[accel_core.device]\nfar-away = toy_far_away:CARD\n"
+        "[accel_core.strategy]\nsharder = toy_far_away:SHARDER\n"
+    )
     (tmp_path / "site" / "toy_far_away.py").write_text(
         "from accel_core import Card\n"
         "def probe(): return 'no driver'\n"
         "CARD = Card(name='far-away', slot='device', summary='x', api_version='1.0', probe=probe,"
         " config='config_toys:ShardConfig')\n"
+        "SHARDER = Card(name='sharder', slot='strategy', summary='x', api_version='1.0', priority=None,"
+        " config='config_toys:ShardConfig')\n"
     )
     paths = [str(tmp_path / "site"), str(Path(__file__).parent)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL")}
 
-    def call(*arguments, answers="", **variables):
+    def call(*arguments, answers="", torch=True, **variables):
+        hidden = "" if torch else "import sys; sys.modules['torch'] = None; "
         return subprocess.run(
-            [sys.executable, "-c", "from accel_core.cli import main; main()", "config", *arguments],
+            [sys.executable, "-c", f"{hidden}from accel_core.cli import main; main()", "config", *arguments],
             cwd=tmp_path,
             env=environment | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
             input=answers,
@@ -155,6 +164,7 @@ def test_init_with_defaults_writes_a_commented_file_that_pins_nothing(accel):
     assert {row["path"]: row["value"] for row in values}["mixed_precision"] == "no"
 
 
+@asks_torch
 def test_init_asks_again_after_an_answer_that_cannot_be_and_writes_what_differs(accel):
     answers = "gpu\n\nfdsp\nsingle\nbf61\nbf16\n0\nmany\n4\n\n2\nhost:29500\nout\n"
     done = accel("init", answers=answers)
@@ -179,6 +189,14 @@ def test_init_says_which_devices_it_found_and_what_can_be_answered(accel):
     assert re.search(r"One of: no, .*bf16", done.stdout)
 
 
+def test_init_asks_for_no_option_that_is_refused_whatever_the_answer(accel):
+    done = accel("init", answers="\nsharder\n\n\n\n\n\ny\n" + "\n" * 9)
+    assert "sharder.stage" in done.stdout, done.stderr
+    assert "sharder.level" not in done.stdout
+    (accel.folder / "accel.yaml").write_text("strategy: sharder\nsharder: {level: 1}\n")
+    assert "accel.yaml:2:11: sharder.level: levels are stages here; use stage" in accel("check").stdout
+
+
 def test_init_overwrites_nothing_unless_forced(accel):
     (accel.folder / "accel.yaml").write_text("device: cpu\n")
     done = accel("init", "--defaults")
@@ -195,8 +213,14 @@ def test_no_command_imports_torch(accel):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("device: gpu\n", "accel.yaml:1:1: device: 'gpu' is neither .*; write cuda, or auto"),
-        ("device: fat-away\n", "device: 'fat-away' .*; did you mean 'far-away'"),
+        pytest.param(
+            "device: gpu\n",
+            "accel.yaml:1:1: device: 'gpu' is neither .*; write cuda, or auto",
+            marks=asks_torch,
+        ),
+        pytest.param(
+            "device: fat-away\n", "device: 'fat-away' .*; did you mean 'far-away'", marks=asks_torch
+        ),
         ("launch: {node_rank: 4}\n", "accel.yaml:1:10: launch: node_rank 4 is none of 1 node"),
         ("launch: {nodes: 2, node_rank: 2}\n", "node_rank 2 is none of 2 node.*; ranks are 0 to 1"),
         ("mixed_precision: BF16\n", "did you mean 'bf16'"),
@@ -218,16 +242,38 @@ def test_check_finds_what_no_machine_can_run(accel, text, problem):
     ("text", "doubt"),
     [
         ("rng_types: [pyton]\n", "rng_types: 'pyton' is no built-in stream; did you mean 'python'"),
-        ("profile: {activities: [gpu]}\n", "profile.activities: torch here cannot record 'gpu'"),
-        (
+        pytest.param(
+            "profile: {activities: [gpu]}\n", "profile.activities: torch here has no 'gpu'", marks=asks_torch
+        ),
+        pytest.param(
             "compile: {backend: inducter}\n",
             "compile.backend: torch here has no 'inducter'; did you mean 'inductor'",
+            marks=asks_torch,
         ),
     ],
 )
 def test_check_doubts_words_that_only_other_machines_can_know(accel, text, doubt):
     (accel.folder / "accel.yaml").write_text(text)
     assert doubt in accel("check").stdout
+
+
+def test_without_torch_check_says_which_words_it_could_not_look_up(accel):
+    (accel.folder / "accel.yaml").write_text(
+        "device: gpu\nprofile: {activities: [cpu]}\ncompile: {backend: inducter}\n"
+    )
+    done = accel("check", torch=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1:] == [
+        "device: 'gpu' was not looked up; torch is not installed here",
+        "profile.activities: 'cpu' was not looked up; torch is not installed here",
+        "compile.backend: 'inducter' was not looked up; torch is not installed here",
+    ]
+
+
+def test_without_torch_init_asks_and_says_that_only_workers_know_their_devices(accel):
+    done = accel("init", answers="\n" * 9, torch=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("This machine: torch is not installed here, so only the workers know")
 
 
 def test_a_bare_no_is_the_word_where_no_is_one(accel):

@@ -13,6 +13,7 @@ from accel_deepspeed import settings
 __all__ = ["DeepSpeedPlugin"]
 
 _PLACES: Final = ("none", "cpu", "nvme")
+_MSAMP: Final = "MS-AMP is no longer maintained, and is not supported; leave it out"
 _PATHS: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -61,8 +62,8 @@ class DeepSpeedPlugin(KwargsHandler):
     transformer_moe_cls_names: str | None = option(
         None, help="Classes of layers whose parts are fetched together in stage 3, comma separated."
     )
-    enable_msamp: bool | None = option(None, help="Refused: MS-AMP is not supported.")
-    msamp_opt_level: str | None = option(None, choices=("O1", "O2"), help="Refused, as enable_msamp.")
+    enable_msamp: bool | None = option(None, refused=True, help=_MSAMP)
+    msamp_opt_level: str | None = option(None, refused=True, help=_MSAMP)
 
     def __attrs_post_init__(self) -> None:
         """Refuse what contradicts itself, everything at once."""
@@ -119,8 +120,6 @@ class DeepSpeedPlugin(KwargsHandler):
 
     def _misplaced(self) -> list[str]:
         found = []
-        if self.enable_msamp or self.msamp_opt_level:
-            found.append("enable_msamp: MS-AMP is no longer maintained, and is not supported; leave it out")
         made, stage = self.deepspeed_config, settings.get(self.deepspeed_config, "zero_optimization.stage", 0)
         if stage not in (0, 1, 2, 3):
             return [*found, f"zero_optimization.stage is {stage!r}; ZeRO has stages 0, 1, 2 and 3"]

@@ -11,14 +11,6 @@ from accel_core import KwargsHandler, option
 
 __all__ = ["MegatronLMPlugin"]
 
-_GONE: Final[Mapping[str, str]] = {
-    "pipeline_model_parallel_split_rank": "megatron-core gives an encoder no stages of its own any more;"
-    " leave it out",
-    "tensorboard_dir": "megatron-core writes no logs; use log_with: tensorboard, and project_dir",
-    "set_all_logging_options": "megatron-core writes no logs; use log_with and accelerator.log",
-}
-"""What megatron-core 0.16 has no place for -> what to do instead."""
-
 
 def _filled(kind: type) -> Callable[[Any], Any]:
     """None, by which others say that there is nothing, is an empty one."""
@@ -128,9 +120,17 @@ class MegatronLMPlugin(KwargsHandler):
     decoder_seq_length: int | None = option(
         None, minimum=1, help="No sequence of an input decoder_... may be longer; without one, no sequence."
     )
-    pipeline_model_parallel_split_rank: Any = option(None, help="Gone: an error that says what to do.")
-    tensorboard_dir: Any = option(None, help="Gone: an error that says what to do.")
-    set_all_logging_options: Any = option(None, help="Gone: an error that says what to do.")
+    pipeline_model_parallel_split_rank: Any = option(
+        None, refused=True, help="megatron-core gives an encoder no stages of its own any more; leave it out"
+    )
+    tensorboard_dir: Any = option(
+        None,
+        refused=True,
+        help="megatron-core writes no logs; use log_with: tensorboard, and project_dir",
+    )
+    set_all_logging_options: Any = option(
+        None, refused=True, help="megatron-core writes no logs; use log_with and accelerator.log"
+    )
 
     def __attrs_post_init__(self) -> None:
         """Refuse what cannot be, or what would be ignored without a word."""
@@ -145,12 +145,6 @@ class MegatronLMPlugin(KwargsHandler):
 
 
 Config = MegatronLMPlugin
-
-
-def _gone(config: Config) -> str | None:
-    # False and 0 are how others say "off".
-    named = next((name for name in _GONE if getattr(config, name)), None)
-    return None if named is None else f"{named}: {_GONE[named]}"
 
 
 def _splits(config: Config) -> str | None:
@@ -204,4 +198,4 @@ def _schedule(config: Config) -> str | None:
     return None
 
 
-_CHECKS: Final = (_gone, _splits, _steps, _schedule)
+_CHECKS: Final = (_splits, _steps, _schedule)
