@@ -68,8 +68,8 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size first.
         starting_batch_size: the first that is tried.
-        reduce_batch_size_fn: gives the next size; called with the last one, or with nothing if it takes
-            nothing. Default: half.
+        reduce_batch_size_fn: gives the next size; called with the last one where it requires an argument,
+            else with nothing. Default: half.
 
     Raises:
         AccelError: no size fits, or ranks could not agree.
@@ -111,7 +111,13 @@ def find_executable_batch_size(
 def _next(size: int, rule: Callable[..., int] | None) -> int:
     if rule is None:
         return size // 2
-    return rule(size) if inspect.signature(rule).parameters else rule()
+    try:
+        parameters = list(inspect.signature(rule).parameters.values())
+    except ValueError:  # of a builtin that tells nobody
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = any(each.default is each.empty and each.kind in positional for each in parameters)
+    return rule(size) if required else rule()
 
 
 def _any_lacks(run: Run, attempt: str, size: int, *, mine: bool) -> bool:

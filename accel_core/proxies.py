@@ -78,12 +78,9 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Its own, and methods that others patch, stay here; what the inner one reads would do nothing here.
-        own = name in self.__dict__ or hasattr(type(self), name)
-        if own or not hasattr(self.optimizer, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.optimizer, name, value)
+        # Its own, and methods that others patch (`step`), stay here; all else would do nothing here.
+        own = name in self.__dict__ or hasattr(type(self), name) or "optimizer" not in self.__dict__
+        super().__setattr__(name, value) if own else setattr(self.optimizer, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "unit"):  # not set yet: an object being copied

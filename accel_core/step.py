@@ -5,7 +5,7 @@ forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from accel_core.run import Run
     from accel_core.unit import Unit
 
-__all__ = ["Accumulation", "backward", "clip_norm", "clip_value", "quiet", "step", "unscale", "zero_grad"]
+__all__ = [
+    "Accumulation",
+    "backward",
+    "clip_norm",
+    "clip_value",
+    "note_undivided",
+    "quiet",
+    "step",
+    "unscale",
+    "zero_grad",
+]
 
 
 _NOT_ENTERED: Final = object()
@@ -162,6 +172,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
+    if accumulation is not None and accumulation.items is not None:
+        note_undivided(units)
     if run.mark_step is not None:
         run.mark_step("backward")
 
@@ -216,9 +228,37 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     unit.reduced.update(unit.optimizers or [None])
     unit.unscaled.clear()
     if unit.window.items is not None:
+        _refuse_edited(unit)
         unit.hooks.reduce_gradients(unit, _of_all(unit.run, unit.window.items))
     elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
+
+
+def note_undivided(units: Iterable[Unit]) -> None:
+    """Remember the gradients of windows that count items, as they are after a backward at the boundary."""
+    for unit in units:
+        if unit.window.boundary:
+            unit.undivided = unit.window.number, _versions(unit)
+
+
+def _versions(unit: Unit) -> list[tuple[int, int] | None]:
+    gradients = [parameter.grad for parameter in unit.named_parameters().values()]
+    return [None if each is None else (id(each), each._version) for each in gradients]
+
+
+def _refuse_edited(unit: Unit) -> None:
+    noted, unit.undivided = unit.undivided, None
+    if noted is None or noted[0] != unit.window.number:
+        return
+    found = dict(zip(unit.named_parameters(), _versions(unit), strict=True))
+    edited = [name for (name, now), before in zip(found.items(), noted[1], strict=True) if now != before]
+    if edited:
+        raise AccelError(
+            f"accumulate(items=...): the gradient of {edited[0]} was changed after backward, where gradients"
+            " are still sums, yet to be divided by the items of the window\n"
+            "call accelerator.unscale_gradients() before changing them: it divides; or clip_grad_norm_ of"
+            " the accelerator, to clip"
+        )
 
 
 def _of_all(run: Run, items: Tensor | float) -> Tensor:

@@ -201,6 +201,8 @@ class Unit:
     """How many contexts are entered in which gradients are not reduced, `accumulate` aside."""
     reduced: set[Optimizer | None] = field(factory=set)
     """The optimizers with reduced gradients that they have yet to apply or drop; None: a unit without any."""
+    undivided: tuple[int, Any] | None = None
+    """The number of the window whose gradients are still to be divided by its items, and which they are."""
     unscaled: set[Optimizer] = field(factory=set)
     """The optimizers that were unscaled in this window."""
     waiting: set[Optimizer] = field(factory=set)

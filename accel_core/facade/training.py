@@ -241,6 +241,8 @@ class Training:
             unit.reduced.clear()
             unit.unscaled.clear()
             unit.waiting.update(unit.optimizers)
+            if items is not None:
+                step.note_undivided([unit])
         return output
 
     @contextmanager

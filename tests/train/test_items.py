@@ -155,6 +155,63 @@ def test_items_of_some_micro_batches_only_are_refused(accelerator_of, items):
         pass
 
 
+def decayed(model):
+    for p in model.parameters():
+        p.grad.add_(p, alpha=0.1)
+
+
+def clipped_by_hand(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def replaced(model):
+    for p in model.parameters():
+        p.grad = p.grad + 0.1 * p.detach()
+
+
+@pytest.mark.parametrize("edit", [decayed, clipped_by_hand, replaced])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_are_divided_before_they_are_changed_or_that_is_refused(
+    accelerator_of, edit, divided, whole
+):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+
+    def finish():
+        if divided:
+            accelerator.unscale_gradients()
+        edit(model)
+        optimizer.step()
+
+    def loss_of(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum"), None
+
+    def train():
+        if whole:
+            accelerator.forward_backward(model, [(x, y)] * 2, loss_of, items=2 * y.numel())
+            finish()
+            return
+        for last in (False, True):
+            with accelerator.accumulate(model, items=y.numel()):
+                accelerator.backward(loss_of(model, (x, y))[0])
+                if last:
+                    finish()
+
+    if not divided:
+        with pytest.raises(AccelError, match=r"changed after backward.*\n.*unscale_gradients\(\)"):
+            train()
+        return
+    train()
+    reference = net()
+    F.mse_loss(reference(x), y).backward()
+    edit(reference)
+    SGD(reference.parameters(), lr=0.1).step()
+    assert_near(model.parameters(), reference.parameters())
+
+
 def divided_where_gradients_are() -> list[float]:
     from accel_core.native.base import Base
     from accel_core.testing.simulated.device import simulate

@@ -454,5 +454,5 @@ def test_what_is_set_on_a_prepared_optimizer_reaches_it(accelerator):
     inner = SGD(model.parameters(), lr=1.0)
     inner.mode = "slow"
     _, optimizer = accelerator.prepare(model, inner)
-    optimizer.defaults, optimizer.mode = {"lr": 0.5}, "fast"
-    assert (inner.defaults, inner.mode) == ({"lr": 0.5}, "fast")
+    optimizer.defaults, optimizer.mode, optimizer.new = {"lr": 0.5}, "fast", 1
+    assert (inner.defaults, inner.mode, inner.new) == ({"lr": 0.5}, "fast", 1)

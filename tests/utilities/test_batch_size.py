@@ -32,6 +32,11 @@ def fits(limit, tried, error=torch.OutOfMemoryError):
     return function
 
 
+def lower(at):
+    at[0] -= 10
+    return at[0]
+
+
 def test_the_size_is_halved_until_it_fits():
     tried = []
     found = find_executable_batch_size(fits(30, tried), starting_batch_size=200)("model", lr=1)
@@ -52,7 +57,10 @@ def test_it_is_a_decorator_with_and_without_arguments():
     assert (plain(), given(), given.__name__) == (128, 8, "given")
 
 
-@pytest.mark.parametrize("rule", [lambda size: size - 10, iter((90, 80, 70)).__next__])
+@pytest.mark.parametrize(
+    "rule",
+    [lambda size: size - 10, iter((90, 80, 70)).__next__, [70, 80, 90].pop, lambda *_, at=[100]: lower(at)],
+)
 def test_the_rule_may_be_the_users_and_take_nothing(rule):
     tried = []
     find_executable_batch_size(fits(75, tried), 100, rule)()
