@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -132,14 +133,6 @@ class Job:
         self.tell(step)
         return step
 
-    def seconds(self) -> float:
-        """What a save takes."""
-        begin = time.perf_counter()
-        for _ in range(5):
-            self.save(0)
-            self.accelerator.wait_for_checkpoint()
-        return (time.perf_counter() - begin) / 5
-
 
 def fork(action: Callable[[], object]) -> int:
     child = os.fork()
@@ -169,11 +162,12 @@ def fork_ranks(action: Callable[[], object], count: int = 2) -> list[int]:
 def kill_at_random(folder: str, how: str, count: int) -> dict[str, int]:
     """One rank, killed `count` times within its saves; each loop goes on from where the last one died."""
     job, randomness = Job(folder, how), random.Random(how)
-    seconds = job.seconds()
+    job.save(0)
+    job.accelerator.wait_for_checkpoint()
     leftovers = 0
     for _ in range(count):
-        child = fork(job.save_for_ever)
-        time.sleep(randomness.uniform(0.0, 5 * seconds))
+        with _moment(randomness) as reached:
+            child = fork(partial(_save_until_killed, job, reached))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         leftovers += bool(job.left_behind())
@@ -184,33 +178,57 @@ def kill_at_random(folder: str, how: str, count: int) -> dict[str, int]:
 
 
 def kill_ranks_at_random(folder: str, how: str, count: int) -> dict[str, int]:
-    """Two ranks, one of them killed at random, the other soon after; until some save was cut short."""
+    """Two ranks, one of them killed at random within its saves, the other soon after."""
     job, randomness = Job(folder, how), random.Random(how)
-    seconds = job.seconds()
-    kills = leftovers = 0
-    while kills < count or (not leftovers and kills < 4 * count):
-        kills += 1
-        ready, told = os.pipe()
-        ranks = fork_ranks(partial(_rank, folder, how, told))
-        os.read(ready, 1)
-        time.sleep(randomness.uniform(0.0, 10 * seconds))
+    job.save(0)
+    job.accelerator.wait_for_checkpoint()
+    leftovers = 0
+    for _ in range(count):
+        with _moment(randomness) as reached:
+            ranks = fork_ranks(partial(_rank, folder, how, reached, randomness.randrange(2)))
         for child in randomness.sample(ranks, 2):
             os.kill(child, signal.SIGKILL)
-            time.sleep(randomness.choice([0.0, seconds]))
+            time.sleep(randomness.choice([0.0, 0.005]))
         for child in ranks:
             os.waitpid(child, 0)
-        os.close(ready)
-        os.close(told)
         leftovers += bool(job.left_behind())
         step = job.check()
-    return {"kills": kills, "leftovers": leftovers, "saves": step}
+    return {"kills": count, "leftovers": leftovers, "saves": step}
 
 
-def _rank(folder: str, how: str, ready: int) -> None:
+@contextmanager
+def _moment(randomness: random.Random) -> Iterator[Callable[[str], None]]:
+    """Start a process inside; return when it has called what is given at random often.
+
+    It is killed right there, or is to be killed soon after. Instants are counted in what a save does, not in
+    seconds: a busy machine saves late.
+    """
+    ready, told = os.pipe()
+    left, later = randomness.randrange(1, 150), randomness.choice([None, randomness.uniform(0.0, 0.005)])
+
+    def reached(event: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.write(told, b"1")
+            if later is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    yield reached
+    os.close(told)
+    assert os.read(ready, 1), "a process ended before its time"
+    os.close(ready)
+    time.sleep(later or 0.0)
+
+
+def _rank(folder: str, how: str, reached: Callable[[str], None], counts: int) -> None:
     job = Job(folder, how)
     job.load()
-    if job.accelerator.is_main_process:
-        os.write(ready, b"1")
+    _save_until_killed(job, reached if job.accelerator.process_index == counts else lambda event: None)
+
+
+def _save_until_killed(job: Job, reached: Callable[[str], None]) -> None:
+    _follow(reached, exchange=True)
     job.save_for_ever()
 
 
@@ -250,29 +268,37 @@ def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> di
 def _die_at(job: Job, point: int, *, exchange: bool) -> None:
     left = point
 
-    def happens(event: str, arguments: tuple[object, ...]) -> None:
+    def happens(event: str) -> None:
         nonlocal left
-        if event in ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "fsync", "exchange"):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    _follow(happens, exchange=exchange)
+    job.save(8)
+    job.accelerator.wait_for_checkpoint()
+
+
+def _follow(happens: Callable[[str], None], *, exchange: bool) -> None:
+    """Call `happens` right before each thing that this process does to the file system, from now on."""
     sync, swap = os.fsync, commit._exchange
 
+    def watched(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove"):
+            happens(event)
+
     def watched_sync(handle: int) -> None:
-        happens("fsync", ())
+        happens("fsync")
         sync(handle)
 
     def watched_swap(one: Path, other: Path) -> bool:
-        happens("exchange", ())
+        happens("exchange")
         done = exchange and swap(one, other)
-        happens("exchange", ())
+        happens("exchange")
         return done
 
     os.fsync, commit._exchange = watched_sync, watched_swap
-    sys.addaudithook(happens)
-    job.save(8)
-    job.accelerator.wait_for_checkpoint()
+    sys.addaudithook(watched)
 
 
 def exchange_works() -> bool:

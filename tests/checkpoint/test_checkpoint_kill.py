@@ -29,26 +29,25 @@ def report(capsys, request):
 
 
 HOW = ["same name", "same name, async", "numbered", "numbered, async"]
+MANY = pytest.mark.slow
 
 
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=MANY)])
 @pytest.mark.parametrize("how", HOW)
-def test_one_rank_killed_at_random(folder, report, how):
-    (found,) = run_processes(kill_job.kill_at_random, folder, how, 50, world=1, timeout=110)
+def test_one_rank_killed_at_random(folder, report, how, kills):
+    (found,) = run_processes(kill_job.kill_at_random, folder, how, kills, world=1, timeout=110)
     report(found)
-    assert found["kills"] == 50
     assert found["leftovers"] > 3, "the kills missed the saves"
     assert found["left at the end"] == 0, "the next save removes what killed ones left"
 
 
 @pytest.mark.together
+@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=MANY)])
 @pytest.mark.parametrize("how", ["same name", "numbered, async"])
-def test_two_ranks_killed_at_random(folder, report, how):
-    (found,) = run_processes(kill_job.kill_ranks_at_random, folder, how, 10, world=1, timeout=110)
+def test_two_ranks_killed_at_random(folder, report, how, kills):
+    (found,) = run_processes(kill_job.kill_ranks_at_random, folder, how, kills, world=1, timeout=110)
     report(found)
-    assert found["kills"] >= 10
-    if not found["saves"]:
-        pytest.skip("this machine is so busy that each kill came before the first save")
-    assert found["leftovers"] > 0
+    assert found["leftovers"] > 0, "the kills missed the saves"
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["first", "replacing"])
