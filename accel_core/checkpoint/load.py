@@ -245,11 +245,17 @@ class Restoration:
     def _tensors(self, unit: Unit) -> dict[str, dict[str, Stored]]:
         """The unit's stored tensors by sort, named as this run names tied weights."""
         found: dict[str, dict[str, Stored]] = {"model": {}, "optimizer": {}, "plugins": {}}
+        names: dict[str, str] = {}
         for (name, key), stored in self.checkpoint.tensors.items():
             if name == unit.name:
                 sort, _, rest = key.partition("/")
                 owner, slash, part = rest.rpartition("/") if sort == "optimizer" else (rest, "", "")
-                found[sort][f"{unit.aliases.get(owner, owner)}{slash}{part}"] = stored
+                here = f"{unit.aliases.get(owner, owner)}{slash}{part}"
+                known = found[sort].setdefault(here, stored)
+                first = names.setdefault(f"{sort}/{here}", key)
+                if first != key and not _alike(known, stored):
+                    differ = f"{first} and {key} differ in the checkpoint, and are one here, by a tie"
+                    self._problems.found.append(f"{unit.name}: {differ}")
         return found
 
     def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
@@ -349,6 +355,13 @@ class Restoration:
             raise
         except Exception as error:  # torch's, Python's and numpy's generators raise what they like
             self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
+
+
+def _alike(one: Stored, other: Stored) -> bool:
+    """Whether they have the same contents."""
+    return (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout) and bytes_of(
+        one.tensor()
+    ) == bytes_of(other.tensor())
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:

@@ -44,6 +44,14 @@ class Saved:
     algorithm: str
     group: tuple[int, int]
 
+    def is_like(self, other: Saved) -> bool:
+        """Whether all but the place in groups is the same."""
+        pairs = ((self.values, other.values), (self.plain, other.plain))
+        return self.algorithm == other.algorithm and all(
+            one.keys() == two.keys() and all(torch.as_tensor(one[key] == two[key]).all() for key in one)
+            for one, two in pairs
+        )
+
 
 def restore_optimizers(
     unit: Unit,
@@ -61,7 +69,7 @@ def restore_optimizers(
     only other ranks hold. misfits: those that do not fit, whose state is left out. schedulers: each in
     words, itself, and its state.
     """
-    left = dict(_saved_parameters(unit, checkpoint, described))
+    left = _by_name_here(unit, _saved_parameters(unit, checkpoint, described), problems)
     owns = {
         number: checkpoint.decode(each["own"], f"units.{unit.name} {each['class']}.own")
         for number, each in enumerate(described)
@@ -126,7 +134,7 @@ def _regroup(what: str, state: dict[str, Any], origins: Sequence[set[tuple[int, 
 def _saved_parameters(
     unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, Saved]]:
-    """(name as it is here, what was saved of it)."""
+    """(name as it was there, what was saved of it)."""
     for number, each in enumerate(described):
         path, algorithm = f"units.{unit.name} {each['class']}", each["class"]
         plain = checkpoint.decode(each["plain"], f"{path}.state")
@@ -134,7 +142,20 @@ def _saved_parameters(
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
             for name in group["params"]:
                 saved = Saved(values, plain.get(name, {}), algorithm, (number, position))
-                yield unit.aliases.get(name, name), saved
+                yield name, saved
+
+
+def _by_name_here(unit: Unit, saved: Iterable[tuple[str, Saved]], problems: Problems) -> dict[str, Saved]:
+    """Name as it is here -> what was saved; two that are one here, by a tie, must have been alike."""
+    found: dict[str, Saved] = {}
+    names: dict[str, str] = {}
+    for name, each in saved:
+        here = unit.aliases.get(name, name)
+        known, first = found.setdefault(here, each), names.setdefault(here, name)
+        if first != name and not known.is_like(each):
+            differ = f"{first} and {name} were stepped differently, and are one here, by a tie"
+            problems.found.append(f"{unit.name}: {differ}")
+    return found
 
 
 def _group_values(

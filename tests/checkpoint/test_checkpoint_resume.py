@@ -428,6 +428,40 @@ def test_tied_weights_do_not_load_into_untied_ones(prepared, tmp_path):
         prepared(lambda: Tied(False)).accelerator.load_state(tmp_path / "here")
 
 
+def test_two_weights_load_into_tied_ones_if_they_are_alike(prepared, tmp_path):
+    apart = prepared(lambda: Tied(False))
+    nn.init.ones_(apart.raw.embedding.weight)
+    nn.init.ones_(apart.raw.head.weight)
+    apart.accelerator.save_state(tmp_path / "alike")
+    tied = prepared(lambda: Tied(True))
+    tied.accelerator.load_state(tmp_path / "alike")
+    assert (tied.raw.head.weight == 1).all()
+    apart.optimizer.param_groups[0]["lr"] = 0.5
+    apart.step(2)
+    apart.accelerator.save_state(tmp_path / "other")
+    with pytest.raises(CheckpointError) as raised:
+        prepared(lambda: Tied(True)).accelerator.load_state(tmp_path / "other")
+    for sort in ("model/embedding.weight and model/head.weight", "optimizer/embedding.weight/exp_avg and"):
+        assert f"{sort}" in str(raised.value)
+    assert "differ in the checkpoint, and are one here" in str(raised.value)
+
+
+def test_parameters_with_two_rates_do_not_load_into_tied_ones(prepared, tmp_path):
+    def apart():
+        model = Tied(False)
+        model.load_state_dict({name: torch.ones(6, 6) for name in model.state_dict()})
+        return model
+
+    def two_rates(parameters):
+        embedding, head = parameters
+        return torch.optim.SGD([{"params": [embedding], "lr": 0.1}, {"params": [head], "lr": 0.2}])
+
+    prepared(apart, two_rates).accelerator.save_state(tmp_path / "here")
+    tied = prepared(lambda: Tied(True), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(CheckpointError, match=r"embedding\.weight and head\.weight were stepped differently"):
+        tied.accelerator.load_state(tmp_path / "here")
+
+
 def test_frozen_parameters_come_back_without_optimizer_state(prepared, tmp_path):
     def frozen():
         model = network()
