@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from base64 import b64decode, b64encode
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 from urllib.parse import quote, unquote
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -51,6 +58,11 @@ Store = Callable[[str, Tensor], str]
 """(path in the state, tensor) -> the key under which the tensor is stored elsewhere."""
 Fetch = Callable[[str], Tensor]
 """The key given by a `Store` -> the tensor."""
+_REMEDY: Final = (
+    "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
+)
+_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+"""What a defaultdict may fill itself with."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
 
 
@@ -130,9 +142,10 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
         return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, f"{path}{_step(key)}", store) for key, item in value.items()}
-    if kind in (dict, OrderedDict, Counter):
+    if kind in (dict, OrderedDict, Counter, defaultdict):
         items = [(key, encode(item, f"{path}[{key!r}]", store)) for key, item in value.items()]
-        return {_TAG_OF[kind]: [[encode(key, f"{path} key", store), item] for key, item in items]}
+        body = [[encode(key, f"{path} key", store), item] for key, item in items]
+        return {_TAG_OF[kind]: [_factory(value, path), body] if kind is defaultdict else body}
     if isinstance(value, Tensor):
         if odd := not_plain(value):
             raise _refusal(path, f"{odd} is not plain data")
@@ -140,7 +153,7 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
             return {"$stored": store(path, value.detach())}
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
     if tag is None or (tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS):
-        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data")
+        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data", _instead_of(value))
     return {tag: encode(_TAGS[tag][1](value), path, store)}
 
 
@@ -160,7 +173,7 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
     body = decode(value[tag], path, fetch)
     try:
         return fetch(body) if tag == "$stored" else _TAGS[tag][2](body)
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         # Whatever a damaged or crafted body makes of the constructors.
         raise CheckpointError(f"{path}: {tag} is unknown or malformed ({error})") from error
 
@@ -186,11 +199,37 @@ def _step(key: str) -> str:
     return f"[{key!r}]" if "." in key or "[" in key else f".{key}"
 
 
-def _refusal(path: str, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be stored: {problem}\n"
-        "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
-    )
+def _refusal(path: str, problem: str, remedy: str = _REMEDY) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be stored: {problem}\n{remedy}")
+
+
+def _instead_of(value: Any) -> str:
+    """How to store what only its own class can make again: loading imports no class that a file names."""
+    if isinstance(value, Enum):
+        return "let state_dict() return its .value, and load_state_dict() make the member of it"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "let state_dict() return its _asdict(), and load_state_dict() make the tuple of it"
+    return _REMEDY
+
+
+def _factory(value: defaultdict[Any, Any], path: str) -> str | None:
+    made = value.default_factory
+    name = getattr(made, "__name__", "")
+    if made is not None and _FACTORIES.get(name) is not made:
+        known = ", ".join(_FACTORIES)
+        raise _refusal(
+            path, f"a defaultdict of {made!r} is not plain data", f"make it a dict, or one of {known}"
+        )
+    return made and name
+
+
+def _of_moment(value: Any) -> list[Any]:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
+
+
+def _moment(kind: type[datetime | time], body: Any) -> Any:
+    text, fold, zone = body
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
 def _text(data: Any) -> str:
@@ -218,12 +257,42 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
     "$float": (float, repr, float),
     "$complex": (complex, lambda value: [value.real, value.imag], lambda body: complex(*body)),
     "$bytes": (bytes, _text, _bytes),
+    "$bytearray": (bytearray, _text, lambda body: bytearray(_bytes(body))),
+    "$range": (range, lambda value: [value.start, value.stop, value.step], lambda body: range(*body)),
+    "$decimal": (Decimal, str, Decimal),
+    "$fraction": (
+        Fraction,
+        lambda value: [value.numerator, value.denominator],
+        lambda body: Fraction(*map(operator.index, body)),
+    ),
+    "$date": (date, date.isoformat, date.fromisoformat),
+    "$time": (time, _of_moment, partial(_moment, time)),
+    "$datetime": (datetime, _of_moment, partial(_moment, datetime)),
+    "$timedelta": (
+        timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda body: timedelta(*body),
+    ),
+    "$timezone": (
+        timezone,
+        lambda value: [value.utcoffset(None), value.tzname(None)],
+        lambda body: timezone(*body),
+    ),
+    "$path": (type(Path()), str, Path),
+    "$posixpath": (PurePosixPath, str, PurePosixPath),
+    "$windowspath": (PureWindowsPath, str, PureWindowsPath),
+    "$uuid": (UUID, str, UUID),
     "$tuple": (tuple, list, tuple),
     "$size": (torch.Size, list, torch.Size),
     "$set": (set, list, set),
     "$frozenset": (frozenset, list, frozenset),
     "$deque": (deque, lambda value: [value.maxlen, list(value)], lambda body: deque(body[1], body[0])),
     "$dict": (dict, dict.items, dict),
+    "$defaultdict": (
+        defaultdict,
+        dict.items,
+        lambda body: defaultdict(body[0] and _FACTORIES[body[0]], dict(body[1])),
+    ),
     "$ordered": (OrderedDict, dict.items, OrderedDict),
     "$counter": (Counter, dict.items, lambda body: Counter(dict(body))),
     "$dtype": (torch.dtype, name_of, DTYPES.__getitem__),
