@@ -401,6 +401,8 @@ class PreparedLoader(DataLoader[Any]):
             return progress.following == 0
         deal = self._deal
         alike = deal.even or deal.drop_last or deal.readers == 1 or progress.is_unshared
+        # Of several workers each deals its own stream, and knows the end of that one alone.
+        alike = alike or (progress.is_last_of_all and self.num_workers <= 1)
         return alike and progress.count == progress.total
 
     def _tell(self, position: Position) -> None:

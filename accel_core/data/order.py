@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from attrs import frozen
 
-__all__ = ["COMPLETE", "UNSHARED", "Deal", "cut", "opening", "with_last"]
+__all__ = ["COMPLETE", "LAST", "UNSHARED", "Deal", "cut", "opening", "with_last"]
 
 T = TypeVar("T")
 
@@ -21,6 +21,8 @@ COMPLETE: Final = -1
 """Said of a round that holds no padding."""
 UNSHARED: Final = -2
 """Said of a round in which not every reader has a batch."""
+LAST: Final = -3
+"""Said of a complete round that none follows, where readers may run out at different times."""
 
 
 @frozen(kw_only=True)
@@ -64,8 +66,8 @@ class Deal:
         """([this reader's batch], real samples in its round) of each round it takes part in.
 
         everyone: the batches of all readers that take part, instead.
-        The second is COMPLETE, or UNSHARED, unless the round is padded. `head`: the first `wanted` samples
-        of the order (without a batch size: batches).
+        The second is COMPLETE, UNSHARED or LAST, unless the round is padded. `head`: the first `wanted`
+        samples of the order (without a batch size: batches).
         """
         if self.readers == 1:
             yield from (([batch], COMPLETE) for batch in batches)
@@ -79,8 +81,10 @@ class Deal:
                     continue
                 if self.even:
                     dealt, real = self._padded(group, head), sum(map(len, group))
-                elif len(dealt) < self.readers:
-                    real = UNSHARED
+                else:
+                    real = UNSHARED if len(dealt) < self.readers else LAST if last else COMPLETE
+            elif last and not self.even:
+                real = LAST
             if share := dealt[mine]:
                 yield share, real
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import Factory, asdict, define, field, frozen
 
-from accel_core.data.order import UNSHARED, Deal
+from accel_core.data.order import LAST, UNSHARED, Deal
 from accel_core.errors import AccelError, CheckpointError
 
 __all__ = ["Cursor", "Drawn", "Kind", "Position", "Progress"]
@@ -107,7 +107,7 @@ class Progress:
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
     workers, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
-    padded: number of a batch -> real samples in its round, or UNSHARED, where it is not COMPLETE.
+    padded: number of a batch -> real samples in its round, or UNSHARED or LAST, where it is not COMPLETE.
     takers: number of a round -> readers that have a batch in it, where not all do (told to one that
         reads for all).
     following: readers that have a batch in the next round, where the reading process tells; -1 elsewhere.
@@ -131,6 +131,11 @@ class Progress:
     def is_unshared(self) -> bool:
         """Whether not every reader has a batch like the one that the user holds."""
         return bool(self.padded) and self.padded.get(self.count) == UNSHARED
+
+    @property
+    def is_last_of_all(self) -> bool:
+        """Whether every reader has a batch like the one that the user holds, and none has another."""
+        return self.padded.get(self.count) == LAST
 
 
 @define(eq=False)
