@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,8 +51,9 @@ SAID_BYTES: Final = 500
 class Share:
     """What a rank writes: bytes and buffers only, so that writing runs no loop over leaves.
 
-    head, body: of the data file, `size` bytes. own: JSON of this rank's state. index: JSON of where
-    the tensors are. state: JSON of what all ranks share, for the rank that writes it.
+    head, body: of the data file, `size` bytes; each part of the body is valid until the next one.
+    own: JSON of this rank's state. index: JSON of where the tensors are.
+    state: JSON of what all ranks share, for the rank that writes it.
     """
 
     rank: int
@@ -75,7 +77,7 @@ class Share:
                 "give all ranks the same directory, on a disk that all nodes share,"
                 " or set project.save_on_each_node"
             )
-        record, blocks = write_file(folder / self.data, [self.head, *self.body])
+        record, blocks = write_file(folder / self.data, chain([self.head], self.body))
         text = [b'{"rank":%d,"state":' % self.rank, self.own, b',"blocks":', as_json(blocks)]
         index = f"rank-{self.rank:05d}.json"
         written, _ = write_file(folder / index, [*text, b',"tensors":', self.index, b"}"])

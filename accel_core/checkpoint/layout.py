@@ -12,6 +12,7 @@ from torch import Tensor
 from accel_core.checkpoint.codec import bytes_of, name_of
 from accel_core.checkpoint.files import as_json, lay_out
 from accel_core.checkpoint.replicas import Replicas
+from accel_core.checkpoint.staging import staged, staging_device
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.leaf import Leaf
@@ -75,8 +76,13 @@ class Layout:
         return [leaves[key].shards[number][1] for key, number in self._parts]
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
-        """The body of the data file, straight from the tensors: whoever writes it must not be overtaken."""
-        return map(bytes_of, self.tensors(leaves))
+        """The body of the data file, straight from the tensors: whoever writes it must not be overtaken.
+
+        Each part is valid until the next one is asked for.
+        """
+        tensors = self.tensors(leaves)
+        device = staging_device(tensors)
+        return map(bytes_of, tensors if device is None else staged(tensors, device))
 
     def stage(self, leaves: Leaves) -> memoryview:
         """The body of the data file as it is now, copied into a buffer that the next save overwrites."""
@@ -89,7 +95,13 @@ class Layout:
                     piece.view(tensor.dtype).view(tensor.shape)
                     for piece, tensor in zip(pieces, tensors, strict=True)
                 ]
-        if tensors:
+        device = staging_device(tensors)
+        if device is not None:
+            start = 0
+            for part in staged(tensors, device):
+                self._buffer[start : start + part.numel()].copy_(part)
+                start += part.numel()
+        elif tensors:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, tensors)
         return self._buffer.numpy().data

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Alone", "TorchCollectives", "control_group", "create", "destroy", "shared"]
 
+# torch 2.13 gives it a new name and warns of the old one.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
@@ -179,7 +181,7 @@ class TorchCollectives:
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         with self._named("all_gather", tensor):
-            dist.all_gather(list(gathered.chunk(self.size)), tensor.contiguous(), group=self.group)
+            _gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:

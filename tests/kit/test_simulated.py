@@ -168,6 +168,57 @@ def test_it_counts_what_the_host_reads() -> None:
     assert run_processes(host_reads, world=1) == [[0, 1, 1, 1, 1, 1]]
 
 
+def waits() -> tuple[list[int], list[int]]:
+    """How often the host waits for what waits, and for what does not."""
+    module = simulated()
+    x, plain, where = torch.ones(3, device="sim"), torch.ones(3), torch.arange(2, device="sim")
+    stream, event = module.Stream(), module.Event()
+
+    def count(call: Any) -> int:
+        before = module.waits
+        call()
+        return module.waits - before
+
+    waiting = (
+        *(x.sum().item, x.cpu, x.tolist, lambda: bool(x[0]), lambda: x.equal(x), x.nonzero, x.unique),
+        *(lambda: plain.to("sim"), lambda: plain.copy_(x), lambda: x.copy_(plain)),
+        *(lambda: torch.tensor([1.0], device="sim"), lambda: x[x > 0], lambda: x[[0, 1]]),
+        *(lambda: x.repeat_interleave(where.new_ones(3)), module.synchronize),
+        *(stream.synchronize, event.synchronize),
+    )
+    free = (
+        *(lambda: plain.to("sim", non_blocking=True), lambda: x.to("cpu", non_blocking=True)),
+        *(lambda: x.copy_(plain, non_blocking=True), lambda: plain.copy_(x, non_blocking=True)),
+        *(lambda: torch.full((3,), 2.0, device="sim"), lambda: x[where], lambda: x * 2, lambda: x[1:]),
+        *(lambda: torch.where(x > 0, x, 0.0), lambda: x.clone().masked_fill_(x > 0, 1.0)),
+        *(lambda: nn.utils.clip_grad_norm_([nn.Parameter(x)], 1.0), module.current_stream),
+        lambda: x.repeat_interleave(where.new_ones(3), output_size=3),
+    )
+    return [count(each) for each in waiting], [count(each) for each in free]
+
+
+def test_it_counts_how_often_the_host_waits() -> None:
+    ((waiting, free),) = run_processes(waits, world=1)
+    assert 0 not in waiting, waiting
+    assert not any(free), free
+
+
+def waiting_is_an_error() -> str:
+    module = simulated()
+    x = torch.ones(3, device="sim")
+    module.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError) as caught:
+        x.sum().item()
+    module.set_sync_debug_mode("default")
+    assert x.sum().item() == 3
+    return str(caught.value)
+
+
+def test_a_wait_of_the_host_can_be_made_an_error() -> None:
+    (said,) = run_processes(waiting_is_an_error, world=1)
+    assert "the host waits for the sim device" in said
+
+
 def views_are_live() -> list[list[float]]:
     simulated()
     x = torch.zeros(4, device="sim")

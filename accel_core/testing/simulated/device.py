@@ -1,8 +1,8 @@
 """The simulated device for torch: a tensor that keeps its numbers in a CPU tensor, and `torch.NAME`.
 
-Like an accelerator it refuses operands from another device, counts the bytes it holds and the times
-the host reads from it, and draws random numbers. Unlike one it draws them from the CPU's generator:
-torch cannot make a generator for a device without C++.
+Like an accelerator it refuses operands from another device, counts the bytes it holds, the times
+the host reads from it and the times the host would wait for it, and draws random numbers. Unlike one it
+draws them from the CPU's generator: torch cannot make a generator for a device without C++.
 """
 
 from __future__ import annotations
@@ -28,10 +28,24 @@ _CROSS_DEVICE: Final = frozenset(
         aten._to_copy.default,
         aten.copy_.default,
         aten._copy_from.default,
+        aten._foreach_copy_.default,
         aten.index_put_.default,
         aten.index.Tensor,
     }
 )
+_WAITING: Final = frozenset(
+    {
+        aten._local_scalar_dense.default,
+        aten._unique2.default,
+        aten.bincount.default,
+        aten.equal.default,
+        aten.masked_select.default,
+        aten.nonzero.default,
+        aten.unique_consecutive.default,
+        aten.unique_dim.default,
+    }
+)
+"""What a device computes only together with the host: a number, or a tensor whose size depends on values."""
 
 
 class SimulatedTensor(Tensor):
@@ -86,6 +100,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     if func not in _CROSS_DEVICE:
         _refuse_strangers(func, args, kwargs)
+    if _waits(func, args, kwargs, to_host):
+        module().wait(str(func))
     inner_args, inner_kwargs = pytree.tree_map(unwrap, (args, kwargs))
     out = func(*inner_args, **inner_kwargs)
     if func is aten._local_scalar_dense.default or to_host:
@@ -96,6 +112,27 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     wrapped = pytree.tree_map(lambda each: SimulatedTensor(each) if isinstance(each, Tensor) else each, out)
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], to_host: bool) -> bool:
+    """Whether an accelerator's host would wait here: see `torch.cuda.set_sync_debug_mode`."""
+    if func is aten._to_copy.default:
+        return to_host and not kwargs.get("non_blocking")
+    if func in (aten.copy_.default, aten._copy_from.default):
+        across = isinstance(args[0], SimulatedTensor) is not isinstance(args[1], SimulatedTensor)
+        return across and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    if func is aten._foreach_copy_.default:
+        copied = zip(args[0], args[1], strict=True)
+        across = any(
+            isinstance(to, SimulatedTensor) is not isinstance(of, SimulatedTensor) for to, of in copied
+        )
+        return across and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if func in (aten.index.Tensor, aten.index_put_.default):  # by masks, or by positions that the host has
+        at = [each for each in args[1] if each is not None]
+        return any(each.dtype == torch.bool or not isinstance(each, SimulatedTensor) for each in at)
+    return func in _WAITING
 
 
 def _refuse_strangers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -142,7 +179,8 @@ class _Event:
         """Nothing is ever pending."""
 
     def synchronize(self) -> None:
-        """The same."""
+        """The same; a host that asks would wait."""
+        module().wait("Event.synchronize")
 
     def query(self) -> bool:
         return True
@@ -164,7 +202,8 @@ class _Stream:
         """The same."""
 
     def synchronize(self) -> None:
-        """The same."""
+        """The same; a host that asks would wait."""
+        module().wait("Stream.synchronize")
 
 
 class DeviceModule:
@@ -182,6 +221,9 @@ class DeviceModule:
         self.host_reads = 0
         self.on_host_read: Callable[[], None] | None = None
         """Called before the host gets to see a value of the device."""
+        self.waits = 0
+        """How often the host would have waited for the device."""
+        self._waiting: str | int = "default"
         self._stream = _Stream()
 
     def device(self) -> torch.device:
@@ -193,6 +235,20 @@ class DeviceModule:
         self.host_reads += 1
         if self.on_host_read is not None:
             self.on_host_read()
+
+    def wait(self, why: str) -> None:
+        """Count a wait of the host.
+
+        Raises:
+            RuntimeError: the mode that was set says so.
+        """
+        self.waits += 1
+        if self._waiting in ("error", 2):
+            raise RuntimeError(f"{why}: the host waits for the {self.name} device")
+
+    def set_sync_debug_mode(self, debug_mode: str | int) -> None:
+        """As torch.cuda's: "error" makes each wait of the host an error."""
+        self._waiting = debug_mode
 
     def is_available(self) -> bool:
         return True
@@ -212,7 +268,8 @@ class DeviceModule:
             raise RuntimeError(f"invalid device ordinal {index}: a process sees one {self.name} device")
 
     def synchronize(self, device: Any = None) -> None:
-        """Nothing is ever pending."""
+        """Nothing is ever pending; a host that asks would wait."""
+        self.wait("synchronize")
 
     def current_stream(self, device: Any = None) -> _Stream:
         return self._stream
@@ -313,6 +370,8 @@ def _register_factories() -> None:
         return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype))
 
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        if not non_blocking and (source.device.type == "cpu" or target.device.type == "cpu"):
+            module().wait("copy_")
         unwrap(target).copy_(unwrap(source))
         return target
 

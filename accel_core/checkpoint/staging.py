@@ -1,0 +1,82 @@
+"""Tensors of a device on their way to a file: copied into pinned memory, the next piece while one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from accel_core.data.moving import can_pin
+
+__all__ = ["staged", "staging_device"]
+
+PIECE_BYTES: Final = 64 << 20
+"""How much is copied at once. Two such pieces are all the pinned memory that a save takes."""
+
+
+def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:
+    """The device from which these tensors are best copied by `staged`; None where torch cannot pin for it."""
+    return next((each.device for each in tensors if not each.is_cpu and can_pin(each.device)), None)
+
+
+@torch.no_grad()
+def staged(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """The bytes of the tensors, row-major and in order, on the host: uint8, (size,).
+
+    Each piece is valid until the next one is asked for. The host waits for the device once a piece, and
+    the device copies the next piece meanwhile, on a stream of its own.
+    """
+    stream = _stream(device)
+    buffers = [_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)]
+    waiting: tuple[Tensor, torch.Event, list[Tensor]] | None = None
+    for number, parts in enumerate(_pieces(tensors)):
+        filled = buffers[number % 2][: sum(part.numel() for part in parts)]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            for view, part in zip(filled.split([part.numel() for part in parts]), parts, strict=True):
+                view.copy_(part, non_blocking=True)
+            copied = stream.record_event()
+        if waiting is not None:
+            yield _arrived(*waiting)
+        waiting = filled, copied, parts
+    if waiting is not None:
+        yield _arrived(*waiting)
+
+
+def _arrived(filled: Tensor, copied: torch.Event, parts: list[Tensor]) -> Tensor:
+    """`parts` are held until here: the stream that copies them is not the one that frees their memory."""
+    copied.synchronize()
+    return filled
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors as flat bytes, cut so that each list has PIECE_BYTES at most."""
+    piece: list[Tensor] = []
+    room = PIECE_BYTES
+    for tensor in tensors:
+        for part in _flat(tensor).split(PIECE_BYTES):
+            if part.numel() > room:
+                yield piece
+                piece, room = [], PIECE_BYTES
+            piece.append(part)
+            room -= part.numel()
+    if piece:
+        yield piece
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    data = tensor.detach().resolve_conj().resolve_neg()
+    if not data.is_contiguous() and data.nbytes > PIECE_BYTES:
+        data = data.cpu()  # the device may have no room for another copy of it
+    return data.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def _pinned(size: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)

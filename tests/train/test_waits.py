@@ -1,0 +1,75 @@
+"""The host runs ahead of the device: in a step nothing of ours waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core.testing.processes import run_processes
+
+STEPS = 6
+
+
+def waits(precision, options):
+    """How often the host waits in each step of an ordinary loop, from the second step on."""
+    from accel_core.testing.simulated.device import simulate
+
+    module = simulate("sim")
+    from accel_core import Accelerator, DataLoaderConfiguration
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        device="sim",
+        mixed_precision=precision,
+        gradient_accumulation_steps=options["accumulation"],
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+    )
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    data = TensorDataset(torch.randn(4 * STEPS, 4), torch.randn(4 * STEPS, 1))
+    loader = DataLoader(data, 4, num_workers=options["workers"])
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    found = []
+    before = module.waits
+    for x, y in loader:
+        items = y.new_full((), 4.0) if options["items"] else None
+        with (
+            accelerator.accumulate(model, items=items) if items is not None else accelerator.accumulate(model)
+        ):
+            loss = nn.functional.mse_loss(model(x), y, reduction="mean" if items is None else "sum")
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                if options["clip"] == "norm":
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                if options["clip"] == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(module.waits - before)
+        before = module.waits
+    accelerator.end_training()
+    return found[1:]
+
+
+ORDINARY = {"accumulation": 1, "workers": 0, "items": False, "clip": "norm"}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"accumulation": 3}, {"clip": "value"}, {"items": True, "accumulation": 2}, {"workers": 1}],
+    ids=lambda asked: ", ".join(asked) or "ordinary",
+)
+def test_a_step_does_not_wait_for_the_device(precision, asked):
+    ((found),) = run_processes(waits, precision, {**ORDINARY, **asked}, world=1)
+    assert found == [0] * (STEPS - 1)
+
+
+def test_a_loss_scaler_waits_once_a_step():
+    """It must know whether to step. torch's own loop waits for that as well."""
+    (found,) = run_processes(waits, "fp16", ORDINARY, world=1)
+    assert found == [1] * (STEPS - 1)
