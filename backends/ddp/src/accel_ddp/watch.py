@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -28,26 +27,26 @@ _REASONS: Final = {
     " backward after a forward is reduced",
     "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced",
 }
-_trainable = attrgetter("requires_grad")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's wrapper, under its name, which notes whether each backward reduces.
 
     `awaited` says whether the next backward would, and else why not; `last` what it was at the last one.
+    `late` holds the parameters that were frozen here and got a gradient since the last step.
     """
 
     awaited: str
     last: str | None
+    late: set[Tensor]
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         super().__init__(module, **arguments)
-        self.__dict__.update(awaited="none", last=None, checked=False)
-        self.frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.__dict__.update(awaited="none", last=None, checked=False, late=set())
         first = next(p for p in module.parameters() if p.requires_grad)
-        # With a static graph a parameter may be ready several times in one backward.
-        note = None if self.static_graph else first.register_post_accumulate_grad_hook(_noting(self))
-        self._noting = note
+        self._hooks = [_when_unfrozen(p, self.late.add) for p in module.parameters() if _may_train_later(p)]
+        if not self.static_graph:  # else a parameter may be ready several times in one backward
+            self._hooks.append(first.register_post_accumulate_grad_hook(_noting(self)))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's, with gradients that are reduced in backward."""
@@ -55,7 +54,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             state = self.__dict__  # the module's own __setattr__ takes 2 µs
             state["awaited"] = _READY if state["require_backward_grad_sync"] else "quiet"
             if not state["checked"]:
-                refuse_hooks(self.module, allowed=int(self._noting is not None))
+                refuse_hooks(self.module, allowed=len(self._hooks))
                 state["checked"] = True
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -68,8 +67,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 " train a model of its own\n"
                 "call the prepared model, then backward once; put both into no_sync, or none"
             )
-        frozen = set(self.frozen)
-        names = [n for n, p in self.module.named_parameters() if p.requires_grad and p in frozen]
+        names = [name for name, p in self.module.named_parameters() if p in self.late]
+        self.late.clear()
         raise AccelError(
             f"ddp: {len(names)} parameter(s) of this {kind} were frozen when it was prepared and train"
             f" now ({names[0]}): their gradients are not reduced\n"
@@ -77,9 +76,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def unwatch(self) -> None:
-        """Take the hook off the parameter."""
-        if self._noting is not None:
-            self._noting.remove()
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
@@ -104,11 +103,26 @@ def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
             if isinstance(model, DistributedDataParallel):
                 state = model.__dict__
                 last, state["last"] = state["last"], None
-                apart = last not in (None, _READY) or any(map(_trainable, state["frozen"]))
-                if apart and not unit.silent:
-                    model.refuse(last)
+                if state["late"] or last not in (None, _READY):
+                    if not unit.silent:
+                        model.refuse(last)
+                    model.late.clear()
 
     return optimizer.register_step_pre_hook(before)
+
+
+def _may_train_later(parameter: Tensor) -> bool:
+    floating = parameter.is_floating_point() or parameter.is_complex()
+    return floating and not parameter.requires_grad and not parameter.is_inference()
+
+
+def _when_unfrozen(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have it noted when a frozen parameter gets a gradient: nothing has to be asked in a step."""
+    parameter.requires_grad_(True)  # torch takes a hook of what trains only, and keeps it
+    try:
+        return parameter.register_post_accumulate_grad_hook(note)
+    finally:
+        parameter.requires_grad_(False)
 
 
 def _noting(model: DistributedDataParallel) -> Callable[[Tensor], None]:
