@@ -24,8 +24,9 @@ DEVICE = torch.device("cpu")  # only handed through
 class Chip:
     """torch_npu.npu, as far as the plugin uses it."""
 
-    def __init__(self, *, bf16: bool = True) -> None:
+    def __init__(self, *, bf16: bool = True, infinite: bool = True) -> None:
         self.bf16 = bf16
+        self.utils = SimpleNamespace(is_support_inf_nan=lambda: infinite)
         self.compile_modes: list[bool] = []
         self.matmul, self.conv = SimpleNamespace(), SimpleNamespace()
 
@@ -54,6 +55,10 @@ def test_bf16_depends_on_the_chip(monkeypatch: pytest.MonkeyPatch, chip: bool, a
     assert plugin(monkeypatch, Chip(bf16=chip)).capabilities(DEVICE) == able
 
 
+def test_fp16_is_withdrawn_where_overflow_saturates_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plugin(monkeypatch, Chip(infinite=False)).capabilities(DEVICE) == {"bf16"}
+
+
 def test_switches_are_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     chip = Chip()
     plugin(monkeypatch, chip, NpuConfig(jit_compile=False, allow_hf32=True)).select_device(None)  # type: ignore[arg-type]
@@ -74,7 +79,13 @@ def test_switches_nobody_named_stay_as_they_were(monkeypatch: pytest.MonkeyPatch
 
 ASKED = {
     "npu/__init__.py": {"is_available": 0, "device_count": 0, "get_device_name": 1},
-    "npu/utils.py": {"is_bf16_supported": 0, "get_cann_version": 0, "set_device": 1, "synchronize": 1},
+    "npu/utils.py": {
+        "is_bf16_supported": 0,
+        "is_support_inf_nan": 0,
+        "get_cann_version": 0,
+        "set_device": 1,
+        "synchronize": 1,
+    },
     "npu/npu_config.py": {"set_compile_mode": 1},
     "npu/memory.py": {
         "memory_allocated": 1,

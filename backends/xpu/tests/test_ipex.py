@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,31 @@ def test_it_is_usable_beside_the_torch_it_was_built_for(
 def extension(kind: str = "cpu", **options: Any) -> Ipex:
     run: Any = SimpleNamespace(device=torch.device(kind))
     return Ipex(IpexConfig(**options), run)
+
+
+def compiled_by_hand() -> tuple[list[str], bool]:
+    """What is said when a model is compiled where ipex has optimized one."""
+    from accel_xpu import ipex
+
+    ipex._hide_until_compiled()
+    with warnings.catch_warnings(record=True) as before:
+        warnings.warn("aten::layer_norm: an autograd kernel was not registered", stacklevel=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.filterwarnings("always", "a model is being compiled")
+        for _ in range(2):
+            torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+        warnings.warn("aten::layer_norm: an autograd kernel was not registered", stacklevel=1)
+    return [str(each.message).partition(";")[0] for each in told], bool(before)
+
+
+def test_a_model_that_is_compiled_by_hand_later_is_noticed_once() -> None:
+    told, before = one(compiled_by_hand)
+
+    assert not before
+    assert told == [
+        "a model is being compiled in a process where ipex has optimized one",
+        "aten::layer_norm: an autograd kernel was not registered",
+    ]
 
 
 def test_on_other_devices_it_is_refused() -> None:

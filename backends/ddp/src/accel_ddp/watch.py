@@ -119,10 +119,9 @@ def _may_train_later(parameter: Tensor) -> bool:
 def _when_unfrozen(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
     """Have it noted when a frozen parameter gets a gradient: nothing has to be asked in a step."""
     parameter.requires_grad_(True)  # torch takes a hook of what trains only, and keeps it
-    try:
-        return parameter.register_post_accumulate_grad_hook(note)
-    finally:
-        parameter.requires_grad_(False)
+    hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
+    parameter.requires_grad_(False)
+    return hook
 
 
 def _noting(model: DistributedDataParallel) -> Callable[[Tensor], None]:

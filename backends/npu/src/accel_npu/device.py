@@ -54,8 +54,14 @@ class NpuDevice:
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        return able if self.npu.is_bf16_supported() else able - {"bf16"}
+        able: set[str] = set(self.below.capabilities(device))
+        if not self.npu.is_bf16_supported():
+            able.discard("bf16")
+        if (
+            not self.npu.utils.is_support_inf_nan()
+        ):  # overflow saturates there: no loss scaler of torch sees it
+            able.discard("fp16")
+        return frozenset(able)
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:

@@ -77,7 +77,7 @@ class Ipex:
     def _optimized(self, model: nn.Module, optimizer: Optimizer, again: bool) -> nn.Module:
         if self.run.device.type == "xpu":  # it optimizes for where the parameters are
             model = model.to(self.run.device)
-        warnings.filterwarnings("ignore", _EAGER, UserWarning)  # what is compiled was refused
+        _hide_until_compiled()
         training, step = model.training, optimizer.step
         model.training = True  # its word for "has an optimizer", asked of the outermost module alone
         options = {"inplace": True, "weights_prepack": False, **asdict(self.config)}
@@ -97,6 +97,28 @@ class Ipex:
                 f" {self.run.device.type}\nleave it unset: torch's step is taken then, or take Adam or SGD"
             )
         return model
+
+
+def _hide_until_compiled() -> None:
+    """Hide torch's warning while all is eager; when anything is compiled, say what it means."""
+    from torch._dynamo.callback import callback_handler
+
+    if _tell not in callback_handler.start_callbacks:
+        warnings.filterwarnings("ignore", _EAGER, UserWarning)
+        callback_handler.register_start_callback(_tell)
+
+
+def _tell(_: object) -> None:
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.remove_start_callback(_tell)
+    warnings.filterwarnings("default", _EAGER, UserWarning)
+    warnings.warn(
+        "a model is being compiled in a process where ipex has optimized one; if it is that one,"
+        f" {_COMPILED}\nleave ipex or torch.compile out",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _is_compiled(model: nn.Module) -> bool:

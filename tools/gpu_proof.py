@@ -1,0 +1,287 @@
+"""Check on a real accelerator what no other machine can prove, and print a table of it.
+
+`python tools/gpu_proof.py` on a machine with a GPU; without one it says so and exits with 2.
+`--device sim` rehearses the checks on the simulated device. Each check runs in a process of its own.
+Exits with 1 if a check fails. `--tests` also runs the tests that are marked `gpu`.
+"""
+# ruff: noqa: INP001, T201  # a script, whose checks are asserts
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core.testing.processes import ProcessError, run_processes
+
+NO_ACCELERATOR = 2
+ROOT = Path(__file__).resolve().parent.parent
+SGD: dict[str, Any] = {"lr": 0.1}
+
+
+class NotHereError(Exception):
+    """A check that this machine cannot make, with the reason."""
+
+
+def accelerator(device: str, **options: Any) -> Any:
+    """An Accelerator on the device, which is simulated first if it is `sim`."""
+    if device == "sim":
+        from accel_core.testing.simulated.device import simulate
+
+        simulate("sim")
+    from accel_core import Accelerator
+
+    return Accelerator(device=device, **options)
+
+
+def module_of(device: str) -> Any:
+    """`torch.NAME` of the device, if it can make waits of the host errors."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "set_sync_debug_mode"):
+        raise NotHereError(f"torch.{device} has no set_sync_debug_mode")
+    return module
+
+
+@contextmanager
+def without_waits(device: str) -> Any:
+    """Inside, a wait of the host for the device is an error."""
+    module = module_of(device)
+    module.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode("default")
+
+
+def network() -> nn.Sequential:
+    """A small model, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
+
+
+def data() -> TensorDataset:
+    """24 rows, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(*(torch.randn(24, width, generator=generator) for width in (16, 1)))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    """All parameters of a model in one tensor on the CPU."""
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+def plain(device: str) -> torch.Tensor:
+    """The weights after an epoch of an ordinary loop without us."""
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for x, y in DataLoader(data(), 4):
+        F.mse_loss(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def ours(run: Any) -> torch.Tensor:
+    """The same with an Accelerator."""
+    inner = network()
+    model, optimizer, loader = run.prepare(
+        inner, torch.optim.SGD(inner.parameters(), **SGD), DataLoader(data(), 4)
+    )
+    for x, y in loader:
+        run.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = torch.cat([tensor.cpu().flatten() for _, tensor in run.iter_weights(model)])
+    run.end_training()
+    return found
+
+
+def equals_plain(device: str, **options: Any) -> str:
+    """Raises AssertionError if an epoch gives other weights than the ordinary loop."""
+    found = ours(accelerator(device, **options))
+    distance = float((found - plain(device)).abs().max())
+    assert distance < 1e-5, f"weights differ by {distance:.1e}"
+    return f"weights differ by {distance:.0e}"
+
+
+def step_without_waits(device: str, precision: str) -> str:
+    """Accumulation, clipping and a scheduler; the loss scaler of fp16 may wait in its step."""
+    run = accelerator(device, mixed_precision=precision, gradient_accumulation_steps=2)
+    inner = network()
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, scheduler = run.prepare(inner, optimizer, scheduler)
+    batches = [(x.to(run.device), y.to(run.device)) for x, y in DataLoader(data(), 2)]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        with run.accumulate(model):
+            run.backward(F.mse_loss(model(x), y))
+            if run.sync_gradients:
+                run.clip_grad_norm_(model.parameters(), 1.0)
+            if precision == "fp16":
+                module_of(device).set_sync_debug_mode("default")
+            optimizer.step()
+            if precision == "fp16":
+                module_of(device).set_sync_debug_mode("error")
+            scheduler.step()
+            optimizer.zero_grad()
+
+    for x, y in batches[:4]:  # lazily made state and libraries' handles may wait once
+        step(x, y)
+    with without_waits(device):
+        for x, y in batches[4:]:
+            step(x, y)
+    return f"{len(batches) - 4} batches"
+
+
+def batches_without_waits(device: str) -> str:
+    """Batches that workers read are pinned, and their copies are not waited for."""
+    from accel_core.data.moving import can_pin
+
+    run = accelerator(device)
+    if not can_pin(run.device):
+        raise NotHereError(f"torch pins no memory for {device}")
+    loader = run.prepare(DataLoader(data(), 4, num_workers=2))
+    with without_waits(device):
+        count = sum(1 for _ in loader)
+    return f"{count} batches"
+
+
+def device_checksums(device: str) -> str:
+    """The checksums by which ranks compare what they save are those of the CPU."""
+    from accel_core.checkpoint.replicas import sums
+
+    run = accelerator(device)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        tensor = torch.randn(4097).mul(7).to(dtype)
+        here, there = sums(tensor), sums(tensor.to(run.device))
+        assert [int(each) for each in here] == [int(each) for each in there], dtype
+    return "4 dtypes"
+
+
+def saved_and_loaded(device: str, wait: bool) -> str:
+    """Weights, moments and the device's random stream come back from a checkpoint, through pinned memory."""
+    run = accelerator(device)
+    model = network()
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    run.backward(model(torch.ones(2, 16, device=run.device)).square().mean())
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        run.save_state(f"{folder}/here", wait=wait)
+        before, drawn = weights(model), torch.randn(8, device=run.device).cpu()
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        run.wait_for_checkpoint()
+        run.load_state(f"{folder}/here")
+    assert torch.equal(weights(model), before), "other weights came back"
+    assert torch.equal(torch.randn(8, device=run.device).cpu(), drawn), "the random stream did not come back"
+    run.end_training()
+    return "bit for bit"
+
+
+def compiled(device: str, mode: str | None) -> str:
+    """A compiled model trains as the ordinary loop; `reduce-overhead` records graphs."""
+    from accel_core import TorchDynamoPlugin
+
+    if device == "sim":
+        raise NotHereError("inductor does not know the simulated device")
+    return equals_plain(device, dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode))
+
+
+def sharded(device: str, offload: bool) -> str:
+    """FSDP 2 on one device, its parameters on the host if asked."""
+    from accel_fsdp import FullyShardedDataParallelPlugin
+
+    if offload and device == "sim":
+        raise NotHereError("torch pins no memory for the simulated device")
+    options = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
+    return equals_plain(device, strategy="fsdp", plugins=[options])
+
+
+def bound_to_the_device(device: str) -> str:
+    """The user's own group, made with `device_id`, carries a run. A rank each device."""
+    import torch.distributed as dist
+
+    index = int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(index)
+    dist.init_process_group(device_id=torch.device(device, index))
+    run = accelerator(device)
+    total = run.reduce(torch.ones(1, device=run.device), "sum").item()
+    assert total == dist.get_world_size(), total
+    run.end_training()
+    dist.destroy_process_group()
+    return f"{int(total)} ranks"
+
+
+Check = tuple[str, Callable[..., str], tuple[Any, ...], int]
+CHECKS: tuple[Check, ...] = (
+    *(("a step waits for nothing", step_without_waits, (each,), 1) for each in ("no", "bf16", "fp16")),
+    ("batches are pinned and not waited for", batches_without_waits, (), 1),
+    ("an epoch equals the plain loop", equals_plain, (), 1),
+    ("checksums on the device", device_checksums, (), 1),
+    *(("a checkpoint comes back", saved_and_loaded, (wait,), 1) for wait in (True, False)),
+    *(("compiled, with graphs in the second", compiled, (mode,), 1) for mode in (None, "reduce-overhead")),
+    *(("fsdp 2 on one device, offloaded in the second", sharded, (offload,), 1) for offload in (False, True)),
+    ("ddp on two devices", lambda device: equals_plain(device, split_batches=True), (), 2),
+    ("a group that is bound to the device", bound_to_the_device, (), 2),
+)
+"""(what is proved, the function, its arguments after the device, ranks with a device each)."""
+
+
+def prove(check: Check, device: str) -> tuple[str, str]:
+    """("ok", "FAILED" or "not here"; in which words)."""
+    _, function, arguments, ranks = check
+    if ranks > 1 and torch.accelerator.device_count() < ranks:
+        return "not here", f"needs {ranks} devices"
+    try:
+        return "ok", run_processes(_guarded, function, device, *arguments, world=ranks, timeout=300)[0]
+    except ProcessError as error:
+        last = str(error).rstrip().splitlines()[-1]
+        return ("not here" if "NotHereError" in last else "FAILED"), last.partition("Error: ")[2] or last
+
+
+def _guarded(function: Callable[..., str], device: str, *arguments: Any) -> str:
+    return function(device, *arguments)
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="auto", help="auto (torch's accelerator), or sim, to rehearse")
+    parser.add_argument("--tests", action="store_true", help="also run the tests that are marked gpu")
+    parser.add_argument("-k", default="", help="only the checks with these words")
+    arguments = parser.parse_args()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if arguments.device == "auto" and found is None:
+        print(
+            f"no accelerator: torch {torch.__version__} sees none on this machine\n"
+            "run this where there is one, or rehearse with --device sim"
+        )
+        return NO_ACCELERATOR
+    device = arguments.device if found is None or arguments.device != "auto" else found.type
+    print(f"torch {torch.__version__}, {device}\n\n| check | result | detail |\n|---|---|---|")
+    failed = False
+    for check in CHECKS:
+        if arguments.k in check[0]:
+            result, detail = prove(check, device)
+            failed |= result == "FAILED"
+            asked = "".join(f", {each}" for each in check[2])
+            print(f"| {check[0]}{asked} | {result} | {detail} |", flush=True)
+    if arguments.tests:
+        failed |= subprocess.call([sys.executable, "-m", "pytest", "-m", "gpu", "backends"], cwd=ROOT) != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
