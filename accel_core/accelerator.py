@@ -106,7 +106,7 @@ class Accelerator(Ranks, Training, States):
     ) -> None:
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
-                f"Accelerator(cpu=True, device={device!r}) contradict each other; give one of them"
+                f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
             )
         tracker_names, own_trackers = sort_out(log_with)
         given = {
@@ -150,7 +150,9 @@ class Accelerator(Ranks, Training, States):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
+            raise ConfigError(
+                f"gradient_accumulation_steps is {steps}\nset it to 1 or more micro-batches a step"
+            )
         self.run.accumulation_steps = steps
         for unit in self.run.units:
             unit.window.resize(steps, at_once=self.run.accumulation is None)

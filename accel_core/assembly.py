@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_core.binding import Binder, Hooks, Registered
 from accel_core.errors import ConfigError, PluginError
 from accel_core.hookspecs import DUTIES
 from accel_core.launching import environment_of
 from accel_core.native.base import Base
-from accel_core.plugins import discover, load, near
+from accel_core.plugins import discover, implementation, load, near
 from accel_core.stack import Chosen
 
 if TYPE_CHECKING:
@@ -96,7 +95,9 @@ class Assembly:
             for duty in claim.call(self._run.config):
                 if duty not in DUTIES:
                     raise PluginError(
-                        f"{claim.plugin}: unknown duty {duty!r}{near(duty, DUTIES)}", plugin=claim.plugin
+                        f"{claim.plugin}: unknown duty {duty!r}{near(duty, DUTIES)}\n"
+                        f"`owns` may name {', '.join(DUTIES)}",
+                        plugin=claim.plugin,
                     )
                 if duty in owner:
                     rivals = " and ".join(self._reason(name) for name in (owner[duty], claim.plugin))
@@ -108,23 +109,11 @@ class Assembly:
 
     def _instance(self, chosen: Chosen, alias: str) -> Registered:
         card, record = chosen.card, chosen.record
-        if card.implementation is None:
-            raise PluginError(
-                f"the card of {record.slot} {chosen.name!r} names no implementation", plugin=chosen.name
-            )
+        cls = implementation(record)
         config = self._run.resolved.plugin_config(
             record, alias if alias in self._run.config.strategies else None
         )
         self.configs[alias], self.cards[alias] = config, card
-        cls = load(record, card.implementation)
-        if not _takes(cls, config, self._run):
-            about = f"{record.slot} plugin {chosen.name!r} ({record.origin})"
-            raise PluginError(
-                f"{about}: {card.implementation} cannot be built as {cls.__name__}(config, run)\n"
-                "give it `def __init__(self, config, run)`",
-                plugin=chosen.name,
-                distribution=record.origin,
-            )
         plugin = cls(config, self._run)
         registered = self._binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
         try:
@@ -157,14 +146,6 @@ class Assembly:
             if name in path.split(".")
         ]
         return f"{name} ({'; '.join([why, *lines])})"
-
-
-def _takes(cls: Any, *arguments: object) -> bool:
-    try:
-        inspect.signature(cls).bind(*arguments)
-    except TypeError:
-        return False
-    return True
 
 
 def _verify(stack: Stack) -> None:

@@ -279,7 +279,9 @@ class Hooks:
         found = self.implementations(hook)
         if not found and specs[hook].kind == "owner":
             stack = " + ".join(plugin.name for plugin in self._registered) or "an empty stack"
-            raise PluginError(f"hook {hook}: nobody in {stack} implements it", hook=hook)
+            raise PluginError(
+                f"hook {hook}: no plugin of {stack} implements it\nadd one that does to the stack", hook=hook
+            )
         resolved = self._binder.combine(hook, found)
         setattr(self, hook, resolved)
         return resolved

@@ -37,7 +37,7 @@ def wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[
             values[position] = each.call(*values)
             if values[position] is None:
                 raise PluginError(
-                    f"hook {hook}: {each.plugin} gave None; return what it was given, changed or not",
+                    f"hook {hook}: {each.plugin} gave None\nreturn what it was given, changed or not",
                     plugin=each.plugin,
                     hook=hook,
                 )

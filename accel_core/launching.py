@@ -22,7 +22,7 @@ from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import Problem
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.hookspecs import Job
-from accel_core.plugins import Discovery, discover, near
+from accel_core.plugins import Discovery, discover, implementation, near
 from accel_core.plugins import load as load_plugin
 from accel_core.stack import auto_may_take, strategy_to_name, unknown_device, unused_sections
 from accel_core.world import World
@@ -215,9 +215,12 @@ class Launch:
         record = self.discovery.get(self.config.launch.launcher)
         assert record is not None
         if record.card is None or record.status != "available":
-            raise PluginError(f"launcher {record.name} cannot be used: {record.reason}", plugin=record.name)
-        binder, cls = Binder(), load_plugin(record, record.card.implementation or "")
-        plugin = cls(self.resolved.plugin_config(record), None)
+            about = f"launcher {record.name} cannot be used: {record.reason}"
+            raise PluginError(
+                f"{about}\n`accel plugins doctor {record.name}` looks closer; `accel plugins` lists others",
+                plugin=record.name,
+            )
+        binder, plugin = Binder(), implementation(record)(self.resolved.plugin_config(record), None)
         layer = binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)
         return binder.hooks([layer])
 

@@ -48,7 +48,7 @@ class LocalSGD:
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if local_sgd_steps < 1:
-            raise ConfigError(f"LocalSGD: local_sgd_steps must be at least 1, got {local_sgd_steps}")
+            raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
         run = accelerator.run
         unit = run.unit_of_model(model)
         if unit is None:

@@ -184,8 +184,8 @@ def broadcast_object_list(
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, run: Run | None = None) -> Any:
     """Each tensor reduced over the ranks that share a loss, times `scale`. Shapes must be equal.
 
-    `sum`, `mean`, `min`, `max`, or `none`. Booleans are counted by `sum`; floats of 8 and 16 bits are
-    reduced in float32 and rounded once.
+    `sum`, `mean`, `min`, `max`, or `none`, which gives `tensor` back as it is, not scaled. Booleans are
+    counted by `sum`; floats of 8 and 16 bits are reduced in float32 and rounded once.
 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
@@ -277,11 +277,11 @@ def split_between_processes(
         ValueError: the values of a dict differ in length.
     """
     topology = live(run).topology
+    if isinstance(inputs, dict) and len({len(value) for value in inputs.values()}) > 1:
+        raise ValueError("split_between_processes: all values of the dict must have the same length")
     if topology.readers == 1:
         yield inputs
         return
-    if isinstance(inputs, dict) and len({len(value) for value in inputs.values()}) > 1:
-        raise ValueError("split_between_processes: all values of the dict must have the same length")
     length = len(next(iter(inputs.values()), ())) if isinstance(inputs, dict) else len(inputs)
     share, extra = divmod(length, topology.readers)
     start = topology.reader * share + min(topology.reader, extra)

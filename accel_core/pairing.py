@@ -119,7 +119,8 @@ def paired(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimizer
             if group not in mine:
                 mine.append(group)
         if not mine:
-            raise AccelError(f"prepare: the {type(optimizer).__name__} holds no parameter")
+            about = f"prepare: the {type(optimizer).__name__} holds no parameter"
+            raise AccelError(f"{about}\ngive it the parameters of a model")
         first, *others = mine
         first.optimizers.append(optimizer)
         for other in others:  # one optimizer over several models makes them one unit

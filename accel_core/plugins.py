@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import re
 import traceback
@@ -29,6 +30,7 @@ __all__ = [
     "Discovery",
     "Record",
     "discover",
+    "implementation",
     "load",
     "offering",
     "plugin_status",
@@ -68,13 +70,16 @@ def _words(value: Iterable[str]) -> frozenset[str]:
 def _name(card: Card, attribute: Attribute[str], value: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value):
         raise PluginError(
-            f"plugin name {value!r} is not lower-case words joined by single hyphens", plugin=value
+            f"plugin name {value!r} is not lower-case words joined by single hyphens\ngive it such a name",
+            plugin=value,
         )
 
 
 def _version(card: Card, attribute: Attribute[str], value: object) -> None:
     if not isinstance(value, str) or not re.fullmatch(r"\d+\.\d+", value):
-        raise PluginError(f"{card.name}: api_version {value!r} is not 'major.minor'", plugin=card.name)
+        raise PluginError(
+            f"{card.name}: api_version {value!r} is not 'major.minor'\nwrite it so: '1.0'", plugin=card.name
+        )
 
 
 # A card for a newer API may use words that do not exist here yet. It must become `incompatible`,
@@ -83,7 +88,8 @@ def _version(card: Card, attribute: Attribute[str], value: object) -> None:
 
 def _slot(card: Card, attribute: Attribute[str], value: str) -> None:
     if value not in SLOTS and not incompatibility(card.api_version):
-        raise PluginError(f"{card.name}: unknown slot {value!r}{near(value, SLOTS)}", plugin=card.name)
+        about = f"{card.name}: unknown slot {value!r}{near(value, SLOTS)}"
+        raise PluginError(f"{about}\ntake one of {', '.join(SLOTS)}", plugin=card.name)
 
 
 def _capabilities(card: Card, attribute: Attribute[frozenset[str]], value: frozenset[str]) -> None:
@@ -91,7 +97,9 @@ def _capabilities(card: Card, attribute: Attribute[frozenset[str]], value: froze
     if unknown and not incompatibility(card.api_version):
         hint = near(unknown[0], CAPABILITIES)
         raise PluginError(
-            f"{card.name}: unknown capability {unknown[0]!r} in {attribute.name}{hint}", plugin=card.name
+            f"{card.name}: unknown capability {unknown[0]!r} in {attribute.name}{hint}\n"
+            f"take words of {', '.join(CAPABILITIES)}",
+            plugin=card.name,
         )
 
 
@@ -293,7 +301,8 @@ def _read(distribution: metadata.Distribution, file: str) -> str:
 def _with_card(record: Record, target: str, patience: Patience) -> Record:
     try:
         if record.slot not in SLOTS:
-            raise PluginError(f"unknown slot {record.slot!r}{near(record.slot, SLOTS)}", plugin=record.name)
+            about = f"unknown slot {record.slot!r}{near(record.slot, SLOTS)}"
+            raise PluginError(f"{about}\nname the group accel_core.SLOT", plugin=record.name)
         own = target.startswith(GROUP)
         return _check_card(record, _resolve(target) if own else patience(lambda: _resolve(target)))
     except KeyboardInterrupt:
@@ -310,17 +319,19 @@ def _check_card(record: Record, card: object) -> Record:
 
     name, slot = record.name, record.slot
     if not isinstance(card, Card):
-        raise PluginError(f"entry point {name} does not point at a Card but at {card!r}", plugin=name)
+        about = f"entry point {name} does not point at a Card but at {card!r}"
+        raise PluginError(f"{about}\nmake it an instance of accel_core.Card", plugin=name)
     problem = incompatibility(card.api_version)
     if problem:
         return evolve(record, card=card, fault="incompatible", detail=problem)
     if (card.slot, card.name) != (slot, name):
         raise PluginError(
-            f"entry point {GROUP}{slot}: {name} points at the card of {card.name!r} in slot {card.slot}",
+            f"entry point {GROUP}{slot}: {name} points at the card of {card.name!r} in slot {card.slot}\n"
+            "give both the same name and slot",
             plugin=name,
         )
     if name in RESERVED_NAMES:
-        raise PluginError(f"{name!r} is a word of core's own config; take another name", plugin=name)
+        raise PluginError(f"{name!r} is a word of core's own config\ntake another name", plugin=name)
     return evolve(record, card=card)
 
 
@@ -358,6 +369,35 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         first += near(error.name, dir(error.obj))  # a misspelt hook, mostly
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def implementation(record: Record) -> Callable[..., Any]:
+    """The class, or the function that makes an instance, which the card names.
+
+    Raises:
+        PluginError: it names none, the import failed, or it cannot be called as `Plugin(config, run)`.
+    """
+    about = f"{record.slot} plugin {record.name!r} ({record.origin})"
+    path = record.card.implementation if record.card else None
+    if path is None:
+        problem, remedy = "its card names no implementation", "set `implementation` in the card"
+    else:
+        found: object = load(record, path)
+        if callable(found) and _takes(found, "config", "run"):
+            return found
+        remedy = "make it a class with `def __init__(self, config, run)`"
+        problem = f"{path} cannot be built as Plugin(config, run)"
+    raise PluginError(f"{about}: {problem}\n{remedy}", plugin=record.name, distribution=record.origin)
+
+
+def _takes(function: Callable[..., Any], *arguments: object) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # no signature is to be had of what is written in C
+        return True
+    return True
 
 
 def _resolve(path: str) -> Any:

@@ -55,7 +55,7 @@ def prepare(
     places = list(placement) if placement is not None else [run.config.device_placement] * len(objects)
     if len(places) != len(objects):
         raise ConfigError(
-            f"device_placement has {len(places)} entries for {len(objects)} objects; give one each"
+            f"device_placement has {len(places)} entries for {len(objects)} objects\ngive one each"
         )
     kinds = [_kind(run, thing, number) for number, thing in enumerate(objects)]
     of_kind: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "dataloader")}
@@ -66,7 +66,7 @@ def prepare(
     check_schedulers(run, of_kind["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
         raise ConfigError(
-            f"name={name!r} needs objects of exactly one unit, got {len(groups)}; prepare them one by one"
+            f"name={name!r} needs objects of exactly one unit, got {len(groups)}\nprepare them one by one"
         )
     placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
     loaders = {id(each): prepare_loader(each, run, placed[id(each)]) for each in of_kind["dataloader"]}

@@ -190,7 +190,7 @@ class Run:
         taken = {unit.name for unit in (*self.units, *made)}
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
         if name in taken:
-            raise ConfigError(f"this run already has a unit {name!r}; give the new one another name")
+            raise ConfigError(f"this run already has a unit {name!r}\ngive the new one another name")
         hooks = self._assembly.hooks_of(alias)
         self._assembly.check_duties(hooks)
         plugin = self.plugins[alias]

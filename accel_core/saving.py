@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,20 +69,29 @@ def _as_safetensors(obj: Any, path: Path) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(obj, path, metadata={"format": "pt"})
-    except KeyError as error:
-        raise CheckpointError(
-            f"{path}: safetensors has no word for {error}\nsave with safe_serialization=False"
-        ) from error
+        with _tensors_by_name(path):
+            save_file(obj, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
+
+
+@contextmanager
+def _tensors_by_name(where: object) -> Iterator[None]:
+    """Say it as ours where safetensors refuses an object, which it does by four kinds of errors."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        about = f"{where}: safetensors cannot hold this object: {error}"
+        raise CheckpointError(f"{about}\nsave with safe_serialization=False") from error
 
 
 def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
     if safe_serialization:
         from safetensors.torch import save as to_bytes
 
-        file.write(to_bytes(obj, metadata={"format": "pt"}))
+        with _tensors_by_name("save"):
+            data = to_bytes(obj, metadata={"format": "pt"})
+        file.write(data)
     else:
         torch.save(obj, file)
 

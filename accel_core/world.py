@@ -83,7 +83,9 @@ class World:
         local_size = number("LOCAL_WORLD_SIZE", size)
         rank = number("RANK", None)
         if rank >= size:
-            raise LaunchError(f"RANK={rank} does not exist in a world of WORLD_SIZE={size}")
+            raise LaunchError(
+                f"RANK={rank} does not exist in a world of WORLD_SIZE={size}\nset RANK to 0 to {size - 1}"
+            )
         return cls(
             rank=rank,
             size=size,

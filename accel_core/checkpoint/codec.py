@@ -175,7 +175,10 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
         return fetch(body) if tag == "$stored" else _TAGS[tag][2](body)
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         # Whatever a damaged or crafted body makes of the constructors.
-        raise CheckpointError(f"{path}: {tag} is unknown or malformed ({error})") from error
+        about = f"{path}: {tag} is unknown or malformed ({error})"
+        raise CheckpointError(
+            f"{about}\nload another checkpoint; `accel checkpoint list` names them"
+        ) from error
 
 
 def key_text(key: Any, path: str) -> str:

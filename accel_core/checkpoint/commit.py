@@ -264,7 +264,8 @@ def _check_files(folder: Path, ranks: Collection[int]) -> None:
         path = folder / name
         if here and (not path.is_file() or path.stat().st_size != record.size):
             raise CheckpointError(
-                f"{path} is gone since it was written: something removes files of {folder.parent}",
+                f"{path} is gone since it was written: something removes files of {folder.parent}\n"
+                "save to a folder of which nothing else removes files",
                 path=str(path),
             )
 

@@ -53,7 +53,7 @@ class _LaunchCommand(click.Command):
         rows = [(name, (cls.__doc__ or "").partition(" Section")[0]) for name, cls in sections.items()]
         cards = [record.card for record in discover().records if record.card and record.card.config]
         rows += [(card.name, card.summary) for card in cards]
-        with formatter.section("More options, before the script (accel config schema NAME lists them)"):
+        with formatter.section("More options, before the script (`accel config schema NAME` lists them)"):
             formatter.write_dl([(f"--{name}.OPTION VALUE", about) for name, about in rows])
 
 

@@ -17,7 +17,7 @@ from accel_core.cli import Group
 from accel_core.cli.new import new
 from accel_core.errors import AccelError, PluginError
 from accel_core.known import install_hint
-from accel_core.plugins import SLOTS, Discovery, Record, discover, load, near
+from accel_core.plugins import SLOTS, Discovery, Record, discover, implementation, load, near
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -154,9 +154,11 @@ def examine(name: str) -> None:
             continue
         print(f"  {what}: {path} ... ", end="", flush=True)
         try:
-            found = load(record, path)
+            is_built = what == "implementation" and record.slot != "command"
+            found = implementation(record) if is_built else load(record, path)
         except PluginError as error:
-            print("failed", *traceback.format_exception(error.__cause__), sep="\n")
+            cause = error.__cause__
+            print("failed", *(traceback.format_exception(cause) if cause else [error]), sep="\n")
             sys.exit(1)
         reason = found() if what == "verify" else None
         print(reason or "ok")

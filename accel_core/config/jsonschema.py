@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, get_args
 
 from attrs import NOTHING, Attribute
@@ -21,6 +22,7 @@ _NAMES: Final = {
     float: "number",
     timedelta: "number",
     str: "string",
+    Path: "string",
     type(None): "null",
 }
 

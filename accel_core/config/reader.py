@@ -91,7 +91,7 @@ class Reader:
             try:  # who chooses a plugin gets its error, whose section it is a note
                 self._classes[name] = load_class(record) if record else None
             except PluginError as error:
-                self._faults[name] = str(error.__cause__ or error)
+                self._faults[name] = str(error.__cause__ or error).partition("\n")[0]
         return self._classes[name]
 
     def sections(self) -> Iterator[tuple[str, type]]:
@@ -292,18 +292,31 @@ def load_class(record: Record) -> type | None:
         PluginError: the plugin is broken, or the class cannot be imported, or is not made of options.
     """
     if record.fault:
-        raise PluginError(f"the plugin is {record.fault}: {record.detail}", plugin=record.name)
+        about = f"the plugin is {record.fault}: {record.detail}"
+        raise PluginError(f"{about}\n`accel plugins doctor {record.name}` looks closer", plugin=record.name)
     if record.card is None or record.card.config is None:
         return None
     cls: type = load(record, record.card.config)
     try:
-        options_of(cls)
+        _refuse_unwritable(cls)
     except Exception as error:  # NameError, TypeError, NotAnAttrsClassError: annotations are code
+        about = f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config}"
         raise PluginError(
-            f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config} has no options\n"
+            f"{about} cannot be read as options\n"
             f"{type(error).__name__}: {error}\n"
-            "make it an attrs class, and what only type checkers can import option(python_only=True)",
+            "make it an attrs class, and option(python_only=True) what only Python can hold or import",
             plugin=record.name,
             distribution=record.origin,
         ) from error
     return cls
+
+
+def _refuse_unwritable(cls: type, section: str = "") -> None:
+    """Refuse options whose type neither a file nor a shell can hold, which no user could set."""
+    from accel_core.config.structure import writable
+
+    for name, (attribute, kind) in options_of(cls).items():
+        if not describe(attribute).python_only and not writable(kind):
+            raise TypeError(f"no file, variable or flag can hold option {section}{name}: {attribute.type}")
+        if inner := section_class(kind):
+            _refuse_unwritable(inner, f"{section}{name}.")

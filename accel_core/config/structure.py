@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import attrs
 from cattrs import BaseValidationError, Converter
@@ -22,7 +23,7 @@ from accel_core.config.options import MASK, describe, is_secret, options_of
 from accel_core.config.sources import Text, decimal, show
 from accel_core.plugins import near
 
-__all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape", "shown"]
+__all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape", "shown", "writable"]
 
 _NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -31,6 +32,7 @@ _NAMES: Final[Mapping[Any, str]] = {
     str: "text",
     type(None): "null",
     timedelta: "a number of seconds",
+    Path: "a path",
     list: "a list",
     Mapping: "a mapping",
 }
@@ -97,6 +99,8 @@ def _exact(raw: Any, kind: Any) -> Any:
         return float(raw)
     if kind is timedelta and type(raw) in (int, float):
         return _seconds(raw)
+    if kind is Path and isinstance(raw, str):
+        return Path(raw)
     plain_type = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a type too
     if plain_type and isinstance(raw, kind) and (type(raw) is not bool or kind is bool):
         return raw
@@ -152,6 +156,21 @@ def shape(kind: Any) -> type | None:
     return list if issubclass(origin, (Sequence, AbstractSet)) else None
 
 
+def writable(kind: Any) -> bool:
+    """Whether a file or a shell can hold a value of the type, besides null."""
+    held, inner = shape(kind), [it for it in get_args(kind) if it not in (type(None), ...)]
+    if is_union(kind):
+        return any(map(writable, inner))
+    if held is not None:
+        hashed = (
+            inner if issubclass(get_origin(kind) or kind, AbstractSet) else inner[:-1] * (held is Mapping)
+        )
+        return all(map(writable, inner)) and not any(map(shape, hashed))
+    if get_origin(kind) is Annotated:
+        return writable(inner[0])
+    return kind in (Any, object, *_NAMES) or bool(members(kind)) or attrs.has(kind)
+
+
 def is_union(kind: Any) -> bool:
     """Whether it is `X | Y`, spelt so or not."""
     return get_origin(kind) in {Union, types.UnionType}
@@ -183,12 +202,13 @@ _CONVERTER: Final = Converter(
     unstructure_fallback_factory=lambda _: _named,
     unstruct_collection_overrides={Sequence: list, AbstractSet: sorted},
 )
-for _kind in (bool, int, float, str, type(None)):
+for _kind in (bool, int, float, str, Path, type(None)):
     _CONVERTER.register_structure_hook(_kind, _exact)
     _CONVERTER.register_unstructure_hook(_kind, _value)
 _CONVERTER.register_structure_hook_func(lambda kind: bool(members(kind)), _exact)
 _CONVERTER.register_structure_hook_func(is_union, _union)
 _CONVERTER.register_structure_hook_factory(_is_container, _container)
+_CONVERTER.register_unstructure_hook(Path, str)
 _CONVERTER.register_unstructure_hook(timedelta, timedelta.total_seconds)
 _CONVERTER.register_unstructure_hook_func(attrs.has, _section)
 

@@ -113,7 +113,8 @@ def restore_extra(unit: Unit, number: int, extra: Mapping[str, Any]) -> None:
         start = f"{name}." if name else ""
         module._load_from_state_dict(state, start, metadata, True, [], unexpected, errors)
         if errors:
-            raise CheckpointError(f"{name or type(model).__qualname__}: {'; '.join(errors)}")
+            about = f"{name or type(model).__qualname__}: {'; '.join(errors)}"
+            raise CheckpointError(f"{about}\nbuild the model as it was when it was saved")
         if unexpected:
             logger.warning("%s takes no notice of its %s", type(module).__qualname__, ", ".join(unexpected))
 

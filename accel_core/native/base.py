@@ -111,7 +111,7 @@ class Base(BaseState):
         known = mesh.names() if mesh else ()
         if mesh is None or not set(names) <= set(known):
             has = ", ".join(("world", "control", "alone", *known))
-            raise ConfigError(f"this run has no mesh dimension {dim!r}; it has {has}")
+            raise ConfigError(f"this run has no mesh dimension {dim!r}\nname one that it has: {has}")
         along = mesh.device_mesh[names]._flatten(dim)
         return process_group.TorchCollectives(along.get_group(), self.run.device)
 

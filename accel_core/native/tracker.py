@@ -77,7 +77,8 @@ class JsonLines:
 
 def _refuse(options: Mapping[str, Any], where: str) -> None:
     if options:
-        raise ConfigError(f"{where}: tracker jsonl has no options, but was given {', '.join(options)}")
+        given = ", ".join(options)
+        raise ConfigError(f"{where}: tracker jsonl has no options, but was given {given}\nleave them out")
 
 
 def _last_byte(file: io.FileIO) -> bytes:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from command import accel
+from toys import card_source, write_distribution
 
 PLUGIN = "class Plugin:\n    def __init__(self, config, run): ...\n"
 
@@ -73,6 +74,64 @@ def test_why_shows_the_traceback_of_a_broken_plugin(toys):
 
     assert "pony (accel-pony 1.0) is broken: ZeroDivisionError" in told
     assert "line 1, in <module>" in told
+
+
+def test_why_names_the_rivals_of_a_tie_and_what_decides(toys):
+    toys("left", "device", priority="50")
+    environment = toys("right", "device", priority="50")
+
+    told = accel("plugins", "--why", environment=environment).stdout
+
+    assert "left (accel-left 1.0, priority 50): tied with right: auto refuses to choose, name one" in told
+    assert "right (accel-right 1.0, priority 50): tied with left: auto refuses to choose, name one" in told
+    assert "native (accel-core 0.1.0, priority 0): usable, of lower priority" in told
+
+
+LONG = "-".join(["long"] * 60)
+
+
+@pytest.mark.parametrize("words", ["", "--json", "--why", "doctor"])
+def test_a_plugin_with_a_name_of_300_letters_is_listed_as_any_other(tmp_path, words):
+    write_distribution(
+        tmp_path / "site",
+        "accel-long",
+        entry_points={"accel_core.device": {LONG: "toy_long:CARD"}},
+        modules={"toy_long": card_source(LONG, "device", priority="5")},
+    )
+    command = [*words.split(), *([LONG] if words == "doctor" else [])]
+
+    ended = accel("plugins", *command, environment={"PYTHONPATH": str(tmp_path / "site")})
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert LONG in ended.stdout
+
+
+WRONG = {
+    "a parameter too few": "class Plugin:\n    def __init__(self, config): ...\n",
+    "a parameter too many": "class Plugin:\n    def __init__(self, config, run, mesh): ...\n",
+    "keywords only": "class Plugin:\n    def __init__(self, *, config, run): ...\n",
+    "not callable": "Plugin = 'a plugin'\n",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("slot", ["launcher", "strategy"])
+def test_a_plugin_that_cannot_be_built_is_an_error_that_says_how_for_doctor_and_launch(
+    toys, tmp_path, slot, wrong
+):
+    environment = toys("pony", slot, implementation="'toy_parts:Plugin'", modules={"toy_parts": WRONG[wrong]})
+    said = (
+        f"{slot} plugin 'pony' (accel-pony 1.0): toy_parts:Plugin cannot be built as Plugin(config, run)\n"
+        "make it a class with `def __init__(self, config, run)`\n"
+    )
+
+    examined = accel("plugins", "doctor", "pony", environment=environment)
+    assert (examined.returncode, said in examined.stdout) == (1, True), examined.stdout
+    if slot == "launcher":
+        (tmp_path / "train.py").write_text("")
+        words = ("launch", "-n", "1", "--launcher", "pony", "train.py")
+        launched = accel(*words, environment=environment, cwd=tmp_path)
+        assert (launched.returncode, said in launched.stderr) == (1, True), launched.stderr
 
 
 def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys):

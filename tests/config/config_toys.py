@@ -7,7 +7,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
+from attrs import field, frozen, make_class
 
 from accel_core import Card, KwargsHandler, Proposal, RunConfig, option
 from accel_core.plugins import Discovery, Record
@@ -71,6 +71,20 @@ class Unreadable:
     """Forgets python_only."""
 
     dtype: nowhere.dtype | None = option(None, help="Cannot be resolved at run time.")
+
+
+@frozen(kw_only=True)
+class Inner:
+    """A section within a section."""
+
+    data: bytes = option(b"", help="Bytes.")
+
+
+def configured_by(kind: Any) -> type:
+    """A config class with one option of that type."""
+    return make_class(
+        "Typed", {"it": field(type=kind, default=None)}, kw_only=True, frozen=True, bases=(KwargsHandler,)
+    )
 
 
 def record(name: str, slot: str = "strategy", config: str | None = None, **facts):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import config_toys
 import pytest
+from config_toys import configured_by
 
 from accel_core import ConfigError, PluginError, known
+from accel_core.config.reader import load_class
+from accel_core.config.sources import Text
+from accel_core.config.structure import convert, plain
 from accel_core.known import Known, install_hint
 
 
@@ -85,8 +94,59 @@ def test_options_that_cannot_be_imported_harm_only_who_chooses_the_plugin(resolv
 
 def test_annotations_that_only_type_checkers_know_are_said(resolve, toys):
     assert "name 'nowhere' is not defined" in resolve("unreadable: {dtype: 1}\n").notes[0]
-    with pytest.raises(PluginError, match=r"python_only=True\)$"):
+    with pytest.raises(PluginError, match=r"python_only=True\)"):
         resolve().plugin_config(toys.get("unreadable"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Callable[[int], int],
+        type,
+        type[int],
+        bytes | None,
+        complex,
+        list[bytes],
+        set[list[int]],
+        Mapping[str, Callable[[], int]],
+        Mapping[tuple[int, ...], int],
+        Iterator[str],
+    ],
+    ids=str,
+)
+def test_an_option_that_no_source_can_give_is_an_error_that_names_it(monkeypatch, toys, kind):
+    monkeypatch.setattr(config_toys, "Typed", configured_by(kind), raising=False)
+    with pytest.raises(PluginError) as caught:
+        load_class(config_toys.record("typed", config="config_toys:Typed"))
+    first, second, last = str(caught.value).splitlines()
+    assert "'typed' (toy-typed 0.1)" in first
+    assert second == f"TypeError: no file, variable or flag can hold option it: {kind}"
+    assert last.endswith("option(python_only=True) what only Python can hold or import")
+
+
+def test_an_option_of_an_inner_section_that_no_source_can_give_is_named_with_its_section(monkeypatch):
+    monkeypatch.setattr(config_toys, "Typed", configured_by(config_toys.Inner), raising=False)
+    with pytest.raises(PluginError, match="can hold option it.data: bytes"):
+        load_class(config_toys.record("typed", config="config_toys:Typed"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (Path, "runs/5", Path("runs/5")),
+        (Path | None, "5", Path("5")),
+        (set[str], "a,b", {"a", "b"}),
+        (Mapping[str, tuple[float, ...]], "{a: [1, 2]}", {"a": (1.0, 2.0)}),
+        (Literal["auto"] | int, "4", 4),
+        (Any, "{a: 1}", {"a": 1}),
+    ],
+    ids=str,
+)
+def test_every_other_type_is_given_by_text_and_reads_back_from_plain_values(monkeypatch, kind, text, value):
+    monkeypatch.setattr(config_toys, "Typed", configured_by(kind), raising=False)
+    assert load_class(config_toys.record("typed", config="config_toys:Typed"))
+    assert convert(Text(text), kind) == value
+    assert convert(plain(value), kind) == value
 
 
 def test_options_of_a_named_strategy_that_is_not_installed_say_what_to_install(resolve, workspace):

@@ -100,7 +100,9 @@ def two_names() -> None:
 
 
 def test_a_process_simulates_one_name() -> None:
-    with pytest.raises(ProcessError, match="this process simulates 'one'; 'two' needs a process of its own"):
+    with pytest.raises(
+        ProcessError, match="this process simulates 'one' already\nuse 'two' in a process of its own"
+    ):
         run_processes(two_names, world=1)
 
 

@@ -316,6 +316,14 @@ def test_split_between_processes_leaves_the_users_dict_alone():
         pass
 
 
+def test_split_between_processes_refuses_unequal_lengths_in_one_process_too(alone):
+    with (
+        pytest.raises(ValueError, match="same length"),
+        ops.split_between_processes({"p": [1, 2], "q": [1]}, run=alone),
+    ):
+        pass
+
+
 def test_split_between_processes_gives_all_to_one_process(alone):
     with ops.split_between_processes([1, 2, 3], run=alone) as part:
         assert part == [1, 2, 3]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_core import World, ops
+from accel_core import CheckpointError, World, ops
 
 
 class Module(torch.nn.Module):
@@ -85,6 +85,26 @@ def test_open_files_are_written_and_read(run, safe_serialization):
     ops.save({"t": torch.ones(2)}, file, safe_serialization=safe_serialization, run=run)
     file.seek(0)
     assert ops.load(file)["t"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [torch.ones(1)],
+        {"a": [1]},
+        {"a": 1},
+        {1: torch.ones(1)},
+        {"a": torch.eye(2).to_sparse()},
+        {"a": torch.ones(1, dtype=torch.complex128)},
+    ],
+    ids=["list", "list of numbers", "number", "key", "sparse", "complex"],
+)
+@pytest.mark.parametrize("opened", [False, True])
+def test_what_safetensors_cannot_hold_is_an_error_of_ours(run, tmp_path, held, opened):
+    file = io.BytesIO() if opened else tmp_path / "data.safetensors"
+    with pytest.raises(CheckpointError, match="cannot hold .*(\n.*)*\nsave with safe_serialization=False$"):
+        ops.save(held, file, safe_serialization=True, run=run)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_loading_runs_no_code_unless_it_is_asked_to(run, tmp_path, capsys):

@@ -176,7 +176,9 @@ def test_collectives_run_along_a_dimension_and_several(grid):
 
 
 def test_an_unknown_dimension_names_those_there_are(grid):
-    with pytest.raises(AssertionError, match="no mesh dimension 'tp'; it has world, control, alone, dp_rep"):
+    with pytest.raises(
+        AssertionError, match="no mesh dimension 'tp'\nname one that it has: world, control, alone, dp_rep"
+    ):
         run(mesh_job.unknown, *GRID)
 
 

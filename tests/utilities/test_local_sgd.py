@@ -115,7 +115,7 @@ def test_a_model_that_is_not_prepared_is_an_error():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(AccelError, match="has not prepared the model"):
         LocalSGD(accelerator, net(), 2)
-    with pytest.raises(ConfigError, match="local_sgd_steps must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="local_sgd_steps is 0\nset it to 1 or more"):
         LocalSGD(accelerator, accelerator.prepare(net()), 0)
     accelerator.end_training()
 

@@ -73,7 +73,8 @@ class TestedStack:
                 )
             if record.slot in plugins:
                 raise PluginError(
-                    f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s"
+                    f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s\n"
+                    "name one of them"
                 )
             plugins[record.slot] = record
         return cls(

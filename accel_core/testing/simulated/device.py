@@ -339,7 +339,8 @@ def simulate(name: str = "sim", communication: str = "simccl") -> DeviceModule:
     global _module  # noqa: PLW0603 - torch's device type is one a process
     if _module is not None:
         if _module.name != name:
-            raise AccelError(f"this process simulates {_module.name!r}; {name!r} needs a process of its own")
+            about = f"this process simulates {_module.name!r} already"
+            raise AccelError(f"{about}\nuse {name!r} in a process of its own")
         return _module
     try:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend

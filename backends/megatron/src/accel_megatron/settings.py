@@ -189,4 +189,5 @@ def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) 
         with quiet():
             return kind(**(what | transformer_settings(run, config, virtual)))
     except (AssertionError, ValueError) as error:  # its own checks
-        raise ConfigError(f"megatron-core refuses this model and layout: {error}") from error
+        about = f"megatron-core refuses this model and layout: {error}"
+        raise ConfigError(f"{about}\nchange the sizes or degrees that it names") from error

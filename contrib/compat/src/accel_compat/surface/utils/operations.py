@@ -160,7 +160,9 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
         except CollectiveError as error:
             name = f"{function.__module__}.{function.__name__}"
             raise CollectiveError(
-                f"Error found while calling `{name}`. Please see the earlier error", operation=name
+                f"Error found while calling `{name}`. Please see the earlier error\n"
+                "its last line says what to do",
+                operation=name,
             ) from error
 
     return wrapper
