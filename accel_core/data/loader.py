@@ -46,6 +46,7 @@ _OWN = frozenset(
         "_feed",
         "_kind",
         "_serves_one",
+        "_seeded",
         "_move",
     }
 )
@@ -84,7 +85,9 @@ class PreparedLoader(DataLoader[Any]):
         elif deal.readers > 1 or self._dispatches:
             shards = settings.shards_of(loader, deal, self._dispatches, self._kind == "stateful")
             self._inner.__dict__.update(shards)
-        self._serves_one = self._kind == "stateful" or (self.num_workers > 0 and self.persistent_workers)
+        self._serves_one = self._kind == "stateful" or self._persists
+        self._seeded = False
+        """Workers that persist have drawn their seed, once for all epochs."""
         # Reading ahead in this very process would draw random numbers before their time.
         ahead = loader.num_workers > 0 and self._kind != "stateful"
         if ahead and device_placement and run.config.data.pin_memory and can_pin(run.device):
@@ -206,6 +209,7 @@ class PreparedLoader(DataLoader[Any]):
             if midway and position.left:
                 self._tell(position)
         self._inner.__dict__["_iterator"] = None  # workers that persist stand elsewhere
+        self._seeded = self._persists and cursor.progress.epoch > 0
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
         """The position that was saved. Changes nothing.
@@ -321,8 +325,16 @@ class PreparedLoader(DataLoader[Any]):
 
     def _begin(self, progress: Progress) -> Iterator[Any]:
         generator = self.generator or torch.default_generator
+        fresh = self._inner.__dict__["_iterator"] is None
+        if (
+            self._seeded and fresh and not progress.resumed
+        ):  # only the order is drawn here, as it would have been
+            if self._feed is not None:
+                self._draw.open(progress, 0)
+            progress.resumed = True
+        self._seeded = self._persists
         if not progress.resumed:
-            if self.num_workers and self._inner.__dict__["_iterator"] is None:
+            if self.num_workers and fresh:
                 progress.workers = encode(generator.get_state())
             return iter(self._inner)
         # A resumed epoch was begun before the save: beginning it again must not draw anything anew.
@@ -333,9 +345,11 @@ class PreparedLoader(DataLoader[Any]):
 
     def _follow(self, progress: Progress) -> None:
         """Draw what the process that reads draws: streams seeded alike stay alike."""
+        seeded, self._seeded = self._seeded, self._persists
         if progress.resumed:
             return
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        if not seeded:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if self._feed is not None:
             self._draw.open(progress, 0)
 
@@ -348,6 +362,10 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def _deal(self) -> Deal:
         return self._own_deal if self._feed is None else self._feed.deal
+
+    @property
+    def _persists(self) -> bool:
+        return self.num_workers > 0 and self.persistent_workers
 
     @property
     def _sharded(self) -> bool:

@@ -6,8 +6,9 @@ import json
 import random
 
 import numpy as np
+import pytest
 import torch
-from reader_worlds import Numbers, Stream, plain, prepared
+from reader_worlds import Numbers, Stream, plain, prepared, rounds
 from torch.utils.data import DataLoader
 
 
@@ -68,3 +69,55 @@ def test_plain_pytorch_draws_the_same():
         return list(prepare(DataLoader(Augmented(8), 2, num_workers=2, collate_fn=plain)))
 
     assert batches(lambda loader: prepared(lambda _: loader)[0]) == batches(lambda loader: loader)
+
+
+def lives(data, stop):
+    """(what follows batch `stop` of three epochs with workers that persist, the same after a resume)."""
+
+    def make():
+        shuffle = None if isinstance(data, Stream) else True
+        user = DataLoader(data, 2, shuffle=shuffle, num_workers=1, collate_fn=plain, persistent_workers=True)
+        return prepared(lambda _: user)[0]
+
+    def train(loader, until, keep=None):
+        found = []
+        while len(found) < until:
+            for batch in loader:
+                found.append((batch, torch.rand(()).item()))  # what the loop draws: dropout
+                if len(found) == keep:
+                    saved.extend((json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()))
+        return found
+
+    saved = []
+    torch.manual_seed(3)
+    expected = train(make(), 9, keep=stop)[stop:]
+    again = make()
+    torch.manual_seed(77)
+    again.load_state_dict(saved[0])
+    torch.set_rng_state(saved[1])
+    return expected, train(again, 9 - stop)
+
+
+@pytest.mark.parametrize("data", [Numbers(6), Stream(6)], ids=["map", "iterable"])
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_workers_that_persist_draw_a_seed_once_for_all_lives_of_a_run(data, stop):
+    expected, found = lives(data, stop)
+    assert found == expected
+
+
+def test_who_follows_a_reader_whose_workers_persist_draws_what_it_draws():
+    def make(_):
+        return DataLoader(
+            Numbers(8),
+            2,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=True,
+            collate_fn=plain,
+            generator=torch.Generator().manual_seed(5),
+        )
+
+    reads, follows = prepared(make, 2, dispatch_batches=True)
+    for _ in range(3):
+        rounds([reads, follows])
+        assert torch.equal(reads.generator.get_state(), follows.generator.get_state())
