@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import gc
+import inspect
 import random
 import sys
 from pathlib import Path
@@ -265,6 +267,52 @@ def test_what_the_users_code_leaves_by_an_exception_is_as_if_it_had_not_been(scr
     with contextlib.suppress(kind):
         scenario(script, raising(kind))
     assert not check(script, scenario.__name__)
+
+
+# -- return, break and close where a scenario calls `leave` itself --------------------------------
+
+
+class Replaced(ast.NodeTransformer):
+    """A scenario in which the statement `leave()` is another one."""
+
+    def __init__(self, statement: str) -> None:
+        self.statement, self.found = statement, False
+
+    def visit_Expr(self, node):
+        if ast.unparse(node) != "leave()":
+            return node
+        self.found = True
+        return ast.copy_location(ast.parse(self.statement).body[0], node)
+
+    def of(self, scenario):
+        """The function; None where it has no such statement of its own, or the other cannot stand there."""
+        tree = ast.parse(inspect.getsource(scenario))
+        tree.body[0].body = [
+            each if isinstance(each, ast.FunctionDef) else self.visit(each) for each in tree.body[0].body
+        ]
+        names = dict(globals())
+        try:
+            exec(compile(ast.fix_missing_locations(tree), __file__, "exec"), names)
+        except SyntaxError:  # no loop to break
+            return None
+        return names[scenario.__name__] if self.found else None
+
+
+def cases():
+    for scenario in SCENARIOS:
+        for statement in ("return", "break", "yield"):
+            function = Replaced(statement).of(scenario)
+            if function is not None:
+                yield pytest.param(function, id=f"{scenario.__name__}-{statement}")
+
+
+@pytest.mark.parametrize("function", list(cases()))
+def test_what_is_left_by_return_break_or_close_is_as_if_it_had_not_been(script, function):
+    begun = function(script, nothing)
+    if inspect.isgenerator(begun):
+        next(begun)
+        begun.close()
+    assert not check(script, function.__name__)
 
 
 # -- Ctrl-C in core's own code -------------------------------------------------------------------
