@@ -1,6 +1,6 @@
-"""Write what the documentation repeats from the code: docs/hooks.md, and the diff in README.md.
+"""Write what the docs repeat from the code: docs/hooks.md, docs/reference.md, and the diff in README.md.
 
-`python tools/reference.py` rewrites both; `--check` only says whether they are fresh. Imports no torch.
+`python tools/reference.py` rewrites them; `--check` only says whether they are fresh. Imports no torch.
 """
 # ruff: noqa: INP001, T201  # a script
 
@@ -58,12 +58,11 @@ def _words(root: Path) -> Iterator[str]:
 
 def _literal(path: Path, name: str) -> Any:
     """The value of a constant of a module that is not imported."""
-    nodes = ast.parse(path.read_text(encoding="utf-8")).body
-    return next(
-        ast.literal_eval(node.value)
-        for node in nodes
-        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == name
-    )
+    for node in _module(path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name in [ast.unparse(target) for target in targets if target]:
+            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
+    raise LookupError(f"{path} has no {name}")
 
 
 def _entry(node: ast.stmt, source: str) -> Iterator[str]:
@@ -95,6 +94,136 @@ def _banner_above(node: ast.stmt, source: str) -> str | None:
     return None
 
 
+def names(root: Path = ROOT) -> str:
+    """docs/reference.md: every exported name, every member of the Accelerator, every option."""
+    about = "Written by tools/reference.py from signatures, docstrings and config classes; change them there."
+    lines = ["# Reference", "", f"{about} Hooks have [a page of their own](hooks.md).", ""]
+    facade = [*sorted((root / "accel_core" / "facade").glob("*.py")), root / "accel_core" / "accelerator.py"]
+    classes = {
+        node.name: node for file in facade for node in _module(file).body if isinstance(node, ast.ClassDef)
+    }
+    members = dict(_members(classes["Accelerator"], classes))
+    del members["__init__"]  # the class stands among the names
+    lines += ["## Members of the Accelerator", ""]
+    for name, node in sorted(members.items()):
+        lines += _described(f"accelerator.{name}", node)
+    lines += ["## Names of accel_core", ""]
+    for name, module in sorted(_exports(root / "accel_core" / "__init__.py").items()):
+        lines += _described(name, _definition(root, module, name))
+    return "\n".join((*lines, *_options(root)))
+
+
+def _module(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _members(cls: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, ast.stmt]]:
+    for base in map(ast.unparse, cls.bases):
+        if base in classes:
+            yield from _members(classes[base], classes)
+    methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+    for node in cls.body:
+        if isinstance(node, ast.Assign) and (same := methods.get(ast.unparse(node.value))):
+            yield ast.unparse(node.targets[0]), same  # a second name
+        if not isinstance(node, ast.FunctionDef) or (node.name != "__init__" and node.name[0] == "_"):
+            continue
+        if not any(".setter" in ast.unparse(each) for each in node.decorator_list):
+            yield node.name, node
+
+
+def _exports(file: Path) -> dict[str, str]:
+    """Public name -> the module that its import for type checkers names."""
+    found = [node for node in ast.walk(_module(file)) if isinstance(node, ast.ImportFrom)]
+    public = _literal(file, "__all__")
+    homes = {each.asname or each.name: node.module or "" for node in found for each in node.names}
+    return {name: homes.get(name, "accel_core") for name in public}
+
+
+def _definition(root: Path, module: str, name: str) -> ast.stmt | None:
+    """Where a name is defined; None for a module."""
+    file = root.joinpath(*module.split("."))
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    for node in _module(file).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        if getattr(node, "name", None) == name or (target and ast.unparse(target) == name):
+            return node
+        if isinstance(node, ast.ImportFrom) and name in [it.name for it in node.names]:
+            return _definition(root, node.module or "", name)
+    return None
+
+
+def _described(name: str, node: ast.stmt | None) -> Iterator[str]:
+    """Signature and the docstring's first paragraph."""
+    yield from (f"### {name}", "")
+    first: ast.AST | None = node
+    if isinstance(node, ast.ClassDef):
+        first = next((it for it in node.body if getattr(it, "name", "") == "__init__"), None)
+    if isinstance(first, ast.FunctionDef):
+        is_property = any("property" in ast.unparse(each) for each in first.decorator_list)
+        arguments = "" if is_property else f"({re.sub(r'^self(, )?', '', ast.unparse(first.args))})"
+        result = f" -> {ast.unparse(first.returns)}" if first.returns and first is node else ""
+        yield from ("```text", f"{name}{arguments}{result}", "```", "")
+    documented = isinstance(node, ast.ClassDef | ast.FunctionDef)
+    told = ast.get_docstring(node) if documented else None  # type: ignore[arg-type]
+    yield from ((told or "").partition("\n\n")[0], "")
+
+
+def _options(root: Path) -> Iterator[str]:
+    """A table for each config class: option, type, default, help."""
+    yield from ("## Options", "")
+    files = [root / "accel_core/config/schema.py"]
+    files += sorted(
+        file
+        for part in ("accel_core/native", "backends", "contrib")
+        for file in (root / part).rglob("*.py")
+        if "tests" not in file.relative_to(root).parts
+    )
+    for file in files:
+        module = _module(file)
+        texts = {
+            ast.unparse(it.target): it.value
+            for it in module.body
+            if isinstance(it, ast.AnnAssign) and it.value
+        }
+        for cls in (it for it in module.body if isinstance(it, ast.ClassDef)):
+            rows = [row for node in cls.body if (row := _option(node, texts))]
+            if rows:
+                package = (
+                    "accel-core"
+                    if file.is_relative_to(root / "accel_core")
+                    else f"accel-{_package(file, root)}"
+                )
+                yield from (
+                    f"### {cls.name} ({package})",
+                    "",
+                    (ast.get_docstring(cls) or "").partition("\n\n")[0],
+                )
+                yield from ("", "| option | type | default | |", "|---|---|---|---|", *rows, "")
+
+
+def _package(file: Path, root: Path) -> str:
+    return file.relative_to(root).parts[1]
+
+
+def _option(node: ast.stmt, texts: dict[str, ast.expr]) -> str:
+    call = node.value if isinstance(node, ast.AnnAssign) else None
+    if (
+        not (isinstance(node, ast.AnnAssign) and isinstance(call, ast.Call))
+        or ast.unparse(call.func) != "option"
+    ):
+        return ""
+    given = {it.arg: texts.get(ast.unparse(it.value), it.value) for it in call.keywords if it.arg}
+    default = (
+        ast.unparse(call.args[0])
+        if call.args
+        else ast.unparse(given.get("factory", ast.Constant("required")))
+    )
+    told = given.get("help", ast.Constant(""))
+    about = told.value if isinstance(told, ast.Constant) else ast.unparse(told)
+    cells = (f"`{ast.unparse(node.target)}`", f"`{ast.unparse(node.annotation)}`", f"`{default}`", str(about))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
 def loops(root: Path = ROOT) -> str:
     """What differs between the plain example and ours, a hunk for each place."""
     plain, ours = (
@@ -114,7 +243,8 @@ def main() -> int:
     """Write the files, or with --check compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 if one is stale; write nothing")
-    fresh = {ROOT / "docs" / "hooks.md": hooks(), ROOT / "README.md": readme()}
+    docs = ROOT / "docs"
+    fresh = {docs / "hooks.md": hooks(), docs / "reference.md": names(), ROOT / "README.md": readme()}
     if not parser.parse_args().check:
         for path, text in fresh.items():
             path.write_text(text, encoding="utf-8")
@@ -123,7 +253,7 @@ def main() -> int:
     print(
         f"{', '.join(stale)} stale: python tools/reference.py"
         if stale
-        else "hooks.md and README.md are fresh"
+        else f"{', '.join(path.name for path in fresh)} are fresh"
     )
     return 1 if stale else 0
 

@@ -27,7 +27,7 @@ from accel_core.cli.new import render
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(?P<words>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-GENERATED = "hooks.md"
+GENERATED = ("hooks.md", "reference.md")
 
 
 @frozen
@@ -46,7 +46,7 @@ class Block:
 def documents() -> list[Path]:
     """What people read, decisions aside."""
     written = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-    return sorted(path for path in written if path.name != GENERATED)
+    return sorted(path for path in written if path.name not in GENERATED)
 
 
 def quoted_file(path: str) -> str:

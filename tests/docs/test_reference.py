@@ -8,7 +8,11 @@ import sys
 
 from snippets import ROOT
 
-from accel_core import CAPABILITIES, hookspecs
+import accel_core
+from accel_core import CAPABILITIES, Accelerator, hookspecs
+from accel_core.config.options import options_of
+from accel_core.config.reader import Reader
+from accel_core.plugins import discover
 
 
 def test_hooks_md_and_the_readmes_diff_are_fresh():
@@ -31,3 +35,23 @@ def test_hooks_md_lists_the_phases_and_each_capability_word_with_its_promise():
 
     assert re.findall(r"^- `(\w+)`$", text, re.MULTILINE) == list(hookspecs.PHASES)
     assert dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE)) == dict(CAPABILITIES)
+
+
+def test_reference_md_has_every_exported_name_and_every_member_of_the_accelerator_once():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    titles = re.findall(r"^### ([\w.]+)$", text, re.MULTILINE)
+    members = [f"accelerator.{name}" for name in dir(Accelerator) if not name.startswith("_")]
+
+    assert sorted(titles) == sorted([*members, *accel_core.__all__])
+
+
+def test_reference_md_has_every_option_of_what_is_installed_from_here():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    table = r"^### (\w+) \(accel-[\w-]+\)\n(.*?)(?=^##|\Z)"
+    tables = {
+        name: set(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE))
+        for name, body in re.findall(table, text, re.MULTILINE | re.DOTALL)
+    }
+    for section, cls in Reader(discover()).sections():
+        wanted = set(options_of(cls)) - {"plugins"}
+        assert wanted <= set().union(*(tables.get(it.__name__, set()) for it in cls.__mro__)), section
