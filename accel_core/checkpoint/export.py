@@ -15,6 +15,8 @@ from accel_core.weights import bytes_in, weights_in, write_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from accel_core.checkpoint.read import Stored
+
 __all__ = ["export", "weights"]
 
 
@@ -23,6 +25,7 @@ def export(
 ) -> list[Path]:
     """Write the weights of a unit into `target`, or of each into a folder there. Returns the folders.
 
+    A unit of several models gets a folder for each: `model0`, `model1`, ..., in the order of `prepare`.
     Everything is verified first. Needs memory for the weights of one file of `limit` bytes. `force`: files of
     weights that are there are replaced.
 
@@ -38,39 +41,63 @@ def export(
             f"{folder} has no unit {unit!r}{near(unit, units)}\nit has {', '.join(units) or 'none'}",
             path=str(folder),
         )
-    homes = {name: target / name if len(units) > 1 else target for name in units}
-    if unit is not None:
-        homes = {unit: target}
+    chosen = {unit: target} if unit is not None else {name: target / name for name in units}
+    if len(units) == 1:
+        chosen = dict.fromkeys(units, target)
+    homes = {
+        (name, prefix): home / f"model{place}" if prefix else home
+        for name, home in chosen.items()
+        for place, prefix in _prefixes(checkpoint, name)
+    }
     if not force and (there := [path for home in homes.values() for path in weights_in(home)]):
         raise CheckpointError(
             f"{there[0]} exists, and was left as it is\nexport to another folder, or replace it with --force",
             path=str(there[0]),
         )
-    for name, home in homes.items():
+    for (name, prefix), home in homes.items():
         extra = {
-            key: checkpoint.decode(value, f"units.{name}.{key}")
+            key.removeprefix(prefix): checkpoint.decode(value, f"units.{name}.{key}")
             for key, value in units[name]["extra"].items()
+            if key.startswith(prefix)
         }
-        write_weights(home, weights(checkpoint, name), extra, bytes_in(limit), safe=safe)
+        write_weights(home, weights(checkpoint, name, prefix), extra, bytes_in(limit), safe=safe)
     return list(homes.values())
 
 
-def weights(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Tensor]]:
-    """Each parameter and buffer of a unit: all its names, and the whole tensor, one after the other."""
-    names: dict[str, list[str]] = {}
+def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Tensor]]:
+    """Each parameter and buffer of a unit: all its names, and the whole tensor, one after the other.
+
+    prefix: only those whose names begin with it, named without it.
+    """
     told = checkpoint.state["units"][unit].get("names", {})
+    for names, stored in _named(checkpoint, unit):
+        keys = [key for each in names for key in told.get(each, [each]) if key.startswith(prefix)]
+        if keys:
+            if stored.layout is not None:
+                raise CheckpointError(
+                    f"{unit}: {names[0]} has layout {stored.layout}, which only the plugin that saved it reads\n"
+                    "load the checkpoint in a run with that plugin, and use save_model there",
+                    path=str(checkpoint.folder),
+                )
+            yield [key.removeprefix(prefix) for key in keys], stored.tensor()
+
+
+def _prefixes(checkpoint: Checkpoint, unit: str) -> list[tuple[int, str]]:
+    """(place in the order of `prepare`, what stands before its names) of each model with weights here."""
+    if checkpoint.state["units"][unit]["models"] == 1:
+        return [(0, "")]
+    names = [name for listed, _ in _named(checkpoint, unit) for name in listed]
+    numbers = [number for owner, number in checkpoint.state["prepared"]["models"] if owner == unit]
+    prefixes = enumerate(f"{number}." for number in numbers)
+    return [(place, prefix) for place, prefix in prefixes if any(n.startswith(prefix) for n in names)]
+
+
+def _named(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Stored]]:
+    """Each stored parameter and buffer of a unit, with all names that it has there."""
+    names: dict[str, list[str]] = {}
     for alias, name in checkpoint.state["units"][unit]["aliases"].items():
         names.setdefault(name, [name]).append(alias)
     for (owner, key), stored in checkpoint.tensors.items():
         sort, _, name = key.partition("/")
         if (owner, sort) == (unit, "model"):
-            if stored.layout is not None:
-                raise CheckpointError(
-                    f"{unit}: {name} has layout {stored.layout}, which only the plugin that saved it reads\n"
-                    "load the checkpoint in a run with that plugin, and use save_model there",
-                    path=str(checkpoint.folder),
-                )
-            listed = names.get(name, [name])
-            keys = [key for each in listed for key in told.get(each, [each])]
-            if keys:
-                yield keys, stored.tensor()
+            yield names.get(name, [name]), stored

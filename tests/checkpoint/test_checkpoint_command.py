@@ -184,6 +184,25 @@ def test_the_weights_of_each_unit_are_exported_whole(project):
     assert sorted(load_file(project / "out" / "unit1" / "model.safetensors")) == ["bias", "weight"]
 
 
+def test_each_model_of_a_unit_is_exported_under_its_own_names_in_the_order_of_prepare(tmp_path):
+    accelerator = Accelerator(device="cpu")
+    generator, critic = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(3, 4), nn.Linear(2, 3))
+    critic[1].weight = generator[0].weight
+    parameters = [*critic.parameters(), generator[0].bias]
+    accelerator.prepare(generator, critic, torch.optim.SGD(parameters, lr=0.1))
+    accelerator.save_state(tmp_path / "here")
+    accelerator.end_training()
+
+    ended = accel("checkpoint", "export", str(tmp_path / "here"), str(tmp_path / "out"))
+
+    assert ended.stdout.splitlines() == [str(tmp_path / "out" / name) for name in ("model0", "model1")]
+    for name, model in (("model0", generator), ("model1", critic)):
+        found = load_file(tmp_path / "out" / name / "model.safetensors")
+        assert {key: each.tolist() for key, each in found.items()} == {
+            key: each.tolist() for key, each in model.state_dict().items()
+        }
+
+
 def test_weights_that_are_there_are_replaced_only_by_force(project):
     (project / "out").mkdir()
     mine = project / "out" / "model.safetensors"
