@@ -74,8 +74,9 @@ def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tup
         keys = [key for each in names for key in told.get(each, [each]) if key.startswith(prefix)]
         if keys:
             if stored.layout is not None:
+                only = "which only the plugin that saved it reads"
                 raise CheckpointError(
-                    f"{unit}: {names[0]} has layout {stored.layout}, which only the plugin that saved it reads\n"
+                    f"{unit}: {names[0]} has layout {stored.layout}, {only}\n"
                     "load the checkpoint in a run with that plugin, and use save_model there",
                     path=str(checkpoint.folder),
                 )

@@ -303,3 +303,41 @@ def core_imports_twins(folder, into, out):
     Path(out).mkdir()
     write(CheckpointContents.read(into), Path(out))
     return found, left_out
+
+
+def save_with_accelerates_fsdp(folder, state_dict_type):
+    """What Accelerate's own FSDP code writes of a model sharded over these ranks, trained for three steps."""
+    from types import SimpleNamespace
+
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    PartialState(cpu=True)  # it makes the process group
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(1)
+    model = sharded_network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(3):
+        model(torch.arange(12.0).view(2, 6) + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=state_dict_type, cpu_ram_efficient_loading=False
+    )
+    accelerator = SimpleNamespace(process_index=rank, num_processes=world, is_fsdp2=True)
+    fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
+    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    parameters = [(name, each, optimizer.state[each]) for name, each in model.named_parameters()]
+    found = {
+        name: [each.full_tensor().tolist(), state["exp_avg"].full_tensor().tolist(), state["step"].item()]
+        for name, each, state in parameters
+    }
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def sharded_network():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from accel_core import Accelerator, CheckpointContents, CheckpointError
 from accel_core.cli import accel
 from accel_core.testing import run_processes
-from accel_interchange import accelerate
+from accel_interchange import accelerate, load_accelerate, load_dcp
 
 
 def run(job, *folders, world=1, **options):
@@ -270,3 +270,65 @@ def test_optimizer_state_under_a_key_that_is_no_name_is_refused_by_that_key(tmp_
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match='state of weight under "average/fast"'):
         accelerate.write(contents, tmp_path / "there")
+
+
+# -- sharded strategies --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def sharded(request, tmp_path_factory, installed):
+    """What Accelerate's FSDP code has written of two ranks, and what was in it."""
+    folder = tmp_path_factory.mktemp("sharded") / "saved"
+    found = run_processes(jobs.save_with_accelerates_fsdp, str(folder), request.param, world=2, timeout=90)
+    return folder, found[0]
+
+
+@pytest.fixture
+def trained():
+    """A run whose optimizer has moments of its own."""
+    accelerator = Accelerator(device="cpu")
+    module = jobs.sharded_network()
+    inner = torch.optim.AdamW(module.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(module, inner)
+    accelerator.backward(model(torch.ones(1, 6)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    yield accelerator, module, inner
+    accelerator.end_training()
+
+
+def test_weights_and_moments_of_accelerates_fsdp_come_together(sharded, trained, tmp_path):
+    folder, expected = sharded
+    accelerator, module, inner = trained
+    assert load_accelerate(accelerator, folder, tmp_path / "into") == []
+    found = {
+        name: [each.tolist(), inner.state[each]["exp_avg"].tolist(), inner.state[each]["step"].item()]
+        for name, each in module.named_parameters()
+    }
+    assert found == expected
+    assert inner.param_groups[0]["lr"] == 0.02
+
+
+def test_weights_of_accelerates_fsdp_alone_are_not_stepped_with_moments_of_this_run(
+    sharded, trained, tmp_path
+):
+    folder, expected = sharded
+    if not (folder / "pytorch_model_fsdp_0").exists():
+        pytest.skip("this form has no folder of weights")
+    accelerator, module, inner = trained
+    left = load_dcp(accelerator, folder / "pytorch_model_fsdp_0", tmp_path / "into")
+    assert "optimizer's state" in left[0]
+    assert "begins anew" in left[0]
+    assert {name: each.tolist() for name, each in module.named_parameters()} == {
+        name: weight for name, (weight, _, _) in expected.items()
+    }
+    assert not any(inner.state.get(each) for each in module.parameters())
+
+
+def test_weights_of_accelerates_fsdp_without_its_optimizer_are_refused(sharded, trained, tmp_path):
+    folder = shutil.copytree(sharded[0], tmp_path / "copy")
+    for each in (folder / "optimizer.bin", folder / "optimizer_0"):
+        if each.exists():
+            each.rename(tmp_path / each.name)
+    with pytest.raises(CheckpointError, match="has 0 optimizers, this run 1"):
+        load_accelerate(trained[0], folder, tmp_path / "into")

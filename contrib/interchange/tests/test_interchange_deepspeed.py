@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import interchange_deepspeed_jobs as jobs
@@ -77,6 +78,23 @@ def test_masters_and_moments_are_put_together_from_all_ranks(saved, fresh, name)
     assert found["model/seen"].tolist() == [0, 0, 0]
     assert torch.equal(found["model/fixed.weight"].float(), jobs.Net(0).fixed.weight.bfloat16().float())
     assert left_out == ["what the script gave save_checkpoint as client_state: epoch"]
+
+
+def test_steps_that_only_groups_count_are_kept(saved, fresh, tmp_path):
+    folder, told, _ = saved("1, bf16")
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    for file in theirs.rglob("*_optim_states.pt"):
+        content = torch.load(file, weights_only=False)
+        inner = content["optimizer_state_dict"]["base_optimizer_state"]
+        for state in inner["state"].values():
+            state.pop("step")
+        for group in inner["param_groups"]:
+            group["step"] = jobs.STEPS
+        torch.save(content, file)
+    contents = CheckpointContents.read(fresh)
+    deepspeed.read(theirs, contents, "unit0")
+    assert_same({key: leaf.shards[0][1] for (_, key), leaf in contents.leaves.items()}, told)
+    assert contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["step"] == jobs.STEPS
 
 
 @pytest.mark.parametrize("name", ["1, bf16", "3, bf16, sub-groups"])

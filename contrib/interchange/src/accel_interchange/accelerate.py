@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_core import CheckpointContents, CheckpointError
+from accel_interchange.dcp import Folder, named, weights
 from accel_interchange.fitting import optimizer_tensors, put_optimizer, put_weights, scalers, split
 from accel_interchange.streams import from_foreign, to_foreign
 from accel_interchange.trusted import read_torch
 
 __all__ = ["read", "write"]
+
+_SHARDED: Final = "pytorch_model_fsdp"
+"""What Accelerate calls weights of a sharded strategy: a file of all, or a folder of parts."""
 
 
 def read(folder: Path, contents: CheckpointContents) -> list[str]:
@@ -25,13 +29,6 @@ def read(folder: Path, contents: CheckpointContents) -> list[str]:
     Raises:
         CheckpointError: a file is damaged, holds code, or does not fit the run.
     """
-    for child in folder.iterdir():
-        if child.is_dir():
-            raise CheckpointError(
-                f"{child} is a folder: a sharded strategy saved this\n"
-                "where it has a file .metadata, import it with --format dcp",
-                path=str(child),
-            )
     used = _weights(folder, contents)
     for file, unit, number in _paired(folder, "optimizer", contents, "optimizers"):
         _optimizer(file, contents, unit, number)
@@ -45,7 +42,15 @@ def read(folder: Path, contents: CheckpointContents) -> list[str]:
     for file, item in zip(registered, contents.state["registered"], strict=True):
         item["state"] = read_torch(file, str(file))
     used |= {*registered, *_scaler(folder, contents), *_random(folder, contents)}
-    left = sorted(str(file) for file in folder.iterdir() if file not in used)
+    rest = sorted(file for file in folder.iterdir() if file not in used)
+    for file in rest:
+        if file.is_dir():
+            raise CheckpointError(
+                f"{file} is a folder that Accelerate's save_state does not make for this run\n"
+                "where it has a file .metadata, import it with --format dcp",
+                path=str(file),
+            )
+    left = [*map(str, rest)]
     if (folder / "random_states_1.pkl").exists() and (folder / "scheduler.bin").exists():
         left.append("that Accelerate steps schedulers once a process: they count that many times the steps")
     return left
@@ -59,11 +64,24 @@ def _series(folder: Path, stem: str, suffix: str) -> list[Path]:
     return found
 
 
+def _folders(folder: Path, stem: str) -> list[Path]:
+    """STEM_0, STEM_1, ... as far as they are there: what sharded strategies save."""
+    found: list[Path] = []
+    while (child := folder / f"{stem}_{len(found)}").is_dir():
+        found.append(child)
+    return found
+
+
 def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
-    files = _series(folder, "model", ".safetensors") or _series(folder, "pytorch_model", ".bin")
+    files = (
+        _series(folder, "model", ".safetensors")
+        or _series(folder, "pytorch_model", ".bin")
+        or _series(folder, _SHARDED, ".bin")
+        or _folders(folder, _SHARDED)
+    )
     if not files:
         raise CheckpointError(
-            f"{folder} has neither model.safetensors nor pytorch_model.bin\n"
+            f"{folder} has neither model.safetensors nor pytorch_model.bin, {_SHARDED}.bin or {_SHARDED}_0\n"
             "give a folder that Accelerate's save_state wrote",
             path=str(folder),
         )
@@ -86,6 +104,8 @@ def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
 
 
 def _load(file: Path) -> Mapping[str, Tensor]:
+    if file.is_dir():
+        return weights(Folder.open(file), "model")
     if file.suffix == ".bin":
         found: Mapping[str, Tensor] = read_torch(file, str(file))
         return found
@@ -100,7 +120,7 @@ def _paired(
 ) -> Iterator[tuple[Path, str, int]]:
     """Each file of a series with the unit, and its number there, of what it belongs to."""
     places = _places(contents, sort)
-    files = _series(folder, stem, ".bin")
+    files = _series(folder, stem, ".bin") or _folders(folder, stem)
     _same_number(folder, sort, files, places)
     return ((file, *place) for file, place in zip(files, places, strict=True))
 
@@ -115,17 +135,22 @@ def _same_number(folder: Path, what: str, there: Any, here: Any) -> None:
 
 
 def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int) -> None:
-    saved = read_torch(file, str(file))
-    here = [group["params"] for group in contents.state["units"][unit]["optimizers"][number]["groups"]]
+    described = contents.state["units"][unit]["optimizers"][number]
+    if file.is_dir():
+        put_optimizer(contents, unit, number, *named(Folder.open(file), "optimizer", described), str(file))
+        return
+    saved, here = read_torch(file, str(file)), [group["params"] for group in described["groups"]]
     try:
         there = [group["params"] for group in saved["param_groups"]]
+        if all(type(name) is str for listed in there for name in listed):  # a sharded strategy's
+            here = there
         if [*map(len, there)] != [*map(len, here)]:
             raise CheckpointError(
                 f"{file}: its groups have {[*map(len, there)]} parameters, here {[*map(len, here)]}\n"
                 "make the optimizer's groups as they were when it was saved",
                 path=str(file),
             )
-        # The file numbers parameters, and names none: the order is the run's.
+        # Else the file numbers parameters, and names none: the order is the run's.
         names = dict(zip(chain(*there), chain(*here), strict=True))
         groups = [
             (mine, {key: value for key, value in group.items() if key not in ("params", "param_names")})

@@ -14,10 +14,18 @@ from attrs import frozen
 from torch import Tensor
 
 from accel_core import CheckpointContents, CheckpointError
-from accel_interchange.fitting import HOW, Group, optimizer_tensors, put_optimizer, put_weights, tensor
+from accel_interchange.fitting import (
+    HOW,
+    Group,
+    optimizer_tensors,
+    put_no_optimizer,
+    put_optimizer,
+    put_weights,
+    tensor,
+)
 from accel_interchange.trusted import Fields, read_metadata, read_torch
 
-__all__ = ["Folder", "read", "write"]
+__all__ = ["Folder", "named", "read", "weights", "write"]
 
 
 @frozen
@@ -44,6 +52,11 @@ class Folder:
             return cls(path, metadata.state_dict_metadata, paths, chunks)
         except (AttributeError, TypeError) as error:
             raise _odd(path / ".metadata", repr(error)) from error
+
+    @property
+    def tops(self) -> list[str]:
+        """The keys of what was saved."""
+        return sorted({str(path[0]) for path in self.paths.values()})
 
     def nested(self, *start: str) -> dict[str | int, Any]:
         """All that lies under `start`, nested as it was saved; lists are dicts by number."""
@@ -131,25 +144,36 @@ def read(folder: Path, contents: CheckpointContents, unit: str, model: str, opti
         CheckpointError: it is damaged, names code, or does not fit the run.
     """
     opened = Folder.open(folder)
-    tops = sorted({str(path[0]) for path in opened.paths.values()})
-    if model not in tops:
-        raise CheckpointError(
-            f"{folder} has no {model!r}; it has {', '.join(tops)}\nsay which one is the model with --model",
-            path=str(folder),
-        )
-    names = {name: path[1:] for name, path in opened.paths.items() if path[0] == model}
-    weights = {".".join(map(str, path)): opened.load(name) for name, path in names.items()}
-    put_weights(contents, unit, weights, f"{folder}: {model}")
-    described = contents.state["units"][unit]["optimizers"]
+    put_weights(contents, unit, weights(opened, model), f"{folder}: {model}")
+    described, tops = contents.state["units"][unit]["optimizers"], opened.tops
     if optimizer not in tops or len(described) != 1:
         left = [top for top in tops if top != model]
-        if optimizer not in tops and described:
-            left.append(f"the optimizer's state: {folder} has none, and this run keeps its own")
+        if described:
+            put_no_optimizer(contents, unit)
+            number = f"this run has {len(described)}" if optimizer in tops else f"{folder} has none"
+            left.append(f"the optimizer's state: {number}, and it begins anew")
         return left
-    saved = opened.nested(optimizer)
-    groups, state = _optimizer(saved, described[0], folder)
-    put_optimizer(contents, unit, 0, groups, state, f"{folder}: {optimizer}")
+    put_optimizer(contents, unit, 0, *named(opened, optimizer, described[0]), f"{folder}: {optimizer}")
     return [top for top in tops if top not in (model, optimizer)]
+
+
+def weights(opened: Folder, model: str) -> dict[str, Tensor]:
+    """The weights that were saved under the key `model`, by name."""
+    if model not in opened.tops:
+        raise CheckpointError(
+            f"{opened.path} has no {model!r}; it has {', '.join(opened.tops)}\n"
+            "say which one is the model with --model",
+            path=str(opened.path),
+        )
+    names = {name: path[1:] for name, path in opened.paths.items() if path[0] == model}
+    return {".".join(map(str, path)): opened.load(name) for name, path in names.items()}
+
+
+def named(
+    opened: Folder, optimizer: str, described: Mapping[str, Any]
+) -> tuple[list[Group], dict[str, dict[str, Any]]]:
+    """(groups, state by name) of what was saved under the key `optimizer`."""
+    return _optimizer(opened.nested(optimizer), described, opened.path)
 
 
 def _optimizer(

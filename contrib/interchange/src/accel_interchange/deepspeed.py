@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 
 from accel_core import CheckpointContents, CheckpointError
-from accel_interchange.fitting import Group, put_optimizer, put_weights
+from accel_interchange.fitting import Group, put_no_optimizer, put_optimizer, put_weights
 from accel_interchange.trusted import Fields, read_torch
 
 __all__ = ["read"]
@@ -82,13 +82,16 @@ def _read(folder: Path, contents: CheckpointContents, unit: str) -> Iterator[str
         _stage_0(mains[0]["optimizer"], contents, unit, found)
     put_weights(contents, unit, found.weights, str(folder))
     described = contents.state["units"][unit]
+    _count_steps(found)
     if found.groups:
         groups = list(_with_frozen(found.groups, described["optimizers"][0]["groups"]))
         put_optimizer(contents, unit, 0, groups, found.state, str(folder))
+    else:
+        put_no_optimizer(contents, unit)
     _own_entries(contents, unit, mains[0], found.scale)
     yield from _left_out(mains[0], described)
     if not found.groups:
-        yield "the optimizer: it is not in there"
+        yield "the optimizer's state: it is not in there, and begins anew"
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -203,9 +206,19 @@ def _groups(described: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) ->
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Without what DeepSpeed's own Adam has besides torch's."""
-    return {
-        key: group[key] for key in group if key not in ("params", "param_names", "step", "bias_correction")
-    }
+    return {key: group[key] for key in group if key not in ("params", "param_names", "bias_correction")}
+
+
+def _count_steps(found: Found) -> None:
+    """A group's number of steps is each parameter's; it stays with the group where nothing else has it."""
+    for number, (names, values) in enumerate(found.groups):
+        states = [found.state[name] for name in names if found.state.get(name)]
+        if all("step" in state for state in states):
+            rest = {key: value for key, value in values.items() if key != "step"}
+            found.groups[number] = names, rest
+        elif "step" in values:
+            for state in states:
+                state.setdefault("step", torch.as_tensor(values["step"], dtype=torch.float32))
 
 
 def _universal(folder: Path, main: Mapping[str, Any], found: Found) -> None:

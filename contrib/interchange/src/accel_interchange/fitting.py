@@ -15,6 +15,7 @@ __all__ = [
     "Group",
     "names_of",
     "optimizer_tensors",
+    "put_no_optimizer",
     "put_optimizer",
     "put_weights",
     "scalers",
@@ -153,6 +154,15 @@ def put_optimizer(
                 contents.leaves[unit, f"optimizer/{name}/{key}"] = whole(value, kind=kinds[name, key])
             else:
                 described["plain"].setdefault(name, {})[key] = value
+
+
+def put_no_optimizer(contents: CheckpointContents, unit: str) -> None:
+    """Remove the state of the unit's optimizers: this run's moments are not those of other weights."""
+    for name, key, _ in list(optimizer_tensors(contents, unit)):
+        del contents.leaves[unit, f"optimizer/{name}/{key}"]
+    for described in contents.state["units"][unit]["optimizers"]:
+        described["plain"] = {}
+        described.pop("own", None)
 
 
 def _kinds(
