@@ -7,7 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,8 @@ def write_weights(
         folder.mkdir(parents=True, exist_ok=True)
         with workshop(folder) as beside:
             written = _write_parts(beside, weights, extra, limit, safe=safe)
-            _publish(folder, beside, written, safe=safe)
+            with _alone(folder):
+                _publish(folder, beside, written, safe=safe)
     except OSError as error:
         raise not_written(folder, error) from error
 
@@ -239,6 +240,22 @@ def _write_parts(
     return written
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other save gives names to files in the folder, as far as its file system has locks."""
+    import fcntl  # late: not every system has it
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has it too
+        os.close(handle)
+
+
 def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool) -> None:
     """Give the files their names so that a reader finds all of the old save, all of this one, or an error."""
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
@@ -248,6 +265,8 @@ def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *
         files = [f"{stem}{suffix}"]
     elif (folder / files[0]).exists():
         (folder / index).unlink(missing_ok=True)  # it would name files of two saves
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
+    made = {file: (beside / str(number)).stat() for number, file in enumerate(files)}
     for number, file in enumerate(files):
         (beside / str(number)).replace(folder / file)
     if count > 1:
@@ -255,10 +274,16 @@ def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *
         total = sum(size for _, size in written)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2)
         write_file(beside / index, [text.encode()])
+        made[index] = (beside / index).stat()
         (beside / index).replace(folder / index)
-        files.append(index)
-    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
     for old in list(folder.iterdir()):
-        if ours.fullmatch(old.name) and old.name not in files:
-            old.unlink()
+        if ours.fullmatch(old.name) and old.name not in made:
+            old.unlink(missing_ok=True)
+    there = {path.name: path.stat() for path in folder.iterdir() if ours.fullmatch(path.name)}
+    if there.keys() != made.keys() or not all(os.path.samestat(there[file], made[file]) for file in made):
+        raise CheckpointError(
+            f"{folder}: another save wrote into this folder at the same time, and its files are mixed with"
+            " those of this one\nsave again, and give each of them a folder of its own",
+            path=str(folder),
+        )
     sync_folder(folder)

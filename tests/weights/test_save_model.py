@@ -17,6 +17,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
+from accel_core.checkpoint.files import write_file
 from accel_core.testing.processes import run_processes
 from accel_core.weights import bytes_in, write_weights
 
@@ -351,23 +352,54 @@ def test_natively_parameters_are_whole_already(accelerator):
 
 def test_savers_of_one_folder_leave_each_others_files_alone(accelerator, tmp_path):
     failed = []
+    states = [model_of(seed).state_dict() for seed in (0, 1)]  # seeds are of all threads
 
-    def save(seed):
+    def save(state):
         for _ in range(20):
-            weights = [([name], each) for name, each in model_of(seed).state_dict().items()]
+            weights = [([name], each) for name, each in state.items()]
             try:
                 write_weights(tmp_path, weights, {}, 10_000, safe=True)
             except Exception as error:
                 failed.append(error)
 
-    threads = [threading.Thread(target=save, args=(seed,)) for seed in (0, 1)]
+    threads = [threading.Thread(target=save, args=(state,)) for state in states]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
     assert not failed
     assert names(tmp_path) == ["model.safetensors"]
-    assert any(same(read(tmp_path), model_of(seed).state_dict()) for seed in (0, 1))
+    assert any(same(read(tmp_path), state) for state in states)
+
+
+def write_in_parts(folder, state):
+    write_weights(folder, [([name], each) for name, each in state.items()], {}, 100, safe=True)
+
+
+def test_savers_of_one_folder_do_not_mix_their_parts(tmp_path):
+    states = [model_of(seed).state_dict() for seed in (0, 1)]  # seeds are of all threads
+    threads = [threading.Thread(target=write_in_parts, args=(tmp_path, state)) for state in states * 10]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert any(same(read(tmp_path), state) for state in states)
+
+
+def test_parts_that_are_mixed_with_another_saves_are_an_error(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError
+
+    def meanwhile(*arguments):
+        monkeypatch.undo()
+        monkeypatch.setattr("fcntl.flock", no_locks)
+        write_in_parts(tmp_path, model_of(1).state_dict())
+        write_file(*arguments)
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr("accel_core.weights.write_file", meanwhile)
+    with pytest.raises(CheckpointError, match="another save wrote into this folder at the same time"):
+        write_in_parts(tmp_path, model_of(0).state_dict())
 
 
 @pytest.mark.parametrize("safe", [True, False])
