@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -12,11 +14,15 @@ from accel_core.testing.processes import run_processes
 STEPS = 6
 
 
-def waits(precision, options):
-    """How often the host waits in each step of an ordinary loop, from the second step on."""
+def waits(precision, options, strategy="auto"):
+    """How often the host waits in each step of an ordinary loop, from the third step on."""
     from accel_core.testing.simulated.device import simulate
 
     module = simulate("sim")
+    # Torch lets Python have a single device: each rank is a machine of its own.
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if "RANK" in os.environ:
+        os.environ.update(GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE=os.environ["WORLD_SIZE"])
     from accel_core import Accelerator, DataLoaderConfiguration
 
     torch.manual_seed(0)
@@ -25,11 +31,13 @@ def waits(precision, options):
         mixed_precision=precision,
         gradient_accumulation_steps=options["accumulation"],
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        strategy=strategy,
     )
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    data = TensorDataset(torch.randn(4 * STEPS, 4), torch.randn(4 * STEPS, 1))
+    rows = 4 * STEPS * accelerator.num_processes
+    data = TensorDataset(torch.randn(rows, 4), torch.randn(rows, 1))
     loader = DataLoader(data, 4, num_workers=options["workers"])
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     found = []
@@ -52,7 +60,7 @@ def waits(precision, options):
         found.append(module.waits - before)
         before = module.waits
     accelerator.end_training()
-    return found[1:]
+    return found[2:]  # torch arranges ddp's buckets anew after the first
 
 
 ORDINARY = {"accumulation": 1, "workers": 0, "items": False, "clip": "norm"}
@@ -66,10 +74,18 @@ ORDINARY = {"accumulation": 1, "workers": 0, "items": False, "clip": "norm"}
 )
 def test_a_step_does_not_wait_for_the_device(precision, asked):
     ((found),) = run_processes(waits, precision, {**ORDINARY, **asked}, world=1)
-    assert found == [0] * (STEPS - 1)
+    assert found == [0] * (STEPS - 2)
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_nor_does_a_step_of_several_ranks(strategy, clip):
+    found = run_processes(waits, "no", {**ORDINARY, "clip": clip}, strategy, world=2)
+    assert found == [[0] * (STEPS - 2)] * 2
 
 
 def test_a_loss_scaler_waits_once_a_step():
     """It must know whether to step. torch's own loop waits for that as well."""
     (found,) = run_processes(waits, "fp16", ORDINARY, world=1)
-    assert found == [1] * (STEPS - 1)
+    assert found == [1] * (STEPS - 2)
