@@ -46,7 +46,7 @@ def read(folder: Path, contents: CheckpointContents) -> list[str]:
     for file in rest:
         if file.is_dir():
             raise CheckpointError(
-                f"{file} is a folder that Accelerate's save_state does not make for this run\n"
+                f"{file} is a folder: a sharded strategy saved this\n"
                 "where it has a file .metadata, import it with --format dcp",
                 path=str(file),
             )
