@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
@@ -20,7 +20,7 @@ from accel_core.checkpoint.codec import not_plain, require_plain
 from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
-from accel_core.native.account import account
+from accel_core.native.account import account, outline
 from accel_core.paths import local_path
 from accel_core.plugins import near
 from accel_core.saving import not_written, write_whole
@@ -90,11 +90,20 @@ def full_parameters(
 
 
 def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
-    """What `model.state_dict()` would be if the model were whole and unwrapped. Collective."""
+    """What `model.state_dict()` would be if the model were whole and unwrapped. Collective.
+
+    Parts that only other ranks hold come last.
+    """
     if run.unit_of_model(model) is not None:
         assemble(run, "get_state_dict")
     found: dict[str, Any] = {name: tensor for names, tensor in weights_of(run, model) for name in names}
-    return {**found, **_extra_state(run, model)}
+    found |= _extra_state(run, model)
+    told: Any = outline(*_home(run, model))
+    whole = OrderedDict((key, found.pop(key)) for key in told if key in found)
+    whole.update(found)
+    if hasattr(told, "_metadata"):  # versions of modules, for `load_state_dict`
+        whole._metadata = told._metadata  # type: ignore[attr-defined]
+    return whole
 
 
 def save_model(

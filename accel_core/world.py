@@ -67,6 +67,8 @@ class World:
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
             return cls()
 
+        there = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+
         def number(name: str, default: int | None) -> int:
             text = environment.get(name)
             if text is None and default is not None:
@@ -75,7 +77,7 @@ class World:
                 found = "is not set" if text is None else f"is {text!r}, not a whole number"
                 raise LaunchError(
                     f"the launcher's variable {name} {found}\n"
-                    "start the script with `accel launch` or `torchrun`, or unset RANK and WORLD_SIZE"
+                    f"start the script with `accel launch` or `torchrun`, or unset {' and '.join(there)}"
                 )
             return int(text)
 

@@ -263,7 +263,8 @@ class Training:
             if even_batches is not None:
                 for loader in self.run.loaders:
                     stack.enter_context(loader.dealing(even=even_batches))
-            stack.enter_context(units[0].hooks.join(units, even_batches))
+            if units:
+                stack.enter_context(units[0].hooks.join(units, even_batches))
             for unit in units:
                 unit.joined = True
                 stack.callback(setattr, unit, "joined", False)

@@ -19,7 +19,7 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.unit import Unit
 
-__all__ = ["Account", "account", "owner_of", "restore_extra"]
+__all__ = ["Account", "account", "outline", "owner_of", "restore_extra"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def account(unit: Unit, number: int) -> Account:
     model, prefix = unit.models[number], unit.qualify(number, "")
     if not any(map(_has_own_account, model.modules())):
         return Account()
-    told = _twin(unit, number, model, "").state_dict()
+    told = outline(unit, number)
     tensors = (name for name, _ in _tensors(model))
     found = Account({unit.qualify(number, name).removeprefix(prefix): [] for name in tensors})
     assert found.names is not None
@@ -74,6 +74,11 @@ def account(unit: Unit, number: int) -> Account:
         else:
             found.extra[key] = value
     return found
+
+
+def outline(unit: Unit, number: int) -> dict[str, Any]:
+    """The `state_dict` of the unit's model `number`, with stand-ins for weights. Not collective."""
+    return _twin(unit, number, unit.models[number], "").state_dict()
 
 
 def owner_of(unit: Unit, number: int, key: str) -> nn.Module | None:

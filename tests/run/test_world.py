@@ -242,7 +242,8 @@ def test_a_run_does_not_pickle_and_says_what_to_do():
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "2"}, r"RANK is not set\n.* or unset WORLD_SIZE$"),
+        ({"RANK": "0"}, r"WORLD_SIZE is not set\n.* or unset RANK$"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE is 'two', not a whole number"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not exist in a world of WORLD_SIZE=2"),
     ],

@@ -441,6 +441,18 @@ def test_refused_items_do_not_count_their_micro_batch(accelerator_of):
     assert model.weight.item() == -2.0
 
 
+def test_a_micro_batch_that_raises_counts_in_its_window(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    with pytest.raises(ZeroDivisionError), accelerator.accumulate(model):
+        1 / 0  # noqa: B018
+    with accelerator.accumulate(model):
+        assert accelerator.sync_gradients
+        accelerator.backward(model(ONE).sum())
+        optimizer.step()
+    assert model.weight.item() == -0.5
+
+
 def test_forward_backward_drops_batches_that_do_not_fill_a_window(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model, optimizer = one_weight(accelerator)

@@ -276,6 +276,27 @@ def refusals() -> dict[str, str]:
     return said
 
 
+def moved_by_steps() -> list[float]:
+    ours, model = accelerator(DeepSpeedPlugin(clip_unasked=0.5)), network()
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    found = []
+    for asked in (None, 0.25, float("inf"), None):
+        before = torch.tensor(whole_weights(ours, model))
+        ours.backward(1e3 * model(torch.ones(2, 6)).sum())
+        if asked is not None:
+            ours.clip_grad_norm_(model.parameters(), asked)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((torch.tensor(whole_weights(ours, model)) - before).norm().item())
+    ours.end_training()
+    return found
+
+
+def test_steps_that_nobody_clips_are_clipped_to_clip_unasked() -> None:
+    (moved,) = run_processes(moved_by_steps, world=1)
+    assert moved == pytest.approx([0.5, 0.25, 0.5, 0.5], rel=1e-3)
+
+
 def test_what_cannot_be_is_said_before_training() -> None:
     (said,) = run_processes(refusals, world=1)
     for case, message in REFUSED.items():

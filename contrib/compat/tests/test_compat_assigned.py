@@ -78,6 +78,26 @@ for batch in loader:
             found.setdefault(name, []).append(type(error).__name__)
 print(json.dumps(found))
 """
+LOOKED_AT = """
+import json, torch
+from torch.utils.data import DataLoader, RandomSampler
+from accelerate import Accelerator
+a = Accelerator(cpu=True, rng_types=["torch", "generator"])
+bare = torch.nn.Linear(1, 1)
+with a.join_uneven_inputs([bare], even_batches=False):
+    pass
+m = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1))
+m, o = a.prepare(m, torch.optim.SGD(m.parameters(), lr=.1))
+names = "skip_batches", "rng_types", "synchronized_generator", "_drop_last", "_non_blocking"
+seen = [type(o.accelerator_state).__name__, a.state.device_mesh]
+for more in ({}, {"drop_last": True}, {"sampler": RandomSampler(range(5), generator=torch.Generator())}):
+    loader = a.prepare(DataLoader(torch.arange(5.), batch_size=2, **more))
+    seen.append([type(getattr(loader, name)).__name__ + str(getattr(loader, name))[:5] for name in names])
+    seen.append([len(batch) for batch in loader.base_dataloader])
+state = a.get_state_dict(m)
+seen.append([list(state), state._metadata])
+print(json.dumps(seen))
+"""
 SAVED = """
 import json, os, sys, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -113,7 +133,9 @@ def test_each_attribute_can_be_assigned_as_there():
 
 
 @needs_accelerate
-@pytest.mark.parametrize("code", [HELPER, STEPS, METRICS], ids=["helper", "steps", "metrics"])
+@pytest.mark.parametrize(
+    "code", [HELPER, STEPS, METRICS, LOOKED_AT], ids=["helper", "steps", "metrics", "looked at"]
+)
 def test_the_same_is_seen_as_there(code):
     variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if code == HELPER else {}
     assert said(code, ours=True, environment=variables) == said(code, ours=False, environment=variables)

@@ -131,3 +131,105 @@ def test_two_models_train_each_by_the_deepspeed_plugin_that_was_selected(tmp_pat
 
     assert stages == [2, 3]
     assert all(end < start for start, end in zip(first, last, strict=True))
+
+
+FILLED = """
+import json, torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+zero = {"stage": STAGE, "stage3_gather_16bit_weights_on_model_save": "auto"}
+config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero}
+config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=CLIP)
+accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True, gradient_accumulation_steps=2)
+assert accelerator.deepspeed_engine_wrapped is None
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+loader = torch.utils.data.DataLoader(torch.ones(32, 4), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+before = [p.clone() for p in accelerator.get_state_dict(model).values()]
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(1e3 * model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        break
+after = list(accelerator.get_state_dict(model).values())
+moved = torch.cat([(a - b).flatten() for a, b in zip(after, before)]).norm().item()
+held = accelerator.deepspeed_engine_wrapped
+assert held.engine is model
+if STAGE:  # stage 0 in float32 knows none
+    assert isinstance(held.get_global_grad_norm(), float)
+if accelerator.is_main_process:
+    print(json.dumps([accelerator.state.deepspeed_plugin.deepspeed_config, model.gradient_clipping(), moved]))
+"""
+
+
+@needs["deepspeed"]
+@pytest.mark.parametrize(
+    ("stage", "processes", "clip"), [(0, 2, 0.5), (2, 2, "auto"), (3, 2, 0.5), (3, 1, "auto")]
+)
+def test_after_prepare_deepspeeds_config_says_what_the_engine_does(
+    tmp_path: Path, monkeypatch, stage, processes, clip
+):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    code = FILLED.replace("STAGE", str(stage)).replace("CLIP", repr(clip), 1)
+    config, clipping, moved = said(code, ours=True, processes=processes)
+    norm = 1.0 if clip == "auto" else clip  # as in Accelerate
+
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["train_batch_size"] == 8 * processes
+    assert config["gradient_clipping"] == clipping == norm
+    assert config["bf16"] == config["fp16"] == {"enabled": False}
+    assert "auto" not in str(config)
+    assert moved == pytest.approx(norm, rel=1e-4), "the gradients are clipped once, by what the config says"
+
+
+SHARDED = """
+import json, os, torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, load_fsdp_model, load_fsdp_optimizer
+from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-1))
+
+
+def step():
+    accelerator.backward(model(torch.ones(4, 3)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    return [p.full_tensor().sum().item() for p in model.parameters()]
+
+
+step()
+folder, more = os.environ["PYTEST_TMP"], {"use_dcp": DCP}
+save_fsdp_model(plugin, accelerator, model, folder, **more)
+save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, **more)
+wanted = [step(), step()]
+load_fsdp_model(plugin, accelerator, model, folder, **more)
+load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, **more)
+found = [step(), step()]
+files = sorted(os.listdir(folder))
+if accelerator.is_main_process:
+    print(json.dumps([wanted, found, files]))
+"""
+
+
+@needs["accel_fsdp"]
+@pytest.mark.parametrize("dcp", [True, False])
+def test_what_fsdp_shards_is_saved_and_loaded_in_shards(tmp_path: Path, monkeypatch, dcp):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    wanted, found, files = said(SHARDED.replace("DCP", str(dcp)), ours=True, processes=2)
+
+    assert found == wanted
+    shards = ["optimizer_0", "pytorch_model_fsdp_0"]
+    apart = [f"{name}_rank{rank}.bin" for name in shards for rank in (0, 1)]
+    assert [file for file in files if file != "peer.py"] == (shards if dcp else apart)

@@ -158,6 +158,16 @@ def test_transformers_can_be_told_the_deepspeed_config(monkeypatch):
     assert "train_batch_size" not in told.config
 
 
+def test_a_precision_policy_needs_all_its_keys():
+    bf16 = torch.bfloat16
+    for given in ({"param_dtype": bf16}, {"param_dtype": bf16, "reduce_dtype": bf16, "output_dtype": "bf16"}):
+        with pytest.raises(ValueError, match="output_dtype"):
+            FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=given)
+    whole = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), bf16)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=whole)
+    assert plugin.mixed_precision_policy.param_dtype is bf16
+
+
 def test_offloading_is_torchs_object_of_the_version():
     made = [FullyShardedDataParallelPlugin(fsdp_version=version) for version in (1, 2)]
 

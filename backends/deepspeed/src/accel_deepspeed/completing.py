@@ -35,7 +35,9 @@ def complete(config: DeepSpeedPlugin, unit: Unit, loaders: Sequence[Any]) -> dic
         made.setdefault(key, settings.AUTO)
     problems = [*_of_objects(config.deepspeed_config, unit)]
     problems += settings.fill(made, _of_run(config, unit, made, loaders))
-    settings.fill(made, _of_model(unit) | _of_placeholders(unit) | _NEUTRAL, must_match=False)
+    made.setdefault("gradient_clipping", settings.AUTO)
+    unasked = {"gradient_clipping": (config.clip_unasked, "clip_unasked")}
+    settings.fill(made, _of_model(unit) | _of_placeholders(unit) | unasked | _NEUTRAL, must_match=False)
     if left := settings.autos(made):
         problems.append(f"nothing says what to fill in for {', '.join(left)}; give numbers")
     if run.config.mixed_precision == "fp16":
@@ -51,7 +53,6 @@ def complete(config: DeepSpeedPlugin, unit: Unit, loaders: Sequence[Any]) -> dic
 
 
 _NEUTRAL: Values = {
-    "gradient_clipping": (0.0, "nobody"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (False, "nobody"),
     "zero_optimization.offload_optimizer.device": ("none", "nobody"),
     "zero_optimization.offload_param.device": ("none", "nobody"),

@@ -43,6 +43,11 @@ class DeepSpeedPlugin(KwargsHandler):
     gradient_clipping: float | Literal["auto"] | None = option(
         None, minimum=0, help="Clip each step to this norm; unset: only what clip_grad_norm_ asks for."
     )
+    clip_unasked: float = option(
+        0.0,
+        minimum=0,
+        help="Without gradient_clipping: clip to this norm each step that clip_grad_norm_ asks nothing of.",
+    )
     zero_stage: int | None = option(
         None, choices=(0, 1, 2, 3), help="What is sharded; unset: the JSON's, 2 without JSON."
     )

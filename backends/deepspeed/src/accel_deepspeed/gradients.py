@@ -19,13 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["Gradients", "enter_once", "of"]
 
 
-def of(engine: Any, max_norm: float) -> Gradients:
-    """The gradients of an engine, by its stage. max_norm: what its config clips each step to; 0: nothing."""
+def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
+    """The gradients of an engine, by its stage.
+
+    Args:
+        engine: DeepSpeed's.
+        max_norm: What each step clips to; 0: nothing.
+        fixed: `clip_grad_norm_` cannot ask for another norm.
+    """
     stage = engine.zero_optimization_stage()
     kind = Gradients if stage == 0 else WholeWeights if stage < 3 else Sharded
     if type(engine.optimizer).__name__ == "BF16_Optimizer":
         kind = Masters
-    return kind(engine, max_norm)
+    return kind(engine, max_norm, fixed)
 
 
 def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
@@ -47,11 +53,14 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
 class Gradients:
     """Stage 0: whole gradients on each rank, in the parameters."""
 
-    def __init__(self, engine: Any, max_norm: float) -> None:
+    def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
         self.configured = self.asked = max_norm
+        self.fixed = fixed
         self.engine, self.optimizer = engine, engine.optimizer
         self.trained = frozenset(id(p) for p in engine.module.parameters() if p.requires_grad)
         self._reduce = self._take_over()
+        # Programs ask the engine for the norm. The engine itself clips nothing: `clip` does.
+        engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
 
     def _take_over(self) -> Any:
         # Else `step` would reduce a second time.

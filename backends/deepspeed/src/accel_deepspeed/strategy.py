@@ -169,7 +169,8 @@ class DeepSpeed(SharedSequences, EngineState):
         if unit.optimizers:
             unit.optimizers[:] = [engine.optimizer]
             clipping = unit.config.deepspeed_config.get("gradient_clipping") or 0.0
-            self.gradients[unit] = gradients.of(engine, clipping)
+            fixed = self.config.deepspeed_config.get("gradient_clipping") not in (None, settings.AUTO, 0.0)
+            self.gradients[unit] = gradients.of(engine, clipping, fixed)
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
@@ -285,12 +286,12 @@ class DeepSpeed(SharedSequences, EngineState):
                 f"DeepSpeed clips a unit's parameters together, and {unit.name!r} has more than were given\n"
                 "pass model.parameters()"
             )
-        if held.configured not in (0.0, max_norm) and math.isfinite(max_norm):
+        if held.fixed and held.configured != max_norm and math.isfinite(max_norm):
             raise AccelError(
                 f"clip_grad_norm_ asks for {max_norm}, and gradient_clipping of the DeepSpeed config for"
                 f' {held.configured}\nset gradient_clipping to "auto", or leave clip_grad_norm_ out'
             )
-        held.asked = held.configured or max_norm
+        held.asked = max_norm if math.isfinite(max_norm) else held.configured
         return held.norm()
 
     @implements(hooks.clip_grad_value)

@@ -60,6 +60,35 @@ class AcceleratedLoader(PreparedLoader):
         return None if self._move is None else self._run.device
 
     @property
+    def base_dataloader(self) -> Any:
+        """The user's loader with this process's share, which moves no batch."""
+        return self._inner
+
+    @property
+    def skip_batches(self) -> int:
+        """Batches that each epoch leaves out."""
+        return int(self.__dict__.get("_skips", 0))
+
+    @property
+    def synchronized_generator(self) -> Any:
+        """The program's generator of the order of samples."""
+        return None if self._run.world.size == 1 else getattr(self.get_sampler(), "generator", None)
+
+    @property
+    def rng_types(self) -> list[str]:
+        """The random streams that an epoch's begin makes alike on all ranks."""
+        drawn = ["generator"] if self.synchronized_generator is not None else []
+        return [name for name in self._run.config.rng_types if name in (*self._synchronized, *drawn)]
+
+    @property
+    def _drop_last(self) -> bool:
+        return bool(self.drop_last)
+
+    @property
+    def _non_blocking(self) -> bool:
+        return bool(self._run.config.data.non_blocking)
+
+    @property
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's StatefulDataLoader reads."""
         return self._kind == "stateful"

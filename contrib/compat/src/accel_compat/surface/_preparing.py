@@ -12,6 +12,7 @@ from accel_compat.refusing import NotServedError
 from accel_compat.saying import say_once
 from accel_core import PreparedLoader, PreparedOptimizer, PreparedScheduler
 
+from . import _engine
 from ._loaders import dressed
 from .data_loader import skip_first_batches
 from .optimizer import AcceleratedOptimizer
@@ -47,6 +48,7 @@ class Preparing(accel_core.Accelerator):
         ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]
         adopted = self._adopted([args[number] for number in ours])
         if ours:
+            before = list(self.run.units)
             usual = self.run.config.device_placement
             placed = [usual if (place := places[number]) is None else place for number in ours]
             prepared = super().prepare(
@@ -61,6 +63,9 @@ class Preparing(accel_core.Accelerator):
                 results[number] = self._dressed(thing)
             for proxy, made_now in zip(adopted, made[len(ours) :], strict=True):
                 self._settle(proxy, made_now)
+            if self.state.deepspeed_plugin is not None:
+                new = [unit for unit in self.run.units if unit not in before]
+                _engine.fill(self.state.deepspeed_plugin, new)
         return results[0] if len(results) == 1 else tuple(results)
 
     def _heed(self) -> None:
@@ -147,6 +152,11 @@ class Preparing(accel_core.Accelerator):
         if not isinstance(plugins, dict):
             return None
         return next((name for name, plugin in plugins.items() if plugin.selected), None)
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The engine of the first model that DeepSpeed trains, as `.engine`; None before."""
+        return None if self.state.deepspeed_plugin is None else _engine.wrapped(self.run.units)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The dataloader without its first batches, in each epoch."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,20 @@ class Stepping(Assignable):
         if not run.units:
             self.step = self._count
         return super().accumulate(*models, items=items, batch=batch)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """A context in which ranks may run out of batches at different times. On all ranks.
+
+        Models that are not prepared are left out: they wait for no other rank.
+        """
+        mine = [model for model in joinables if self.run.unit_of_model(model) is not None]
+        if len(mine) < len(joinables):
+            say_once("join_uneven_inputs: has no effect on a model that is not prepared")
+        with super().join_uneven_inputs(mine, even_batches):
+            yield
 
     def _do_sync(self) -> None:
         self.step = self._count + 1

@@ -105,6 +105,7 @@ class Accelerator(Stepping):
             deepspeed_plugin=asked.deepspeed,
             _from_accelerator=True,
         )
+        self.state.device_mesh = self.torch_device_mesh
         steps = self.run.accumulation_steps
         GradientState()
         self.gradient_state = GradientState.of(self.run)

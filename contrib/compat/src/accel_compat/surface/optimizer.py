@@ -9,7 +9,7 @@ from typing import Any
 from accel_compat.refusing import unserved
 from accel_core import PreparedOptimizer
 
-from .state import GradientState
+from .state import AcceleratorState, GradientState
 from .utils.operations import send_to_device
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
@@ -42,6 +42,11 @@ class AcceleratedOptimizer(PreparedOptimizer):
         """Its run's; of one made by hand, the one that trains."""
         run = self.__dict__.get("run") if self.unit is None else self.unit.run
         return GradientState() if run is None else GradientState.of(run)
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The process's."""
+        return AcceleratorState()
 
     @property
     def _is_overflow(self) -> bool:

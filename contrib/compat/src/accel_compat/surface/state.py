@@ -258,6 +258,7 @@ class AcceleratorState(_Ranked):
             deepspeed_plugins=deepspeed_plugin,
             parallelism_config=parallelism_config,
             torch_tp_plugin=torch_tp_plugin,
+            device_mesh=None,
         )
         for name, plugin in (("fsdp_plugin", fsdp_plugin), ("megatron_lm_plugin", megatron_lm_plugin)):
             if plugin is not None:

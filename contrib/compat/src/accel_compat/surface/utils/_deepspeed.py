@@ -269,6 +269,8 @@ class DeepSpeedPlugin(Translated):
         """The config as a whole, and what is not in it."""
         config = {key: value for key, value in self.deepspeed_config.items() if key != "steps_per_print"}
         found: dict[str, Any] = {"hf_ds_config": _without_none(config)}
+        if self.gradient_clipping != 0:
+            found["clip_unasked"] = 1.0  # by default, of Accelerate ("auto") as of DeepSpeed
         if self.zero3_init_flag:
             found["zero3_init_flag"] = True
         for name, default in (("is_train_batch_min", True), ("transformer_moe_cls_names", None)):

@@ -245,6 +245,14 @@ class FullyShardedDataParallelPlugin(Translated):
         kind = _torchs("MixedPrecision" if self.fsdp_version == 1 else "MixedPrecisionPolicy")
         third = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
         if isinstance(mixed_precision, dict):
+            wanted = ["param_dtype", "reduce_dtype", third]
+            if not mixed_precision.keys() >= {*wanted} or not {*mixed_precision.values()} <= {
+                *_DTYPES.values()
+            }:
+                raise ValueError(
+                    f"Invalid mixed precision policy: {mixed_precision}. Must be a `dict` with keys {wanted}."
+                    f" Values must be one of {sorted({*map(str, _DTYPES.values())})}"
+                )
             self.mixed_precision_policy = kind(**mixed_precision)
         elif override or self.mixed_precision_policy is None:
             dtype = _DTYPES.get(mixed_precision, mixed_precision)
