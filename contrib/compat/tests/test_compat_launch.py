@@ -112,10 +112,14 @@ def test_names_between_commas_become_a_list():
     assert done.config["fsdp"]["transformer_cls_names_to_wrap"] == ["GPT2Block", "Other"]
 
 
-def test_what_the_check_refuses_is_not_written(tmp_path):
-    done = imported(tmp_path, distributed_type="MULTI_CPU", max_restarts="seven")
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [({"max_restarts": "x"}, "launch.max_restarts"), ({"num_machines": 0}, "num_machines is 0")],
+)
+def test_what_the_check_refuses_is_not_written(tmp_path, setting, named):
+    done = imported(tmp_path, distributed_type="MULTI_CPU", num_processes=1, **setting)
     assert done.exit_code == 1
-    assert "launch.max_restarts" in done.output
+    assert named in f"{done.output}{done.exception}"
     assert not (tmp_path / "accel.yaml").exists()
 
 

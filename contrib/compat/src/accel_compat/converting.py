@@ -9,7 +9,7 @@ from attrs import frozen
 
 from accel_compat.fields import MEGATRONS, is_off
 from accel_compat.settings import DROPPED
-from accel_core import plugin_status
+from accel_core import ConfigError, plugin_status
 
 __all__ = ["Converted", "convert"]
 
@@ -121,12 +121,19 @@ def _world(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("cpu"):
         found["device"] = "cpu"
     if "num_processes" in settings:
-        nodes = int(settings.get("num_machines", 1))
-        found["launch.processes_per_node"] = int(settings["num_processes"]) // nodes
+        nodes = _count(settings, "num_machines") if "num_machines" in settings else 1
+        found["launch.processes_per_node"] = _count(settings, "num_processes") // nodes
     if "main_process_ip" in settings:
         port = settings.get("main_process_port", 29500)
         found["launch.rendezvous"] = f"{settings['main_process_ip']}:{port}"
     return found
+
+
+def _count(settings: Mapping[str, Any], name: str) -> int:
+    value = settings[name]
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ConfigError(f"{name} is {value!r}, not a number of 1 or more\ngive a number in the file")
+    return int(value)
 
 
 def _nested(found: Mapping[str, Any]) -> dict[str, Any]:
