@@ -271,6 +271,8 @@ class DeepSpeedPlugin(Translated):
         found: dict[str, Any] = {"hf_ds_config": _without_none(config)}
         if self.gradient_clipping != 0:
             found["clip_unasked"] = 1.0  # by default, of Accelerate ("auto") as of DeepSpeed
+        if self.gradient_clipping == "auto" and config.get("gradient_clipping") == 1.0:
+            del found["hf_ds_config"]["gradient_clipping"]  # `prepare` has filled it in
         if self.zero3_init_flag:
             found["zero3_init_flag"] = True
         for name, default in (("is_train_batch_min", True), ("transformer_moe_cls_names", None)):
