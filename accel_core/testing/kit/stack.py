@@ -147,7 +147,7 @@ class TestedStack:
 
     def settings_without(self, *slots: str) -> dict[str, str]:
         """The settings of a stack that has other plugins in these slots."""
-        others = {self.plugins[slot].name for slot in slots if slot in self.plugins}
+        others = {self.plugins[slot].name.replace("-", "_") for slot in slots if slot in self.plugins}
         return {path: text for path, text in self.settings.items() if path.partition(".")[0] not in others}
 
     def __str__(self) -> str:

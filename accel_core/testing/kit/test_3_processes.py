@@ -13,7 +13,7 @@ from accel_core.testing.kit import work_data, work_items
 from accel_core.testing.kit import work_parallel as work
 from accel_core.testing.kit.compare import assert_near
 from accel_core.testing.kit.plugin import Kit, requires
-from accel_core.testing.kit.stack import TestedStack
+from accel_core.testing.kit.stack import TestedStack, variables
 from accel_core.testing.kit.work_training import Recipe
 
 Run = Callable[..., list[Any]]
@@ -187,7 +187,9 @@ def _check_invariance(
     batches = steps * GLOBAL_BATCH // share
     mine = Recipe(batches=batches, batch_size=share, accumulation=accumulation, epochs=1, **recipe)
     by_rank = run(work.invariance, mine, world=world)
-    (alone,) = run(work.by_hand, Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe))
+    shared = variables(stack.settings_without("strategy", "extension"))
+    whole = Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe)
+    (alone,) = run(work.by_hand, whole, shared)
     micro = [sum(values) / world for values in zip(*(each.losses for each in by_rank), strict=True)]
     size = len(micro) // steps  # one, of a strategy that owns the schedule: its losses are a window's
     means = [sum(micro[at : at + size]) / size for at in range(0, len(micro), size)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError, DataLoaderConfiguration, LocalSGD
 from accel_core.testing.kit.network import FEATURES, given, network, parts
-from accel_core.testing.kit.work import learn, make, owns_schedule
+from accel_core.testing.kit.work import Way, learn, make, owns_schedule
 from accel_core.testing.kit.work_training import Recipe, Trace, plain, train, weights
 
 __all__ = [
@@ -126,12 +125,12 @@ def invariance(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
     return trace
 
 
-def by_hand(recipe: Recipe, arguments: Mapping[str, Any]) -> Trace:
-    """The same in one process, as a plain loop on the stack's device."""
-    for plugin in (arguments.get("strategy"), *arguments.get("plugins", ())):
-        for name in [name for name in os.environ if name.startswith(f"ACCEL__{plugin}__".upper())]:
-            del os.environ[name]  # this run has no such plugin, and would refuse its options
-    accelerator = make({name: arguments[name] for name in arguments.keys() - {"strategy", "plugins"}})
+def by_hand(recipe: Recipe, shared: Mapping[str, str], arguments: Mapping[str, Any]) -> Trace:
+    """The same in one process, as a plain loop on the stack's device. shared: the options that it keeps."""
+    left_out = {"strategy": None, "plugins": None}
+    way = Way("by hand", left_out, 1, shared)  # options of plugins that are not in the run are refused
+    with way.entered():
+        accelerator = make(way.arguments(arguments))
     trace = plain(recipe, accelerator.device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace
