@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.codec import not_plain, require_plain
+from accel_core.checkpoint.codec import require_plain
 from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.errors import AccelError, CheckpointError, ConfigError
@@ -60,9 +60,8 @@ def weights_of(
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
-    told, differing = account(unit, number), _may_differ(unit)
-    for canonical, own in unit.hooks.iter_weights(unit, dtype, to):
-        tensor = _first_ranks(run, own) if canonical in differing else own
+    told = account(unit, number)
+    for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
             keys = told.keys_of(names.get(canonical, [canonical.removeprefix(prefix)]))
             if keys:
@@ -94,8 +93,6 @@ def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
 
     Parts that only other ranks hold come last.
     """
-    if run.unit_of_model(model) is not None:
-        assemble(run, "get_state_dict")
     found: dict[str, Any] = {name: tensor for names, tensor in weights_of(run, model) for name in names}
     found |= _extra_state(run, model)
     told: Any = outline(*_home(run, model))
@@ -176,25 +173,6 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     unit.drop_cut_ties()
     pairs = zip(unit.models, unit.wrapped, strict=True)
     return unit, next(number for number, pair in enumerate(pairs) if model in pair)
-
-
-def _may_differ(unit: Unit) -> set[str]:
-    """The buffers of a prepared unit, which forward changes on each rank. Collective."""
-    run = unit.run
-    if run.world.size == 1 or unit not in run.units:
-        return set()
-    models = enumerate(unit.models)
-    buffers = {unit.qualify(number, name) for number, model in models for name, _ in model.named_buffers()}
-    return set(run.collectives("control").broadcast_object(sorted(buffers)))
-
-
-def _first_ranks(run: Run, tensor: Tensor) -> Tensor:
-    """Rank 0's tensor, on each rank. Collective. It travels as bytes, for no backend sends every dtype."""
-    if not_plain(tensor) or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
-        return tensor
-    held = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
-    run.collectives("control").broadcast(held.view(-1).view(torch.uint8))
-    return held.to(tensor.device)
 
 
 def _extra_state(run: Run, model: nn.Module) -> dict[str, Any]:

@@ -202,7 +202,8 @@ class States:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's whole state by its own names and order, on every rank; do not write to it. Collective.
 
-        Buffers that forward changes on each rank, as batch norm's statistics, are rank 0's.
+        Buffers that each rank has for itself, such as batch norm's statistics under ddp, are this rank's;
+        checkpoints and `save_model` hold rank 0's.
         unwrap: False gives what the wrapped model's own `state_dict` gives.
         """
         from accel_core import weights  # late: start-up need not wait for it
