@@ -44,6 +44,7 @@ import json, torch
 from torch.utils.data import DataLoader
 from accelerate import Accelerator
 a = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
 m = torch.nn.Linear(1, 1)
 m, o, loader = a.prepare(m, torch.optim.SGD(m.parameters(), lr=.1), DataLoader(torch.rand(5, 1)))
 seen = []
@@ -53,8 +54,9 @@ for epoch in range(2):
         with a.accumulate(m):
             a.backward(m(batch).sum())
             o.step(); o.zero_grad()
-        seen.append([a.step, a.sync_gradients])
-a.gradient_accumulation_steps = 3
+        seen.append([a.step, a.sync_gradients, m.bias.item()])
+        if epoch or len(seen) == 2:
+            a.gradient_accumulation_steps = 3 if len(seen) < 8 else 1
 print(json.dumps([seen, a.gradient_state.plugin_kwargs]))
 """
 METRICS = """

@@ -134,14 +134,17 @@ class Assignable(States):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a window. Settable."""
+        """Micro-batches of a window. Settable: at once, and windows end where `step` is a multiple of it."""
         return self.run.accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.run.accumulation_steps = steps
-        for unit in self.run.units:
-            unit.window.size = steps
+        for window in (self.run.window, *(unit.window for unit in self.run.units)):
+            window.resize(steps, at_once=True)
+            window.size = steps  # the one that is entered has it too
+        if self.run.accumulation is None:
+            self.step = self.step
         GradientState.of(self.run).plugin_kwargs["num_steps"] = steps
 
     @property
