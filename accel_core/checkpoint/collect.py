@@ -73,7 +73,13 @@ class Collected:
             self.add(("", where), whole(tensor, kind="factored", replicated=replicated))
             return where
 
-        return encode(value, path, store)
+        try:
+            return encode(value, path, store)
+        except RecursionError:
+            raise CheckpointError(
+                f"{path} cannot be stored: it holds itself, or is nested without end\n"
+                "let state_dict() return what holds no more than a few levels"
+            ) from None
 
     def encode_objects(self, items: Sequence[Any], path: str) -> list[Any]:
         """Objects with a `state_dict`, each with the name of its class, by which it is recognised."""

@@ -75,8 +75,14 @@ def begin(target: Path, save_id: str) -> str | None:
     From now on the save counts as alive, until `finish`.
 
     Raises:
-        CheckpointError: the target exists and is not a checkpoint.
+        CheckpointError: the target exists and is not a checkpoint, or is the working folder of this process.
     """
+    if _is_working_folder(target):
+        raise CheckpointError(
+            f"{target} is the working folder of this process, and a save replaces the whole folder: relative"
+            " paths would lead nowhere afterwards\nsave to a folder in it: save_state('checkpoint')",
+            path=str(target),
+        )
     if target.exists() and not is_ours(target) and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
             f"{target} exists and is not a checkpoint; it was left as it is\n"
@@ -88,7 +94,7 @@ def begin(target: Path, save_id: str) -> str | None:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial_folder(target, save_id).mkdir()
     except OSError as error:
-        if not partial_folder(target, save_id).is_dir():
+        if not os.path.lexists(partial_folder(target, save_id)):  # Path's methods raise at a name too long
             raise CheckpointError(
                 f"{target} cannot be saved: {type(error).__name__}: {error}\n"
                 "save to a folder in which this process may make files",
@@ -254,6 +260,13 @@ def _carry_over(old: Path, target: Path) -> None:
             continue
         except OSError as error:
             logger.warning("%s belongs into %s, and cannot be moved there: %s", path, target, error)
+
+
+def _is_working_folder(target: Path) -> bool:
+    try:
+        return target.samefile(os.curdir)
+    except OSError:  # one of them is not there
+        return False
 
 
 def _check_files(folder: Path, ranks: Collection[int]) -> None:

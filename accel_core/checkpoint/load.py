@@ -79,7 +79,7 @@ def load(
         agree(control, restoration.apply)
     project = run.config.project
     if project.automatic_checkpoint_naming and run.world.first_of_disk(each_node=project.save_on_each_node):
-        run.kept = history(run, checkpoint.manifest)
+        run.kept.update(history(run, checkpoint.manifest))  # beside what this run has written
     return checkpoint.folder
 
 
@@ -188,7 +188,8 @@ class Restoration:
         manifest = self.checkpoint.manifest
         if self.run.world.run_id is None:
             self.run.run_id = manifest.run_id  # no launcher named this run: it goes on
-        self.run.ancestors, self.run.iteration = manifest.lineage, manifest.iteration + 1
+        self.run.ancestors = manifest.lineage
+        self.run.iteration = max(self.run.iteration, manifest.iteration + 1)  # numbers only rise
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
         unit.drop_cut_ties()

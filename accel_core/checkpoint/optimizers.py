@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
 from accel_core.checkpoint.leaf import TensorTemplate
 from accel_core.errors import CheckpointError
-from accel_core.native.own import restore_own_state
+from accel_core.native.own import own_state, restore_own_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -107,6 +107,8 @@ def restore_optimizers(
         reasons = unit.hooks.refuse_optimizer_state(unit, optimizer, template, plain)
         problems.fatal.extend(f"{what}: {reason}" for reason in reasons)
         yield what, partial(_fill_state, unit, optimizer, stored, template, plain)
+        if own:  # a wrapper's `load_state_dict` may have given what it wraps another state to step with
+            yield what, partial(own_state, optimizer)
     problems.compare(f"{unit.name}: optimizer state of ", left.keys() - elsewhere, ())
     unused = [f"{described[number]['class']}" for number, own in owns.items() if own]
     problems.compare(f"{unit.name}: own state of ", unused, ())

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from accel_core.checkpoint.codec import require_plain
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -178,6 +180,8 @@ def _twin(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
 
 
 def _stand(unit: Unit, number: int, name: str, tensor: Tensor) -> _Stand:
+    if is_lazy(tensor) or tensor.is_nested:  # without a shape
+        require_plain(f"{name} of unit {unit.name!r}", tensor)
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     stand: _Stand = torch.Tensor._make_subclass(_Stand, like, False)
     stand.canonical = unit.qualify(number, name).removeprefix(unit.qualify(number, ""))

@@ -55,8 +55,9 @@ def restore_own_state(optimizer: Optimizer, own: Mapping[str, Mapping[Any, Any]]
 
 
 def _has_own_account(optimizer: Optimizer) -> bool:
-    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-    return bool(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
+    # A wrapper that never calls torch's `__init__` has none of torch's hooks.
+    hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
 
 
 def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:

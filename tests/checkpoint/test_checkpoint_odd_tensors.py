@@ -55,10 +55,12 @@ def test_tensors_that_are_not_their_elements_are_refused_by_name(accelerator, tm
         getattr(accelerator, how)(*given)
 
 
-def test_lazy_modules_are_refused_by_name_before_their_first_batch(accelerator, tmp_path):
-    accelerator.prepare(nn.Sequential(nn.LazyLinear(2)))
+@pytest.mark.parametrize("how", ["save_state", "save_model"])
+def test_lazy_modules_are_refused_by_name_before_their_first_batch(accelerator, tmp_path, how):
+    model = accelerator.prepare(nn.Sequential(nn.LazyLinear(2)))
+    given = (tmp_path / "here",) if how == "save_state" else (model, tmp_path / "here")
     with pytest.raises(CheckpointError, match=r"0\.weight.* is a lazy tensor"):
-        accelerator.save_state(tmp_path / "here")
+        getattr(accelerator, how)(*given)
 
 
 def test_tensors_of_a_modules_own_account_are_written_as_weights_are(accelerator, tmp_path):

@@ -84,6 +84,40 @@ class WithAPercent(OfNoParameter):
     key = "%5B0%5D"
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state it shares; never calls torch's `__init__`."""
+
+    def __init__(self, parameters):
+        self.base = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.defaults, self.count = self.base.defaults, 0
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.share()
+
+    def share(self):
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            if self.count % 2 == 0:
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def state_dict(self):
+        return {**self.base.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        self.count = state.pop("count")
+        self.base.load_state_dict(state)
+        self.share()
+
+
 def trained(kind, steps, load=None, save=None):
     """The weight after `steps` steps, which begin at a checkpoint, or end at one."""
     torch.manual_seed(0)
@@ -103,7 +137,8 @@ def trained(kind, steps, load=None, save=None):
 
 
 @pytest.mark.parametrize(
-    "kind", [OfNoParameter, InItsStateDict, ByHooks, InItsGroups, WithASlash, WithANumber, WithAPercent]
+    "kind",
+    [OfNoParameter, InItsStateDict, ByHooks, InItsGroups, WithASlash, WithANumber, WithAPercent, Wrapping],
 )
 def test_it_goes_on_as_if_nothing_had_happened(tmp_path, kind):
     whole = trained(kind, range(1, 6))
@@ -129,6 +164,18 @@ def test_a_state_dict_that_tells_other_values_is_refused_by_name(tmp_path, kind)
         trained(kind, range(1, 3), save=tmp_path / "ck")
 
 
+class Forgetful(Wrapping):
+    def share(self):
+        self.param_groups = self.base.param_groups
+        self.__dict__.setdefault("state", self.base.state)
+
+
+def test_a_wrapper_that_lost_what_it_wraps_is_told_by_name(tmp_path):
+    trained(Forgetful, range(1, 3), save=tmp_path / "ck")
+    with pytest.raises(CheckpointError, match=r"Forgetful\.state_dict\(\) tells of .* otherwise"):
+        trained(Forgetful, range(1, 3), load=tmp_path / "ck")
+
+
 class Unstorable(Averaging):
     def state_dict(self):
         return {**super().state_dict(), "made by": object()}
@@ -143,3 +190,19 @@ def test_another_class_is_named_with_the_class_that_saved_it(tmp_path):
     trained(torch.optim.Adam, range(1, 3), save=tmp_path / "ck")
     with pytest.raises(CheckpointError, match="was stepped by Adam, here by AdamW, another class"):
         trained(torch.optim.AdamW, range(1, 3), load=tmp_path / "ck")
+
+
+def test_registered_state_that_holds_itself_is_refused_by_name(tmp_path):
+    class Loop:
+        def state_dict(self):
+            found = {}
+            found["again"] = found
+            return found
+
+        def load_state_dict(self, state): ...
+
+    accelerator = Accelerator(device="cpu")
+    accelerator.register_for_checkpointing(Loop())
+    with pytest.raises(CheckpointError, match=r"registered\[0\] .* cannot be stored: it holds itself"):
+        accelerator.save_state(tmp_path / "ck")
+    accelerator.end_training()

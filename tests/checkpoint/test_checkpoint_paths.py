@@ -79,3 +79,18 @@ def test_home_is_expanded_in_the_projects_folder(tmp_path, monkeypatch):
     assert accelerator.logging_dir == str(tmp_path / "runs")
     assert accelerator.save_state() == tmp_path / "runs" / "checkpoints" / "checkpoint_0"
     accelerator.end_training()
+
+
+def test_the_working_folder_is_not_replaced(accelerator, tmp_path, monkeypatch):
+    accelerator.save_state(tmp_path / "ck")
+    monkeypatch.chdir(tmp_path / "ck")
+    for path in (".", "", tmp_path / "ck"):
+        with pytest.raises(CheckpointError, match=r"working folder.*\nsave to a folder in it"):
+            accelerator.save_state(path)
+    accelerator.load_state(".")
+    assert accelerator.save_state("best") == tmp_path / "ck" / "best"
+
+
+def test_a_name_too_long_for_the_disk_is_an_error_with_a_remedy(accelerator, tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot be saved: .*too long.*\nsave to a"):
+        accelerator.save_state(tmp_path / ("n" * 250))

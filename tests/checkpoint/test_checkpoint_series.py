@@ -283,6 +283,16 @@ def test_the_oldest_go_and_the_limit_stays_also_after_a_resume(job, folder):
     assert names(folder) == ["checkpoint_2", "checkpoint_3"]
 
 
+def test_what_was_saved_after_the_one_that_is_loaded_counts_as_well(job, folder, caplog):
+    run = job(total_limit=2)
+    for value in range(3):
+        run.save(value)
+    run.load(folder / "checkpoint_1")
+    run.save(3)
+    assert names(folder) == ["checkpoint_2", "checkpoint_3"]
+    assert "neither wrote nor resumed from" not in caplog.text
+
+
 def test_the_limit_holds_over_a_chain_of_jobs_with_ids_of_their_own(tmp_path, folder):
     for number in range(4):
         environment = {"TORCHELASTIC_RUN_ID": f"job-{number}"}

@@ -325,3 +325,12 @@ def test_it_says_what_it_was_made_with():
 
     assert (accelerator.device_placement, accelerator.step_scheduler_with_optimizer) == (False, False)
     assert (accelerator.has_fp8_handler, accelerator.delayed_fp8_autocast) == (False, False)
+
+
+def test_what_accelerate_itself_saved_is_named_with_how_to_bring_it_over(tmp_path):
+    (tmp_path / "random_states_0.pkl").touch()
+    with pytest.raises(
+        ValueError, match=r"saved by Accelerate itself.*\n.*checkpoint import --format"
+    ) as caught:
+        Accelerator(cpu=True).load_state(tmp_path)
+    assert str(tmp_path) in str(caught.value)

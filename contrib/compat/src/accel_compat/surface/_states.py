@@ -33,6 +33,13 @@ _PATIENCE_SECONDS = 600.0
 Hooks = OrderedDict[int, Callable[..., None]]
 
 
+_SAVED_THERE = (
+    "{0} was saved by Accelerate itself, in its own files\n"
+    "bring it over with accel-interchange: accel checkpoint import --format accelerate {0} NEW --like FRESH,"
+    " where FRESH is what this program saves before it trains"
+)
+
+
 class NoStateError(CheckpointError, ValueError):
     """There is nothing to load, as Accelerate says it by a ValueError."""
 
@@ -233,7 +240,9 @@ class States(Ranks):
             with _rank_states.told_here(self._saves_alone()):
                 loaded = Path(str(super().load_state(input_dir, **options)))
         except CheckpointError as error:
-            if input_dir is not None and Path(input_dir).expanduser().is_dir():
+            if input_dir is not None and (folder := Path(input_dir).expanduser()).is_dir():
+                if not (folder / "manifest.json").exists() and any(folder.glob("random_states_*.pkl")):
+                    raise NoStateError(_SAVED_THERE.format(folder), path=str(folder)) from error
                 raise
             text = f"Tried to find {input_dir} but folder does not exist\n{error}"
             raise NoStateError(text, path=str(input_dir)) from error
