@@ -149,9 +149,9 @@ class Accelerator(Ranks, Training, States):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if steps < 1:
+        if not isinstance(steps, int) or steps < 1:
             raise ConfigError(
-                f"gradient_accumulation_steps is {steps}\nset it to 1 or more micro-batches a step"
+                f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches a step"
             )
         self.run.accumulation_steps = steps
         for unit in self.run.units:

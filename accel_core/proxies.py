@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_core import step
+from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
     from accel_core.unit import Unit
@@ -74,8 +75,21 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The inner optimizer's."""
+        """The inner optimizer's, of parameters that its unit has.
+
+        Raises AccelError, and adds nothing, where it has not.
+        """
         self.optimizer.add_param_group(param_group)
+        unit, parameters = self.unit, self.param_groups[-1]["params"]
+        if None in unit.run.homes.units_of(parameters) and unit.run.world.size == 1:
+            unit.run.homes.settle(unit)  # nobody has to reduce what was added to its models since
+        if None in unit.run.homes.units_of(parameters):
+            del self.param_groups[-1]
+            raise AccelError(
+                f"add_param_group: a parameter for the {type(self.optimizer).__name__} was not in its models"
+                " when they were prepared; its gradient would not be reduced\n"
+                "put it into a model before prepare, or call accelerator.free_memory() and prepare anew"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Its own, and methods that others patch (`step`), stay here; all else would do nothing here.

@@ -64,6 +64,7 @@ class Accumulation:
         self.batch: Any = None
         self._outer: Any = _NOT_ENTERED
         self._contexts: ExitStack | None = None
+        self._silence: ExitStack | None = None
 
     def __enter__(self) -> None:
         if self._outer is not _NOT_ENTERED and self.run.accumulation is not None:
@@ -96,12 +97,25 @@ class Accumulation:
 
     def _surround(self) -> None:
         with ExitStack() as contexts:
-            for unit, models in self._quiet:
-                if not unit.window.boundary:
-                    contexts.enter_context(unit.steps.no_sync(unit, models))
+            contexts.callback(self._end_silence)
+            self.follow_windows()
             for unit in self._surrounded if self.batch is not None else ():
                 contexts.enter_context(unit.steps.step_context(unit, self.batch))
             self._contexts = contexts.pop_all()
+
+    def follow_windows(self) -> None:
+        """Have each unit reduce gradients if this micro-batch is its window's last, else not."""
+        self._end_silence()
+        with ExitStack() as silence:
+            for unit, models in self._quiet:
+                if not unit.window.boundary:
+                    silence.enter_context(unit.steps.no_sync(unit, models))
+            self._silence = silence.pop_all()
+
+    def _end_silence(self) -> None:
+        silence, self._silence = self._silence, None
+        if silence is not None:
+            silence.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -298,6 +312,12 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; whether it was applied."""
     unit.window.ran()
+    if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
+        raise AccelError(
+            f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
+            " micro-batches: it would step with the last one's alone\n"
+            "give it the whole batch without accumulate, or an optimizer that needs no closure"
+        )
     if not unit.finishes:
         optimizer.step() if closure is None else optimizer.step(closure)
         unit.waiting.discard(optimizer)  # last: a closure computes gradients

@@ -40,8 +40,8 @@ class Training:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is its window's last. Settable: for the units of the innermost
-        `accumulate`, or of the last one; for all before the first.
+        """Whether the current micro-batch is its window's last. Settable before its forward: for the units
+        of the innermost `accumulate`, or of the last one; for all before the first.
         """
         return self.run.window.boundary
 
@@ -49,6 +49,8 @@ class Training:
     def sync_gradients(self, value: bool) -> None:
         for window in self.run.windows or [unit.window for unit in self.run.units]:
             window.mark_last(value)
+        if self.run.accumulation is not None:
+            self.run.accumulation.follow_windows()
 
     def accumulate(
         self, *models: nn.Module, items: Tensor | float | None = None, batch: Any = None

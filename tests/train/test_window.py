@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 from problems import batches, net
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-from accel_core import AccelError, GradientAccumulationPlugin
+from accel_core import AccelError, ConfigError, GradientAccumulationPlugin
 
 
 def boundaries(accelerator, count, loader_length=None):
@@ -512,3 +513,41 @@ def test_gradients_of_sums_are_divided_before_they_are_edited(accelerator_of):
                 model.weight.grad += 1.0
             optimizer.step()
     assert model.weight.item() == -2.0
+
+
+def test_a_closure_in_a_window_of_several_micro_batches_is_refused(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(ONE).sum()
+        accelerator.backward(loss)
+        return loss
+
+    before = model.weight.item()
+    with accelerator.accumulate(model):
+        optimizer.step(closure)
+    with accelerator.accumulate(model), pytest.raises(AccelError, match="this window has 2"):
+        optimizer.step(closure)
+    assert model.weight.item() == before
+
+
+@pytest.mark.parametrize("steps", [0, 2.5, "3"])
+def test_a_window_has_a_whole_number_of_micro_batches(accelerator, steps):
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps is"):
+        accelerator.gradient_accumulation_steps = steps
+    assert accelerator.gradient_accumulation_steps == 1
+
+
+def test_an_optimizer_takes_what_was_added_to_its_model_and_nothing_else(accelerator):
+    model, optimizer = one_weight(accelerator)
+    with pytest.raises(AccelError, match="was not in its models when they were prepared"):
+        optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+    assert len(optimizer.param_groups) == 1
+    model.scale = nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [model.scale]})
+    accelerator.backward((model(ONE) + model.scale).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 100.0)
+    optimizer.step()
+    assert model.scale.item() != 1

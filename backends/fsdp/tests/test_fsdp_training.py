@@ -9,7 +9,9 @@ import torch
 from fsdp_problem import (
     Block,
     accelerator,
+    batch,
     distance,
+    loss_of,
     net,
     optimizer_of,
     plugin,
@@ -286,3 +288,26 @@ def test_the_scale_of_offloaded_gradients_is_waited_for(monkeypatch: pytest.Monk
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         SharedScaler("cpu")._unscale_grads_(optimizer, there, there, allow_fp16=False)
     assert copied == []
+
+
+def ended_by_hand(version: int) -> Any:
+    run = accelerator(plugin("mlp", version), gradient_accumulation_steps=3)
+    given = net("mlp")
+    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    for step in range(2):
+        with run.accumulate(model):
+            run.sync_gradients = step == 1
+            run.backward(loss_of(model, *[part[run.process_index :: 2] for part in batch("mlp", step)]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.get_state_dict(model)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_window_that_is_ended_before_its_size_reduces_its_gradients(version: int) -> None:
+    plain = net("mlp")
+    for step in range(2):
+        (loss_of(plain, *batch("mlp", step)) / 3).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for weights in run_processes(ended_by_hand, version):
+        assert distance(weights, dict(plain.state_dict())) < 1e-6

@@ -87,6 +87,10 @@ class _ByHand(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none is not False)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's."""
+        self.optimizer.add_param_group(param_group)
+
 
 @cache
 def _by_hand(kind: type[AcceleratedOptimizer]) -> type[AcceleratedOptimizer]:
