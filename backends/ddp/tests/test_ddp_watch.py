@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 from accel_core import AccelError, LocalSGD
 from accel_core.testing.processes import run_processes
+from accel_ddp import DistributedDataParallelKwargs
 
 
-def told(train: Callable[..., Any], accumulation: int = 1) -> str:
+def told(train: Callable[..., Any], accumulation: int = 1, static: bool = False) -> str:
     """The error of this rank; or "equal" or "apart", by the weights at the end."""
-    run = accelerator(gradient_accumulation_steps=accumulation)
+    options = DistributedDataParallelKwargs(static_graph=static)
+    run = accelerator(options, gradient_accumulation_steps=accumulation)
     given = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
     if train is unfrozen:
         given[0].requires_grad_(False)
@@ -100,6 +102,33 @@ def test_a_window_trains_alike() -> None:
     assert run_processes(told, accumulating, 3) == ["equal", "equal"]
 
 
+def ending_the_window_by_hand(run, model, optimizer, number, loss, x):
+    with run.accumulate(model):
+        if number:
+            run.sync_gradients = True
+        run.backward(loss(model(x)))
+        optimizer.step()
+
+
+def test_a_window_that_is_ended_before_its_size_trains_alike() -> None:
+    assert run_processes(told, ending_the_window_by_hand, 3) == ["equal", "equal"]
+
+
+def by_a_closure(run, model, optimizer, number, loss, x):
+    def closure():
+        optimizer.zero_grad()
+        found = loss(model(x))
+        run.backward(found)
+        return found
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("train", [ordinary, in_two_no_syncs, by_a_closure])
+def test_a_static_graph_trains_alike(train: Callable[..., Any]) -> None:
+    assert run_processes(told, train, 1, True) == ["equal", "equal"]
+
+
 def unwrapped(run, model, optimizer, number, loss, x):
     run.backward(loss(run.unwrap_model(model)(x)))
     optimizer.step()
@@ -109,6 +138,20 @@ def by_its_parts(run, model, optimizer, number, loss, x):
     inner = run.unwrap_model(model)
     run.backward(loss(inner[2](torch.tanh(inner[0](x)))))
     optimizer.step()
+
+
+def by_a_later_part(run, model, optimizer, number, loss, x):
+    run.backward(loss(run.unwrap_model(model)[2](x[:, :4])))
+    optimizer.step()
+
+
+def by_a_later_part_as_well(run, model, optimizer, number, loss, x):
+    run.backward(loss(model(x)))
+    by_a_later_part(run, model, optimizer, number, loss, x)
+
+
+def unwrapped_in_a_closure(run, model, optimizer, number, loss, x):
+    by_a_closure(run, run.unwrap_model(model), optimizer, number, loss, x)
 
 
 def twice_of_one_forward(run, model, optimizer, number, loss, x):
@@ -151,6 +194,9 @@ def in_backward(run, model, optimizer, number, loss, x):
     [
         (unwrapped, "was called on the model inside"),
         (by_its_parts, "was called on the model inside"),
+        (by_a_later_part, "was called on .* a part of it"),
+        (by_a_later_part_as_well, "is the second of .* two forwards in a row, or was called on a part"),
+        (unwrapped_in_a_closure, "was called on the model inside"),
         (twice_of_one_forward, "is the second of one forward"),
         (forwards_before_backwards, "is the second of .* two forwards in a row"),
         (forward_in_no_sync, "its forward ran inside"),
@@ -161,6 +207,24 @@ def in_backward(run, model, optimizer, number, loss, x):
 def test_what_would_train_ranks_apart_is_an_error(train: Callable[..., Any], said: str) -> None:
     for found in run_processes(told, train):
         assert re.search(said, found), found
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [(unwrapped, "was called on the model inside"), (forward_in_no_sync, "its forward ran inside")],
+)
+def test_a_static_graph_is_watched_too(train: Callable[..., Any], said: str) -> None:
+    for found in run_processes(told, train, 1, True):
+        assert re.search(said, found), found
+
+
+def growing(run, model, optimizer, number, loss, x):
+    optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+
+
+def test_parameters_that_came_after_prepare_are_refused_by_the_optimizer() -> None:
+    for found in run_processes(told, growing):
+        assert "add_param_group: a parameter for the SGD was not in its models when" in found
 
 
 def hooked_before() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,36 +23,41 @@ _READY: Final = "ready"
 _REASONS: Final = {
     "none": "was called on the model inside, or on a part of it: only the forward of the model that"
     " prepare returned has its gradients reduced",
-    "used": "is the second of one forward (retain_graph), or of two forwards in a row: only the first"
-    " backward after a forward is reduced",
-    "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced",
+    "used": "is the second of one forward (retain_graph), or of two forwards in a row, or was called on a"
+    " part of the model: only the first backward after a forward is reduced",
+    "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced"
+    " (accelerator.sync_gradients = True stands before the forward)",
 }
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's wrapper, under its name, which notes whether each backward reduces.
 
-    `awaited` says whether the next backward would, and else why not; `last` what it was at the last one.
-    `late` holds the parameters that were frozen here and got a gradient since the last step.
+    `awaited` says of each parameter that is asked whether its next gradient would be reduced, and else why
+    not; `last` what it was at the last one of any. `late` holds the parameters that were frozen here and got
+    a gradient since the last step.
     """
 
-    awaited: str
+    awaited: list[str]
     last: str | None
     late: set[Tensor]
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         super().__init__(module, **arguments)
-        self.__dict__.update(awaited="none", last=None, checked=False, late=set())
-        first = next(p for p in module.parameters() if p.requires_grad)
+        asked = _asked(module)
+        self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
         self._hooks = [_when_unfrozen(p, self.late.add) for p in module.parameters() if _may_train_later(p)]
-        if not self.static_graph:  # else a parameter may be ready several times in one backward
-            self._hooks.append(first.register_post_accumulate_grad_hook(_noting(self)))
+        notes = [_noting(self, number) for number in range(len(asked))]
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(note) for p, note in zip(asked, notes, strict=True)
+        ]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's, with gradients that are reduced in backward."""
         if torch.is_grad_enabled():
             state = self.__dict__  # the module's own __setattr__ takes 2 µs
-            state["awaited"] = _READY if state["require_backward_grad_sync"] else "quiet"
+            word = _READY if state["require_backward_grad_sync"] else "quiet"
+            state["awaited"] = [word] * len(state["awaited"])
             if not state["checked"]:
                 refuse_hooks(self.module, allowed=len(self._hooks))
                 state["checked"] = True
@@ -96,19 +101,46 @@ def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
 def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
     """Have the unit's models checked before each step of the optimizer, until the handle is removed."""
 
-    def before(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1 or kwargs.get("closure") is not None:  # it has yet to compute the gradients
-            return
-        for model in unit.wrapped:
-            if isinstance(model, DistributedDataParallel):
-                state = model.__dict__
-                last, state["last"] = state["last"], None
-                if state["late"] or last not in (None, _READY):
-                    if not unit.silent:
-                        model.refuse(last)
-                    model.late.clear()
+            return _checked(unit, *args, **kwargs)
+        _check(unit)
+        return None
 
     return optimizer.register_step_pre_hook(before)
+
+
+def _check(unit: Unit) -> None:
+    for model in unit.wrapped:
+        if isinstance(model, DistributedDataParallel):
+            state = model.__dict__
+            last, state["last"] = state["last"], None
+            if model.static_graph:
+                state["awaited"] = ["none"] * len(state["awaited"])
+            if state["late"] or last not in (None, _READY):
+                if not unit.silent:
+                    model.refuse(last)
+                model.late.clear()
+
+
+def _checked(
+    unit: Unit, optimizer: Optimizer, closure: Callable[[], Any], *more: Any, **options: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step, with a closure that is checked each time it has computed gradients."""
+
+    def watched() -> Any:
+        loss = closure()
+        _check(unit)
+        return loss
+
+    return (optimizer, watched, *more), options
+
+
+def _asked(module: nn.Module) -> list[nn.Parameter]:
+    """The first parameter that trains of the module, and of each child: a part that may be called."""
+    parts = (module, *module.children())
+    found = (next((p for p in part.parameters() if p.requires_grad), None) for part in parts)
+    return [p for p in dict.fromkeys(found) if p is not None]
 
 
 def _may_train_later(parameter: Tensor) -> bool:
@@ -124,12 +156,14 @@ def _when_unfrozen(parameter: Tensor, note: Callable[[Tensor], None]) -> Removab
     return hook
 
 
-def _noting(model: DistributedDataParallel) -> Callable[[Tensor], None]:
+def _noting(model: DistributedDataParallel, number: int) -> Callable[[Tensor], None]:
     state = model.__dict__
+    once = not model.static_graph  # else a parameter may be ready several times in one backward
 
     def note(parameter: Tensor) -> None:
-        state["last"] = state["awaited"]
-        if state["awaited"] == _READY:
-            state["awaited"] = "used"
+        awaited = state["awaited"]
+        state["last"] = awaited[number]
+        if once and awaited[number] == _READY:
+            awaited[number] = "used"
 
     return note
