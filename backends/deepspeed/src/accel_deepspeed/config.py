@@ -124,7 +124,7 @@ class DeepSpeedPlugin(KwargsHandler):
         return found
 
     def _misplaced(self) -> list[str]:
-        found = []
+        found: list[str] = []
         made, stage = self.deepspeed_config, settings.get(self.deepspeed_config, "zero_optimization.stage", 0)
         if stage not in (0, 1, 2, 3):
             return [*found, f"zero_optimization.stage is {stage!r}; ZeRO has stages 0, 1, 2 and 3"]
