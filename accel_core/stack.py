@@ -123,7 +123,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         for alias, options in config.strategies.items()
     }
     device = chooser.device(config.device)
-    extensions = [chooser.named("extension", name, "extensions") for name in config.extensions]
+    extensions = [chooser.named("extension", name, "extensions") for name in dict.fromkeys(config.extensions)]
     extensions += [given for given in chooser.by_object("extension") if given.name not in config.extensions]
     default = config.strategy
     if default not in aliases:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from accel_core import hookspecs as hooks
-from accel_core.config.options import MASK, is_secret
+from accel_core.config.options import masked
 from accel_core.errors import AccelError, ConfigError
 from accel_core.hookspecs import implements
 from accel_core.plugins import near
@@ -92,9 +92,9 @@ class Trackers:
                 f"init_trackers({project!r}): the trackers of this run have been started already\n"
                 "call it once, or make another Accelerator for another project"
             )
-        masked = {name: MASK if is_secret(name) else value for name, value in dict(config).items()}
+        known = masked(dict(config))
         for each in self._here("tracking_started"):
-            each.call(project, masked, options.get(each.plugin, {}))
+            each.call(project, known, options.get(each.plugin, {}))
         self._loggers = [(each.plugin, each.call) for each in self._here("log")]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:

@@ -34,7 +34,7 @@ __all__ = ["assemble", "lost_peer", "start", "stop"]
 LOOK_SECONDS = 2.0
 """Between two looks for a question in the store."""
 STUCK_SECONDS = 10.0
-"""A rank inside one of our operations that has not moved, and used no CPU, for this long is stuck."""
+"""A rank in one of our operations that has waited for others this long, without using CPU, is stuck."""
 TELL_SECONDS = 30.0
 """How often the ranks that are waited for are named."""
 REQUESTS: Final = 20_000
@@ -45,6 +45,8 @@ LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer"
 """As torch's backends say that they lost another rank."""
 LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
 COLLECTIVES: Final = "accel_core.native.process_group"
+WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops")
+"""Modules whose functions wait for nothing but other ranks, and devices that wait for those."""
 
 # In step on all ranks, which make groups and assemble in the same order.
 _meetings, _watches = count(), count()
@@ -276,7 +278,7 @@ class Watch:
 
     def _state(self, frames: Sequence[FrameType]) -> dict[str, Any]:
         where, operation = place(frames)
-        stuck = operation is not None and self._stood() >= STUCK_SECONDS
+        stuck = operation is not None and _waits_for_ranks(frames) and self._stood() >= STUCK_SECONDS
         return {"where": where, "operation": operation, "stuck": stuck}
 
     def _answer(self, state: Mapping[str, Any]) -> None:
@@ -341,6 +343,12 @@ def _frames(thread: int | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _waits_for_ranks(frames: Sequence[FrameType]) -> bool:
+    """Whether only other ranks can let a thread go on: not a disk, a terminal, or a loader's workers."""
+    inside = str(frames[0].f_globals.get("__name__", "")).startswith(WAITING)
+    return inside or _in_collective(frames)
 
 
 def _in_collective(frames: Sequence[FrameType]) -> bool:

@@ -49,7 +49,7 @@ def main() -> None:
     sys.argv = sys.argv[2 if module else 1 :]
     if module:
         _first_on_path(str(Path.cwd()))
-        guard(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
+        guard(lambda: _run_module(sys.argv[0]))
     else:
         guard(lambda: _run_script(sys.argv[0]))
 
@@ -59,18 +59,29 @@ def guard(call: Callable[[], R]) -> R:
     try:
         return call()
     except SystemExit as error:
-        if error.code not in (None, 0):
-            _note(f"exit code {error.code}", "", error.code if isinstance(error.code, int) else 1)
+        if isinstance(error.code, int):
+            if error.code & 0xFF:  # what the system keeps of it
+                _note(f"exit code {error.code}", "", error.code)
+        elif error.code is not None:
+            _note("exit code 1", "")
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _note("KeyboardInterrupt", _render(error), 128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noted, not swallowed: the process ends here
         sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
         text = _render(error)
-        if not _note(f"{type(error).__name__}: {error}", text):
+        if not _note(_told(error), text):
             sys.stderr.write(text)
         _tell_others(error)
         sys.exit(1)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as fault:  # an author's __str__
+        return f"{type(error).__name__}, whose text cannot be told ({type(fault).__name__})"
 
 
 def _tell_others(error: BaseException) -> None:
@@ -96,6 +107,11 @@ def keep_lines_whole() -> None:
     """Have unbuffered output leave by the line: workers share one, and `print` writes twice a line."""
     if getattr(sys.stdout, "write_through", False) and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+
+
+def _run_module(name: str) -> None:
+    found = runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.modules["__main__"].__dict__.update(found)  # for threads and handlers at exit, as python -m
 
 
 def _run_script(path: str) -> None:
@@ -140,7 +156,10 @@ def _note(message: str, trace: str, code: int = 1) -> bool:
     now = time.time()
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "code": code}
     note = {"message": {"message": message, "extraInfo": extra}}
-    Path(path).write_text(json.dumps(note), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(note), encoding="utf-8")
+    except OSError:  # the disk is full, or the script has emptied the folder of temporary files
+        return False
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -26,6 +27,14 @@ DOING: Final[ContextVar[object]] = ContextVar("DOING", default="")
 
 LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Of schedulers that start each rank as a task: its number on its node."""
+LOCAL_SIZES: Final = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+"""Of launchers and schedulers: how many ranks there are on its node."""
 
 
 @frozen(kw_only=True)
@@ -82,16 +91,25 @@ class World:
             return int(text)
 
         size = number("WORLD_SIZE", None)
-        local_size = number("LOCAL_WORLD_SIZE", size)
         rank = number("RANK", None)
         if rank >= size:
             raise LaunchError(
                 f"RANK={rank} does not exist in a world of WORLD_SIZE={size}\nset RANK to 0 to {size - 1}"
             )
+        environment = {**environment, **_slurms(environment)}
+        told = next((name for name in LOCAL_SIZES if name in environment), None)
+        local_size = max(1, min(number(told, None), size)) if told else size
+        local_rank = number(_local_rank_name(environment), rank % local_size)
+        if size > 1 and (local_rank >= local_size if told else local_rank != rank):
+            found = f"{told}={local_size}" if told else "no variable that says how many ranks a node has"
+            raise LaunchError(
+                f"rank {rank} of {size} has the local rank {local_rank}, and there is {found}\n"
+                "set LOCAL_WORLD_SIZE to the number of ranks on this node, as `accel launch` and torchrun do"
+            )
         return cls(
             rank=rank,
             size=size,
-            local_rank=number(_local_rank_name(environment), rank % local_size),
+            local_rank=local_rank,
             local_size=local_size,
             node_rank=number("GROUP_RANK", rank // local_size),
             nodes=number("GROUP_WORLD_SIZE", -(-size // local_size)),
@@ -105,6 +123,15 @@ class World:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(World, **{**asdict(self, recurse=False), "store": None}), ()
+
+
+def _slurms(environment: Mapping[str, str]) -> dict[str, str]:
+    """How many tasks Slurm has on this node: one entry of 2(x3),1, which lists all nodes of the step."""
+    listed, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
+    counts = [count for count, times in found for _ in range(int(times or 1))]
+    here = node.isdecimal() and int(node) < len(counts)
+    return {"SLURM_NTASKS_PER_NODE": counts[int(node)]} if here else {}
 
 
 def _local_rank_name(environment: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ def save(
     """
     run.require_alive()
     if not alone:
-        assemble(run, "save_state")
+        assemble(run, "save_state", f"{len(run.registered)} registered object(s)" if run.registered else "")
     if run.saver is None or run.saver.alone is not alone:
         if run.saver is not None:
             run.saver.settle()

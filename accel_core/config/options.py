@@ -23,6 +23,7 @@ __all__ = [
     "default_of",
     "describe",
     "is_secret",
+    "masked",
     "may_be_secret",
     "option",
     "options_of",
@@ -151,6 +152,15 @@ def is_secret(name: str) -> bool:
 def may_be_secret(variable: str) -> bool:
     """Whether a variable of the environment is better not shown."""
     return not _SECRETS.isdisjoint(re.split(r"[^a-z]+", variable.lower()))
+
+
+def masked(value: Any, secret: bool = False) -> Any:
+    """`value` without what is secret by its name, at any depth of mappings and lists; all else as it is."""
+    if secret and value is not None and not (isinstance(value, (str, tuple)) and not value):
+        return MASK
+    if isinstance(value, Mapping):
+        return {key: masked(each, is_secret(str(key))) for key, each in value.items()}
+    return type(value)(map(masked, value)) if type(value) in (list, tuple) else value
 
 
 def describe(attribute: Attribute[Any]) -> Option:

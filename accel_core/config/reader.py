@@ -9,7 +9,7 @@ from typing import Any, Final
 from attrs import Attribute, define, evolve, field
 
 from accel_core import known
-from accel_core.config.options import MASK, Path, describe, is_secret, options_of, said, section_class
+from accel_core.config.options import Path, describe, is_secret, options_of, said, section_class
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Given, Problem, Text, show, spell
 from accel_core.errors import ConfigError, PluginError
@@ -50,6 +50,10 @@ class Reader:
         for given in opened:  # an alias's options are read by its plugin, whichever source named it
             if given.path[0] == "strategies" and given.path[2:] == ("plugin",):
                 self.named[given.path[1]], self._namers[given.path[1]] = str(given.value), given
+        for alias, plugin in self.named.items():
+            other = self.discovery.get(alias)
+            if alias == "auto" or (other and other.slot == "strategy" and alias != plugin):
+                self.refuse(self._namers[alias], f"{alias!r} means another strategy; name yours otherwise")
         for given in opened:
             self._read(given)
 
@@ -231,11 +235,10 @@ class Reader:
             if given.source != "proposal":
                 self.settings[given.path] = given
             return
-        from accel_core.config.structure import plain
+        from accel_core.config.structure import shown
 
-        mine, theirs = repr(plain(given.value)), repr(plain(before.value))
-        if given.path in self._secrets or is_secret(given.path[-1]):
-            mine = theirs = MASK
+        secret = given.path in self._secrets or is_secret(given.path[-1])
+        mine, theirs = (repr(shown(each.value, secret)) for each in (given, before))
         if given.source == "proposal":
             self.refuse(given, f"wants {mine}, but it is {theirs} by {before.origin}")
         elif given.source == before.source != "preset" or (

@@ -20,6 +20,7 @@ from accel_core.config.options import Path, options_of, section_class
 from accel_core.config.reader import ALIASES, CORE, Reader, load_class
 from accel_core.config.schema import RunConfig
 from accel_core.config.sources import HANDOVER_VARIABLE, Given, Problem, spell
+from accel_core.errors import ConfigError
 from accel_core.known import absence
 from accel_core.plugins import Discovery, Record
 
@@ -193,6 +194,8 @@ def find_file(
     directory: str | os.PathLike[str] = ".",
 ) -> str | None:
     """The file that is read: `file`, else what ACCEL_CONFIG names, else accel.yaml where there is one."""
+    if file is not None and not str(file):  # as `--config "$UNSET"` has it
+        raise ConfigError("--config names no file\nname one, or leave it out")
     named = file or (os.environ if environment is None else environment).get(FILE_VARIABLE)
     # A link to a file that is gone was meant to be read: reading it says so.
     return named or (FILE_NAME if os.path.lexists(FilePath(directory, FILE_NAME)) else None)

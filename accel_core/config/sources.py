@@ -45,7 +45,9 @@ class Text(str):
         """The value that it would be in a YAML file; the text itself where a file could not hold it."""
         from accel_core.config.yamlfile import value_of  # PyYAML costs 30 ms
 
-        value = str(self) if self.strip() in ("", "~") else value_of(self)  # YAML's null, but a shell's home
+        value = value_of(self)
+        if value is None and self.strip().lower() != "null":  # a comment, a shell's home
+            return str(self)
         return str(self) if isinstance(value, str) and self[:1] not in "'\"" else value
 
     def parts(self) -> list[Text]:

@@ -18,8 +18,9 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import attrs
 from cattrs import BaseValidationError, Converter
+from cattrs.gen import make_mapping_structure_fn
 
-from accel_core.config.options import MASK, describe, is_secret, options_of
+from accel_core.config.options import describe, is_secret, masked, options_of
 from accel_core.config.sources import Text, decimal, show
 from accel_core.plugins import near
 
@@ -66,8 +67,8 @@ def plain(value: Any) -> Any:
 
 def shown(value: Any, secret: bool = False) -> Any:
     """The same for people and files: what is secret by its option or its name is masked."""
-    if secret and value not in (None, "", ()):
-        return MASK
+    if secret:
+        return masked(value, secret)
     if attrs.has(type(value)):
         options = options_of(type(value)).items()
         return {
@@ -76,7 +77,7 @@ def shown(value: Any, secret: bool = False) -> Any:
         }
     if isinstance(value, Mapping):
         return {str(key): shown(each, is_secret(str(key))) for key, each in value.items()}
-    return plain(value)
+    return masked(plain(value))
 
 
 def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,10 +130,13 @@ def _first_fit(attempts: Iterable[tuple[Any, Any]], mismatch: MismatchError) -> 
 
 def _container(kind: Any) -> Callable[[Any, Any], Any]:
     # cattrs would take the letters of a text for items, and the keys of a mapping.
-    _unguarded.kind = kind
-    inner = _CONVERTER.get_structure_hook(kind, cache_result=False)
-    _unguarded.kind = None
-    wanted = Mapping if shape(kind) is Mapping else (list, tuple, AbstractSet)
+    wanted: Any = (list, tuple, AbstractSet)
+    if shape(kind) is Mapping:  # asked for its own hook of a mapping, cattrs puts that in the place of ours
+        wanted, inner = Mapping, make_mapping_structure_fn(kind, _CONVERTER)
+    else:
+        _unguarded.kind = kind
+        inner = _CONVERTER.get_structure_hook(kind, cache_result=False)
+        _unguarded.kind = None
 
     def guarded(raw: Any, kind: Any) -> Any:
         if isinstance(raw, wanted):

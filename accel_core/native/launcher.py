@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -34,6 +35,9 @@ TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
 """Of launchers that tell tasks no count: any but 0 is one of several."""
 PATIENCE: Final = 900
 """Seconds that nodes wait for each other."""
+
+_inherited: list[BaseException | None] = []
+"""In a fork: the last error of the notebook, whose traceback holds what the fork may not free."""
 
 
 def refuse_lonely_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
@@ -80,11 +84,15 @@ class TorchrunLauncher:
         """Fork on Linux, so that functions of a notebook will do; elsewhere spawn."""
         method = "fork" if sys.platform == "linux" else "spawn"
         results = _run_agent(job, _call, (function, args), start_method=method)
-        return [pickle.loads(results[rank]) for rank in sorted(results)]  # noqa: S301  # our own workers'
+        told = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
+        return [None if each is None else pickle.loads(each) for each in told]  # noqa: S301  # our own workers'
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker inherits the agent's handler
+    # What an earlier launch left is the notebook's to free: in a fork, torch's objects crash when they go.
+    gc.freeze()
+    _inherited.append(getattr(sys, "last_value", None))
     return guard(lambda: pickle.dumps(function(*args)))
 
 

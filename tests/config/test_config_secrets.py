@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from attrs import frozen
@@ -27,6 +29,7 @@ class Config:
     api_key: str | None = option(None, help="By its name.")
     phrase: str | None = option(None, help="By its mark.", secret=True)
     pad_token: str = option("pad", help="No secret.")
+    extra: Mapping[str, Any] = option(factory=dict, help="May hold secrets.")
 
 
 VAULT = Discovery((record("vault", "tracker", config=f"{__name__}:Config"), record("torchrun", "launcher")))
@@ -37,7 +40,8 @@ def test_a_plugin_gets_its_secrets_and_nobody_else_does():
     found = load(discovery=VAULT, environment=GIVEN, directory=os.devnull)
     mine = found.config.plugins["vault"]
     assert (mine.api_key, mine.phrase, mine.pad_token) == (SECRET, SECRET, "pad2")
-    assert found.tree["plugins"]["vault"] == {"api_key": "***", "phrase": "***", "pad_token": "pad2"}
+    shown = {"api_key": "***", "phrase": "***", "pad_token": "pad2", "extra": {}}
+    assert found.tree["plugins"]["vault"] == shown
     assert "phrase" not in repr(mine)
 
 
@@ -57,6 +61,21 @@ def test_a_contradiction_does_not_spell_the_secrets(name):
         )
     assert SECRET not in str(caught.value)
     assert "other5ecret" not in str(caught.value)
+
+
+def test_secrets_within_an_option_are_masked_too(tmp_path):
+    inner = {"hub": [{"token": SECRET}], "size": 3}
+    tmp_path.joinpath("accel.yaml").write_text(f"vault: {{extra: {inner}}}", encoding="utf-8")
+    flags = {"vault.extra": f"{{password: {SECRET}}}"}
+
+    found = load(discovery=VAULT, environment={}, directory=tmp_path)
+    assert found.tree["plugins"]["vault"]["extra"] == {"hub": [{"token": "***"}], "size": 3}
+    over = load(discovery=VAULT, environment={}, flags=flags, directory=tmp_path)
+    assert over.origins["vault.extra"].startswith("flag --vault.extra (over {'hub'")
+    assert SECRET not in str(over.origins)
+    with pytest.raises(ConfigError) as caught:
+        load(discovery=VAULT, environment={}, flags=flags, objects=[Config(extra=inner)], directory=tmp_path)
+    assert SECRET not in str(caught.value)
 
 
 def test_names_of_secrets():

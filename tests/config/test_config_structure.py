@@ -151,3 +151,12 @@ def test_to_kwargs_is_the_difference_from_the_defaults(config):
 
 def test_what_no_text_can_hold_becomes_its_name():
     assert plain(ShardConfig(wrap=callable))["wrap"] == "builtins.callable"
+
+
+def test_an_option_is_as_strict_the_second_time():
+    kinds = [Mapping[str, Any], Mapping[str, int], dict[str, str], Mapping[str, tuple[str, ...]]]
+    for _ in range(2):
+        for kind in kinds:  # of which each makes its own reader, and none takes another's place
+            with pytest.raises(MismatchError, match="expected a mapping, got 'text'"):
+                convert("text", kind)
+            assert convert({}, kind) == {}

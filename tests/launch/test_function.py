@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -98,3 +100,21 @@ def test_a_device_that_this_process_has_used_is_refused_before_workers_start(mon
     with pytest.raises(LaunchError, match=r"already used meta(.|\n)*restart the kernel"):
         notebook_launcher(os.getpid, num_processes=2)
     assert len(start(os.getpid)) == 2  # the CPU can be used before
+
+
+def test_a_launch_after_one_that_failed_frees_nothing_of_that_one_in_its_forks():
+    def fail():
+        raise ValueError("bad batch")
+
+    gc.disable()  # which would free it here in time, now and then
+    try:
+        for _ in range(3):
+            with pytest.raises(LaunchError, match="bad batch"):
+                start(fail)
+        assert start(lambda: gc.collect() >= 0) == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_a_function_that_leaves_by_exit_0_returns_nothing():
+    assert start(lambda: sys.exit(0), n=1) == [None]

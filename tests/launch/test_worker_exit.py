@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+
+import pytest
 
 from accel_core.worker import command
 
@@ -26,3 +30,43 @@ def test_a_failed_script_leaves_its_exception_for_what_runs_at_exit(tmp_path):
 
 def test_a_script_that_ends_leaves_none(tmp_path):
     assert at_exit(tmp_path, "") == (0, "at exit: NoneType")
+
+
+NOTES = {
+    "sys.exit(2**70)": (255, None),  # python's own code for a number that no byte holds
+    "raise KeyboardInterrupt": (130, "KeyboardInterrupt"),
+    "raise type('E', (Exception,), {'__str__': lambda self: 1})": (
+        1,
+        "E, whose text cannot be told (TypeError)",
+    ),
+}
+
+
+@pytest.mark.parametrize("last", NOTES)
+def test_whatever_a_script_ends_by_is_noted(tmp_path, last):
+    note, script = tmp_path / "note.json", tmp_path / "script.py"
+    script.write_text(f"import sys\n{last}\n")
+    told = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)}
+    ended = subprocess.run(command([str(script)]), env=told, capture_output=True, timeout=60, check=False)
+
+    message = json.loads(note.read_text())["message"]["message"] if note.exists() else None
+    assert (ended.returncode, message) == NOTES[last]
+
+
+def test_a_note_that_cannot_be_written_is_told_on_the_terminal(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('x')")
+    told = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "note.json")}
+    ended = subprocess.run(command([str(script)]), env=told, capture_output=True, timeout=60, check=False)
+
+    assert ended.stderr.splitlines()[-1] == b"ValueError: x"
+    assert b"FileNotFoundError" not in ended.stderr
+
+
+def test_a_module_stays_main_for_what_runs_after_it(tmp_path):
+    last = "atexit.register(lambda: print(len(pickle.dumps(Late())) > 0))"
+    (tmp_path / "late.py").write_text(f"import atexit, pickle\nclass Late: pass\n{last}\n")
+    words = command(["-m", "late"])
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr

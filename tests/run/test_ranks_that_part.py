@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator, watch
 from accel_core.errors import CollectiveError
@@ -61,6 +64,21 @@ def save_on_one_and_load_on_the_other(folder):
     if accelerator.process_index == 0:
         return said_by(lambda: accelerator.save_state(folder))
     return said_by(lambda: accelerator.load_state(folder))
+
+
+class Counter:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def save_what_one_rank_alone_registered(folder):
+    accelerator, _, _ = trainer()
+    if accelerator.process_index == 1:
+        accelerator.register_for_checkpointing(Counter())
+    return said_by(lambda: accelerator.save_state(folder))
 
 
 def prepare_models_of_other_dtypes():
@@ -118,6 +136,13 @@ def test_a_save_against_a_load_is_shown_to_both(tmp_path):
     assert "  rank 0: save_state\n  rank 1: load_state" in said[0]
 
 
+def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path):
+    said = run_processes(save_what_one_rank_alone_registered, str(tmp_path / "ck"))
+
+    assert said[0] == said[1]
+    assert "  rank 0: save_state\n  rank 1: save_state of 1 registered object(s)" in said[0]
+
+
 def test_models_of_other_dtypes_are_not_prepared():
     said = run_processes(prepare_models_of_other_dtypes)
 
@@ -134,3 +159,38 @@ def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other():
 
     assert said.startswith("backward: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")
+
+
+class SlowSamples(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(4)  # longer than it takes to be called stuck
+        return torch.ones(2)
+
+
+def read_slowly_by_workers(accelerator):
+    for _ in accelerator.prepare(DataLoader(SlowSamples(), num_workers=1)):
+        break
+
+
+def print_to_a_terminal_that_is_paused(accelerator):
+    reads, writes = os.pipe()
+    threading.Timer(4, lambda: os.read(reads, 1 << 20)).start()
+    with os.fdopen(writes, "w") as stream, redirect_stdout(stream):
+        accelerator.print("x" * 70_000, flush=True)
+
+
+def save_while_rank_0_waits_for_no_rank(folder, wait):
+    accelerator, _, _ = trainer()
+    if accelerator.process_index == 0:
+        wait(accelerator)
+    return said_by(lambda: accelerator.save_state(folder))
+
+
+@pytest.mark.parametrize("wait", [read_slowly_by_workers, print_to_a_terminal_that_is_paused])
+def test_a_rank_that_waits_for_something_else_than_ranks_is_waited_for(tmp_path, wait):
+    said = run_processes(save_while_rank_0_waits_for_no_rank, str(tmp_path / "ck"), wait)
+
+    assert said == ["nothing", "nothing"]

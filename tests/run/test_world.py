@@ -306,10 +306,33 @@ def test_explain_says_why_each_plugin_is_there_and_who_set_what():
 
 @pytest.mark.parametrize("name", ["SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"])
 def test_a_task_has_its_schedulers_local_rank(name):
-    ranks = {"RANK": "9", "WORLD_SIZE": "16", name: "1"}
+    ranks = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", name: "1"}
 
     assert World.from_environment(ranks).local_rank == 1
     assert World.from_environment({**ranks, "LOCAL_RANK": "3"}).local_rank == 3
+
+
+@pytest.mark.parametrize(
+    ("told", "local_size"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8,4(x2)", "SLURM_NODEID": "2"}, 4),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "4"}, 2),
+    ],
+)
+def test_a_task_has_as_many_beside_it_as_its_scheduler_says(told, local_size):
+    world = World.from_environment({"RANK": "13", "WORLD_SIZE": "16", "LOCAL_RANK": "1", **told})
+
+    assert (world.local_rank, world.local_size, world.nodes) == (1, local_size, 16 // local_size)
+
+
+def test_a_task_of_several_nodes_that_nobody_told_how_many_are_beside_it_is_refused():
+    with pytest.raises(LaunchError, match="set LOCAL_WORLD_SIZE to the number of ranks on this node"):
+        World.from_environment({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"})
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "SLURM_LOCALID": "3"}  # as each of several that train alone
+    assert World.from_environment(alone).local_rank == 3
 
 
 @pytest.mark.parametrize(("agent", "index"), [(None, 0), ("job", None)])

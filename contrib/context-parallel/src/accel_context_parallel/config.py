@@ -11,7 +11,9 @@ from accel_core import KwargsHandler, option
 __all__ = ["ContextParallelPlugin"]
 
 
-def _names(value: Mapping[str, int]) -> dict[str, int]:
+def _names(value: Mapping[str, int]) -> Mapping[str, int]:
+    if not isinstance(value, Mapping):
+        return value  # the option's type says what is wrong with it
     return {str(name): dim for name, dim in value.items()}
 
 
