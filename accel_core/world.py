@@ -72,7 +72,7 @@ class World:
         Raises:
             LaunchError: a variable is not a number, or RANK is given without WORLD_SIZE.
         """
-        environment = os.environ if environment is None else environment
+        environment = _with_slurms(os.environ if environment is None else environment)
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
             return cls()
 
@@ -96,7 +96,6 @@ class World:
             raise LaunchError(
                 f"RANK={rank} does not exist in a world of WORLD_SIZE={size}\nset RANK to 0 to {size - 1}"
             )
-        environment = {**environment, **_slurms(environment)}
         told = next((name for name in LOCAL_SIZES if name in environment), None)
         local_size = max(1, min(number(told, None), size)) if told else size
         local_rank = number(_local_rank_name(environment), rank % local_size)
@@ -125,13 +124,13 @@ class World:
         return partial(World, **{**asdict(self, recurse=False), "store": None}), ()
 
 
-def _slurms(environment: Mapping[str, str]) -> dict[str, str]:
-    """How many tasks Slurm has on this node: one entry of 2(x3),1, which lists all nodes of the step."""
+def _with_slurms(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """With how many tasks Slurm has on this node: one entry of 2(x3),1, which lists all nodes of the step."""
     listed, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
     counts = [count for count, times in found for _ in range(int(times or 1))]
     here = node.isdecimal() and int(node) < len(counts)
-    return {"SLURM_NTASKS_PER_NODE": counts[int(node)]} if here else {}
+    return {**environment, "SLURM_NTASKS_PER_NODE": counts[int(node)]} if here else environment
 
 
 def _local_rank_name(environment: Mapping[str, str]) -> str:

@@ -131,6 +131,7 @@ def _first_fit(attempts: Iterable[tuple[Any, Any]], mismatch: MismatchError) -> 
 def _container(kind: Any) -> Callable[[Any, Any], Any]:
     # cattrs would take the letters of a text for items, and the keys of a mapping.
     wanted: Any = (list, tuple, AbstractSet)
+    inner: Callable[[Any, Any], Any]
     if shape(kind) is Mapping:  # asked for its own hook of a mapping, cattrs puts that in the place of ours
         wanted, inner = Mapping, make_mapping_structure_fn(kind, _CONVERTER)
     else:
