@@ -241,3 +241,19 @@ def test_a_tilde_is_the_home_folder_from_every_source(resolve, monkeypatch, tmp_
     assert resolve("device: cpu\n", ACCEL__PROJECT__PROJECT_DIR="~").config.project.project_dir == str(
         tmp_path
     )
+
+
+@pytest.mark.parametrize("text", ["#1", "&a", "~", " "])
+def test_text_that_a_file_would_drop_is_that_text_from_a_shell(resolve, text):
+    assert resolve(flags={"project.logging_dir": text}).settings["project", "logging_dir"].value == text
+
+
+@pytest.mark.parametrize("alias", ["auto", "shard"])
+def test_an_alias_is_not_called_as_another_strategy(resolve, alias):
+    with pytest.raises(ConfigError, match=f"'{alias}' means another strategy; name yours otherwise"):
+        resolve(f"strategies: {{{alias}: {{plugin: plain}}}}\n")
+
+
+def test_an_empty_name_of_a_file_is_refused():
+    with pytest.raises(ConfigError, match="--config names no file"):
+        load(discovery=TOYS, file="", environment={})
