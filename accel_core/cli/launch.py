@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,12 +107,7 @@ def launch(
     several = len(planned.discovery.of("strategy")) > 1
     notes = [f"accel: {note}" for note in planned.no_strategy(processes) if several]
     print(*notes, planned.line(processes), sep="\n", file=sys.stderr, flush=True)
-    for each in (
-        signal.SIGTERM,
-        getattr(signal, "SIGHUP", signal.SIGTERM),
-    ):  # torch's agent has its own, later
-        signal.signal(each, lambda number, _: sys.exit(128 + number))
-    with planned.job(command(words), processes) as job:  # its folder goes, however this ends
+    with planned.job(command(words), processes) as job:
         sys.exit(hooks.launch(job))
 
 
