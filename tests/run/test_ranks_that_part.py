@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from contextlib import redirect_stdout, suppress
@@ -95,6 +96,28 @@ def train_on_without_the_other():
     except CollectiveError as error:
         return str(error)
     accelerator.end_training()
+    return "nothing"
+
+
+def interrupted_on_one(operation, folder):
+    accelerator, model, optimizer = trainer()
+    try:
+        for step in range(100):
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(1, 2)).sum()
+                if accelerator.process_index and step == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if operation == "gather":
+                accelerator.gather(loss.detach())
+            elif operation == "save_state":
+                accelerator.save_state(folder)
+    except KeyboardInterrupt:
+        return "interrupted"
+    except CollectiveError as error:
+        return str(error)
     return "nothing"
 
 
@@ -194,3 +217,12 @@ def test_a_rank_that_waits_for_something_else_than_ranks_is_waited_for(tmp_path,
     said = run_processes(save_while_rank_0_waits_for_no_rank, str(tmp_path / "ck"), wait)
 
     assert said == ["nothing", "nothing"]
+
+
+@pytest.mark.parametrize("operation", ["backward", "gather", "save_state"])
+def test_a_rank_that_is_interrupted_in_its_loop_ends_the_others(tmp_path, operation):
+    said, other = run_processes(interrupted_on_one, operation, str(tmp_path / "ck"))
+
+    assert other == "interrupted"
+    assert said.startswith("backward: rank 0 lost rank 1 (")
+    assert said.splitlines()[-1].startswith("look at what those ranks did")
