@@ -148,7 +148,7 @@ class Accelerator(Ranks, Training, States):
         return self.run.accumulation_steps
 
     @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
+    def gradient_accumulation_steps(self, steps: Any) -> None:
         if not isinstance(steps, int) or steps < 1:
             raise ConfigError(
                 f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches a step"

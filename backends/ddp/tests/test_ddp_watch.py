@@ -227,6 +227,54 @@ def test_parameters_that_came_after_prepare_are_refused_by_the_optimizer() -> No
         assert "add_param_group: a parameter for the SGD was not in its models when" in found
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(6, 4), nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        return torch.stack([self.heads[each](hidden) for each in used]).sum(0)
+
+
+def headed(used: list[list[int]], find: bool) -> str:
+    """The error in this rank's first step; or "equal" or "apart", by the weights after two."""
+    run = accelerator(DistributedDataParallelKwargs(find_unused_parameters=find))
+    given = Heads()
+    try:
+        model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+        for step, (x, y) in enumerate(batches(2, rank())):
+            run.backward(F.mse_loss(model(x, used[rank()]), y))
+            try:
+                optimizer.step()
+            except AccelError as error:
+                return f"step {step}: {error}"
+            optimizer.zero_grad()
+    except AccelError as error:
+        return str(error)
+    mine = torch.cat([p.detach().flatten() for p in given.parameters()])
+    everyone = run.gather(mine[None])
+    run.end_training()
+    return "equal" if torch.equal(everyone[0], everyone[1]) else "apart"
+
+
+def test_ranks_that_use_different_parameters_are_refused_in_that_step() -> None:
+    for found, head in zip(
+        run_processes(headed, [[0, 2], [1, 2]], False), ("heads.1", "heads.0"), strict=True
+    ):
+        said = rf"step 0: ddp: .* no gradient to {head}.weight, {head}.bias, so .*\n.*find_unused_parameters"
+        assert re.match(said, found), found
+
+
+def test_a_rank_that_leaves_out_parameters_is_refused_while_others_wait() -> None:
+    _, found = run_processes(headed, [[0, 1, 2], [0]], False)
+    assert re.match(r"step 0: ddp: .* no gradient to heads.1.weight, .* and 1 more, so", found), found
+
+
+def test_with_unused_parameters_found_they_train_alike() -> None:
+    assert run_processes(headed, [[0, 2], [1, 2]], True) == ["equal", "equal"]
+
+
 def hooked_before() -> str:
     run, model = accelerator(), net()
     model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +47,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(module, **arguments)
         asked = _asked(module)
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
+        ignored = self.parameters_to_ignore
+        self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
         self._hooks = [_when_unfrozen(p, self.late.add) for p in module.parameters() if _may_train_later(p)]
         notes = [_noting(self, number) for number in range(len(asked))]
         self._hooks += [
@@ -79,6 +82,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             f" now ({names[0]}): their gradients are not reduced\n"
             "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
         )
+
+    def refuse_unfinished(self) -> None:
+        """Raises AccelError: the last backward left out parameters, for which torch still waits."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
+            left = [self.reduced[int(index)] for index in found[1].split()] if found else []
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise AccelError(
+                f"ddp: the last backward of this {type(self.module).__name__} gave no gradient to"
+                f" {', '.join(left[:3]) or 'some parameters'}{more}, so gradients are not averaged\n"
+                "set ddp.find_unused_parameters: true, or use every parameter in each loss"
+            ) from error
 
     def unwatch(self) -> None:
         """Take the hooks off the parameters."""
@@ -121,6 +138,7 @@ def _check(unit: Unit) -> None:
                 if not unit.silent:
                     model.refuse(last)
                 model.late.clear()
+            model.refuse_unfinished()
 
 
 def _checked(
