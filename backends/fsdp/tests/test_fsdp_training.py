@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from accel_core import GradScalerKwargs
+from accel_core import AccelError, GradScalerKwargs
 from accel_core.testing import run_processes
 from accel_fsdp.precision import SharedScaler
 
@@ -311,3 +311,21 @@ def test_a_window_that_is_ended_before_its_size_reduces_its_gradients(version: i
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for weights in run_processes(ended_by_hand, version):
         assert distance(weights, dict(plain.state_dict())) < 1e-6
+
+
+def stepping_on_what_no_sync_kept() -> str:
+    run = accelerator(plugin("mlp", 2))
+    given = net("mlp")
+    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    with run.no_sync(model):
+        run.backward(loss_of(model, *batch("mlp", 0)))
+    try:
+        optimizer.step()
+    except AccelError as error:
+        return str(error)
+    return "stepped"
+
+
+def test_a_step_on_gradients_that_no_sync_kept_is_refused() -> None:
+    for said in run_processes(stepping_on_what_no_sync_kept):
+        assert "the last backward ran inside no_sync" in said

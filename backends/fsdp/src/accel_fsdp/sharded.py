@@ -22,7 +22,7 @@ from accel_fsdp.parameters import replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.strategy import FullyShardedDataParallel
-from accel_fsdp.unused import Unused
+from accel_fsdp.unused import Unused, followed
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
@@ -95,6 +95,14 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() > 1 and self.reduces_once:
             Unused(unit, model, self.mesh, always=self.config.find_unused_parameters)
         return model
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            for unused in followed(unit.wrapped):
+                optimizer.register_step_pre_hook(unused.refuse_unreduced)
+        wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
+        return wrapped
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:

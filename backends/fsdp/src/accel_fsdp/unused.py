@@ -20,10 +20,11 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from accel_core import Unit
 
-__all__ = ["Unused"]
+__all__ = ["Unused", "followed"]
 
 NOT_RUN, WITHOUT, WITH = range(3)
 """What a rank has of a parameter after a backward: nothing, as its group did not run; a zero; a gradient."""
@@ -39,6 +40,8 @@ class Unused:
     def __init__(self, unit: Unit, model: nn.Module, mesh: DeviceMesh, *, always: bool) -> None:
         self.unit, self.always, self.compares = unit, always, True
         self.ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self.unreduced = False
+        """Whether the last backward ran in no_sync: no parameter has a gradient of it."""
         self.left: dict[FSDPParam, bool] = {}
         """Those that a zero stands for -> whether a backward before this one gave a gradient."""
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -67,11 +70,22 @@ class Unused:
     def _followed(self, finish: Callable[[], None]) -> Callable[[], None]:
         def ended() -> None:
             finish()
-            if (self.left or self.compares) and self.groups[0].reduce_grads:
+            self.unreduced = not self.groups[0].reduce_grads
+            if (self.left or self.compares) and not self.unreduced:
                 left, self.left = self.left, {}
                 self._compare(left)
 
         return ended
+
+    def refuse_unreduced(self, optimizer: Optimizer, *arguments: Any) -> None:
+        """Before a step. Raises AccelError: it would train nothing, for torch keeps such gradients apart."""
+        if self.unreduced:
+            self.unreduced = False
+            raise AccelError(
+                f"unit {self.unit.name!r}: the last backward ran inside no_sync, so no gradient is reduced"
+                " and optimizer.step() would train nothing\n"
+                "run the last backward before a step outside no_sync, or use accelerator.accumulate"
+            )
 
     def _compare(self, left: dict[FSDPParam, bool]) -> None:
         """Collective, where ranks compare."""
@@ -106,6 +120,14 @@ class Unused:
         names = {parameter: name for name, parameter in self.unit.named_parameters().items()}
         found = [names.get(each.sharded_param, "a parameter") for each in parameters]
         return ", ".join(found[:10])
+
+
+def followed(models: Sequence[nn.Module]) -> set[Unused]:
+    """What follows the backwards of these models."""
+    modules = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
+    groups = (group for module in modules for group in _groups(module._get_fsdp_state()))
+    found = (vars(each).get("_unused") for group in groups for each in group.fsdp_params)
+    return {each for each in found if each is not None}
 
 
 class _Parameter(FSDPParam):
