@@ -165,13 +165,28 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self.failure = first_failure(result.failures)
             self.tell(self._attempt, str(self.failure).splitlines()[0])
-        elif result.state == WorkerState.HEALTHY and self._has_news(worker_group.group_world_size):
+        elif result.state == WorkerState.HEALTHY and (
+            self._lost_a_result() or self._has_news(worker_group.group_world_size)
+        ):
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed() and self._remaining_restarts > 0:
             spec, reason = worker_group.spec, str(self.failure).splitlines()[0]
             attempt = spec.max_restarts - self._remaining_restarts + 1
             sys.stderr.write(f"accel: {reason}; restart {attempt} of {spec.max_restarts}\n")
         return result
+
+    def _lost_a_result(self) -> bool:
+        """Whether a function's process ended, with code 0, before the function: torch waits for ever."""
+        processes = getattr(getattr(self._pcontext, "_pc", None), "processes", ())
+        for rank, process in enumerate(processes):
+            if process.exitcode == 0:
+                self.failure = LaunchError(
+                    f"process {rank} of this machine ended, with exit code 0, before its function returned\n"
+                    "look for os._exit(0), or a library that ends the process"
+                )
+                self.tell(self._attempt, str(self.failure).splitlines()[0])
+                return True
+        return False
 
     @property
     def _attempt(self) -> str:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -118,3 +119,13 @@ def test_a_launch_after_one_that_failed_frees_nothing_of_that_one_in_its_forks()
 
 def test_a_function_that_leaves_by_exit_0_returns_nothing():
     assert start(lambda: sys.exit(0), n=1) == [None]
+
+
+def test_a_rank_that_ends_before_its_function_is_named():
+    def one_leaves():
+        if os.environ["RANK"] == "1":
+            os._exit(0)
+        return time.sleep(60)
+
+    with pytest.raises(LaunchError, match="process 1 of this machine ended, with exit code 0, before"):
+        start(one_leaves)

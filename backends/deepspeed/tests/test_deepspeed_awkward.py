@@ -134,7 +134,7 @@ def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     module: Any = SimpleNamespace(parameters=lambda: [parameter])
     engine = SimpleNamespace(module=module, optimizer=None, allreduce_gradients=None)
 
-    Gradients(engine, 0.0).clamp(4.0)
+    Gradients(engine, 0.0, fixed=False).clamp(4.0)
 
     assert gradient.tolist() == [3.0, -4.0]
 
