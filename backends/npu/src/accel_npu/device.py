@@ -54,14 +54,10 @@ class NpuDevice:
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: set[str] = set(self.below.capabilities(device))
-        if not self.npu.is_bf16_supported():
-            able.discard("bf16")
-        if (
-            not self.npu.utils.is_support_inf_nan()
-        ):  # overflow saturates there: no loss scaler of torch sees it
-            able.discard("fp16")
-        return frozenset(able)
+        able: frozenset[str] = self.below.capabilities(device)
+        if not self.npu.utils.is_support_inf_nan():  # no loss scaler of torch sees an overflow that saturates
+            able -= {"fp16"}
+        return able if self.npu.is_bf16_supported() else able - {"bf16"}
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
