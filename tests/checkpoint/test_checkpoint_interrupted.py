@@ -66,7 +66,9 @@ def test_a_run_whose_end_was_interrupted_has_not_ended(job, tmp_path, interrupt)
 
 
 def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_path):
-    trouble = "async_job.flight.write_file = async_job.interrupting"
+    # Whoever starts the tests in the background has Ctrl-C ignored.
+    trouble = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    trouble += "; async_job.flight.write_file = async_job.interrupting"
     ended = at_exit(tmp_path, trouble, "job.accelerator.end_training()")
     assert "KeyboardInterrupt" in ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
