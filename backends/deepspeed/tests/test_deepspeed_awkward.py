@@ -65,20 +65,67 @@ def test_weights_in_another_order_of_memory_step_as_in_torch(stage: int) -> None
             torch.testing.assert_close(found[name], each)
 
 
+class Turns(nn.Module):
+    """Uses one of its heads in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.heads = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        answer: torch.Tensor = self.heads[head](torch.tanh(self.body(x)))
+        return answer
+
+
+def in_turns(stage: int, offload: str) -> dict[str, torch.Tensor]:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device=offload))
+    model = Turns()
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        ours.backward(model(torch.linspace(-1, 1, 8).reshape(2, 4), step % 2).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+)
+def test_what_a_step_does_not_use_is_not_stepped_by_an_older_gradient(stage: int, offload: str) -> None:
+    model = Turns()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.linspace(-1, 1, 8).reshape(2, 4), step % 2).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_processes(in_turns, stage, offload):
+        for name, each in model.state_dict().items():
+            torch.testing.assert_close(found[name], each)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0))
 
 
+class Hollow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(0, 2))
+
+
 def without_dimension() -> None:
     with pytest.raises(AccelError, match=r"scale has no dimension.*\n.*the shape \(1,\)"):
         accelerator().prepare(Scaled())
+    with pytest.raises(AccelError, match=r"weight has no elements.*\n.*zero_stage to 0"):
+        accelerator().prepare(Hollow())
     with pytest.raises(AccelError, match="weight is float64, and DeepSpeed steps in float32"):
         accelerator().prepare(nn.Linear(2, 2).double())
 
 
-def test_a_parameter_without_dimensions_or_of_float64_is_refused() -> None:
+def test_a_parameter_without_dimensions_or_elements_or_of_float64_is_refused() -> None:
     run_processes(without_dimension, world=1)
 
 

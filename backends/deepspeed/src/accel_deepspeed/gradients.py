@@ -101,7 +101,8 @@ class Gradients:
         """`tensors`, to be changed. Offloaded ones are copied beside the host, so they are waited for."""
         found: dict[torch.device, list[Tensor]] = {}
         for each in self.tensors():
-            found.setdefault(each.device, []).append(each)
+            if each is not None:  # offloaded, and nothing has come in yet
+                found.setdefault(each.device, []).append(each)
         if any(device.type == "cpu" for device in found):
             from deepspeed.accelerator import get_accelerator
 
@@ -151,6 +152,13 @@ class WholeWeights(Gradients):
         self.optimizer.finalize_gradient_accumulation_boundary = lambda: None
         return finalize
 
+    def reduce(self) -> None:
+        if self.engine.zero_optimization_stage() == 1:  # other ranks may have what this one did not use
+            for parameter in self.engine.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        super().reduce()
+
     def tensors(self) -> list[Tensor]:
         if self.optimizer.cpu_offload:
             return [group.grad for group in self.optimizer.single_partition_of_fp32_groups]
@@ -168,8 +176,14 @@ class WholeWeights(Gradients):
         optimizer.zero_grad()
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
+            self._clear_offloaded()
         for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             held.update(dict.fromkeys(held))
+
+    def _clear_offloaded(self) -> None:
+        """DeepSpeed writes those of what a window uses, and would step the rest by older ones."""
+        for tensors in self._by_device().values():
+            torch._foreach_zero_(tensors)
 
 
 class Sharded(WholeWeights):
@@ -188,3 +202,6 @@ class Sharded(WholeWeights):
 
     def drop(self) -> None:
         self.optimizer.zero_grad()
+        self.optimizer.grad_partitions_flat_buffer.zero_()  # else applied again to what is not used next
+        if self.optimizer.offload_optimizer:
+            self._clear_offloaded()

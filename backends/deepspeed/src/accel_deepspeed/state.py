@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,7 +79,8 @@ class EngineState:
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         """By parameter what DeepSpeed keeps by flat tensor, in torch's words where torch has them."""
         base, scalars = _base(unit), self._loading.get(unit, {})
-        refuse_own_state(base)
+        with _groups_filled(unit, base):
+            refuse_own_state(base)
         names: list[list[str]] = [[] for _ in base.param_groups]
         leaves: dict[str, Leaf] = {}
         for each in fragments(unit):
@@ -188,6 +190,20 @@ def _base(unit: Unit) -> Any:
     """The optimizer that steps the flat tensors."""
     (engine,) = unit.wrapped
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+@contextmanager
+def _groups_filled(unit: Unit, base: Any) -> Iterator[None]:
+    """Between steps stage 3 leaves groups without parameters, and `state_dict` fails on the state of none."""
+    empty = {n: group for n, group in enumerate(base.param_groups) if not group["params"]}
+    for flat, parts in _by_flat(unit):
+        if parts[0].group in empty:
+            empty[parts[0].group]["params"].append(flat)
+    try:
+        yield
+    finally:
+        for group in empty.values():
+            group["params"].clear()
 
 
 def _by_flat(unit: Unit) -> Iterator[tuple[Tensor, list[Fragment]]]:

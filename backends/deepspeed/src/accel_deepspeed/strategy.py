@@ -14,6 +14,7 @@ from attrs import evolve
 from accel_core import AccelError, ConfigError, has_state, hooks, implements, no_op
 from accel_deepspeed import completing, experts, gradients, settings
 from accel_deepspeed.config import DeepSpeedPlugin
+from accel_deepspeed.fragments import shape_of
 from accel_deepspeed.initializing import sharded_init
 from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.optimizers import unserved
@@ -134,6 +135,11 @@ class DeepSpeed(SharedSequences, EngineState):
                 reasons.append(
                     f"{name} has no dimension, which DeepSpeed cannot broadcast\n"
                     "give it the shape (1,): nn.Parameter(torch.ones(1))"
+                )
+            if 0 in shape_of(parameter) and self.config.stage > 0:
+                reasons.append(
+                    f"{name} has no elements, and ZeRO forgets such parameters\n"
+                    "leave it out of the model, set zero_stage to 0, or use strategy ddp"
                 )
             if parameter.dtype is torch.float64 and parameter.requires_grad and not is_half:
                 reasons.append(
