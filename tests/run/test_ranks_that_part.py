@@ -100,6 +100,7 @@ def train_on_without_the_other():
 
 
 def interrupted_on_one(operation, folder):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     accelerator, model, optimizer = trainer()
     try:
         for step in range(100):
