@@ -299,21 +299,21 @@ class Accelerator(Ranks, Training, States):
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Open the project in each tracker of `log_with`. On every rank, or on the main process only.
 
         Args:
             project_name: under which trackers keep what is logged.
-            config: settings to keep with it, nested if you like.
+            config: settings to keep with it, nested if you like: a mapping, or an object with attributes.
             init_kwargs: tracker's name -> what that tracker is to be given.
 
         Raises:
             AccelError: the trackers are started already.
-            ConfigError: `init_kwargs` names a tracker that this run does not have.
+            ConfigError: `init_kwargs` names a tracker that this run does not have; `config` has no names.
         """
-        self.run.trackers.start(project_name, config or {}, init_kwargs or {})
+        self.run.trackers.start(project_name, {} if config is None else config, init_kwargs or {})
 
     def log(
         self,

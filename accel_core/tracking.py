@@ -83,7 +83,7 @@ class Trackers:
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
 
-    def start(self, project: str, config: Mapping[str, Any], options: Options) -> None:
+    def start(self, project: str, config: Any, options: Options) -> None:
         """Open the project in each tracker of this rank."""
         self.run.require_alive()
         self._check(options, "init_kwargs")
@@ -92,7 +92,7 @@ class Trackers:
                 f"init_trackers({project!r}): the trackers of this run have been started already\n"
                 "call it once, or make another Accelerator for another project"
             )
-        known = masked(dict(config))
+        known = masked(_settings(config))
         for each in self._here("tracking_started"):
             each.call(project, known, options.get(each.plugin, {}))
         self._loggers = [(each.plugin, each.call) for each in self._here("log")]
@@ -157,6 +157,15 @@ class _Silence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Silence:
         return self
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+        raise ConfigError(
+            f"init_trackers: config is {config!r:.80}, which has no names\n"
+            "give a mapping, or an object whose attributes are the settings, such as argparse's Namespace"
+        )
+    return dict(config) if isinstance(config, Mapping) else dict(vars(config))
 
 
 def _read(value: Any) -> Any:

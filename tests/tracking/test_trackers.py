@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -304,3 +305,13 @@ def test_a_tracker_is_not_told_secrets_of_the_configuration_it_stores():
     accelerator.init_trackers("project", config={"lr": 1.0, "api_key": "s3cr3t", "pad_token": "<pad>"})
     accelerator.end_training()
     assert ("config", {"lr": 1.0, "api_key": "***", "pad_token": "<pad>"}) in mine.seen
+
+
+def test_the_configuration_may_be_an_object_with_attributes():
+    mine = Mine()
+    accelerator = Accelerator(cpu=True, log_with=mine)
+    with pytest.raises(ConfigError, match="config is 3, which has no names"):
+        accelerator.init_trackers("project", config=3)
+    accelerator.init_trackers("project", config=argparse.Namespace(lr=1.0))
+    accelerator.end_training()
+    assert ("config", {"lr": 1.0}) in mine.seen
