@@ -326,9 +326,8 @@ class PreparedLoader(DataLoader[Any]):
     def _begin(self, progress: Progress) -> Iterator[Any]:
         generator = self.generator or torch.default_generator
         fresh = self._inner.__dict__["_iterator"] is None
-        if (
-            self._seeded and fresh and not progress.resumed
-        ):  # only the order is drawn here, as it would have been
+        if self._seeded and fresh and not progress.resumed:
+            # Only the order is drawn here: workers that persist would have drawn nothing more.
             if self._feed is not None:
                 self._draw.open(progress, 0)
             progress.resumed = True
