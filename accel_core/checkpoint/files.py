@@ -49,6 +49,7 @@ BLOCK_BYTES: Final = 4 << 20
 OPEN_FILES: Final = 64
 """How many data files are held open: a checkpoint of many ranks has more than a process may open."""
 _memory: Final = threading.local()
+_seeking: Final = threading.Lock()
 """Of each thread, the `block` that it reads into."""
 _ALIGNMENT: Final = 64
 
@@ -152,7 +153,7 @@ class DataFile:
         """
         while into:
             try:
-                count = os.preadv(self._opened(), [into], start)
+                count = _read_at(self._opened(), into, start)
             except OSError as error:
                 raise _failed(self.path, error) from error
             if not count:
@@ -218,9 +219,21 @@ class DataFile:
 def _open_file(path: Path) -> int:
     """A handle to read from; follows no symbolic link and waits for no pipe."""
     try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
+        return os.open(path, sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY))
     except OSError as error:
         raise _failed(path, error) from error
+
+
+def _read_at(handle: int, into: memoryview, start: int) -> int:
+    """Read from this place on; how many bytes came."""
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [into], start)
+    with _seeking:  # Windows reads only where a handle stands, which threads share
+        os.lseek(handle, start, os.SEEK_SET)
+        content = os.read(handle, len(into))
+    into[: len(content)] = content
+    return len(content)
 
 
 def _failed(path: Path, error: OSError) -> CheckpointError:

@@ -81,6 +81,15 @@ def test_a_reader_written_from_the_page_reads_it(saved):
     assert (registered["step"], registered[3]) == ((1, float("inf")), "three")
 
 
+def test_a_system_that_reads_only_where_a_file_stands_reads_it(saved, monkeypatch):
+    before = {name: tensor.clone() for name, tensor in saved.model.state_dict().items()}
+    with torch.no_grad():
+        saved.model[0].weight.zero_()
+    monkeypatch.delattr("os.preadv")
+    saved.accelerator.load_state(saved.folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in saved.model.state_dict().items())
+
+
 def test_the_page_names_every_tag_that_the_codec_writes():
     source = Path(files.__file__).with_name("codec.py").read_text()
     page = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text()

@@ -402,6 +402,13 @@ def test_parts_that_are_mixed_with_another_saves_are_an_error(tmp_path, monkeypa
         write_in_parts(tmp_path, model_of(0).state_dict())
 
 
+def test_a_system_without_locks_of_files_saves_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    state = model_of(0).state_dict()
+    write_in_parts(tmp_path, state)
+    assert same(read(tmp_path), state)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_files_have_the_mode_that_new_files_have(accelerator, tmp_path, safe):
     before = os.umask(0o027)
