@@ -281,6 +281,7 @@ class Accelerator(Ranks, Training, States):
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
         """
         run = self.run
+        run.drop_accumulations()
         run.release_units()
         for held in (run.units, run.trained, run.optimizers, run.prepared, run.loaders, run.registered):
             held.clear()

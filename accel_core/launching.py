@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -194,7 +197,7 @@ class Launch:
     def job(self, argv: Sequence[str], processes: int) -> Iterator[Job]:
         """The job, while the file with the merged config exists."""
         launch = self.config.launch
-        with TemporaryDirectory(prefix="accel-") as folder:
+        with TemporaryDirectory(prefix="accel-") as folder, _removed_by_signals(folder):
             handover = Path(folder, "config.json")
             handover.write_text(self.resolved.handover(), encoding="utf-8")
             yield Job(
@@ -253,6 +256,30 @@ class Launch:
         names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
         found = [self._device(), *map(self.discovery.get, names)]
         return [record for record in found if record is not None]
+
+
+@contextmanager
+def _removed_by_signals(folder: str) -> Iterator[None]:
+    """Have a signal that ends this process at once remove the folder first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        # Not by an exception: one is swallowed where an import is under way.
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    deadly = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
+    mine = [each for each in deadly if signal.getsignal(each) is signal.SIG_DFL]
+    for each in mine:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:

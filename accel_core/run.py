@@ -177,6 +177,11 @@ class Run:
         """The innermost current window, or the one used last."""
         return self.windows[-1] if self.windows else self._no_window
 
+    def drop_accumulations(self) -> None:
+        """Be in no `accumulate`: Ctrl-C may have kept one from ending."""
+        while self.accumulation is not None:
+            self.accumulation.drop()
+
     def collectives(self, dim: str = "world") -> Collectives:
         """Collectives over a dimension, made once. The first call for a dim is collective."""
         if dim not in self._dims:

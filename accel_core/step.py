@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -38,9 +38,6 @@ __all__ = [
 ]
 
 
-_NOT_ENTERED: Final = object()
-
-
 class Accumulation:
     """The context of `accumulate(*models)`: one micro-batch of these units' windows.
 
@@ -62,26 +59,45 @@ class Accumulation:
         self._alone = self._windows[0] if simple else None
         self.items: Tensor | float | None = None
         self.batch: Any = None
-        self._outer: Any = _NOT_ENTERED
+        self._outer: Accumulation | None = None
+        self._entered = False
+        """Only so that a second `__exit__` is noticed: `run.accumulation` is the one that counts."""
         self._contexts: ExitStack | None = None
         self._silence: ExitStack | None = None
 
     def __enter__(self) -> None:
-        if self._outer is not _NOT_ENTERED and self.run.accumulation is not None:
-            raise AccelError("accumulate of the same models is entered already\nenter it once a micro-batch")
         run, items = self.run, self.items
+        if run.accumulation is not None:
+            self._end_others()
         active = run.active_loaders
         last = bool(active) and self._ends_with_loader and active[-1].last
-        if self._alone is not None:
-            self._alone.enter(last, items)
-        else:
-            self._enter_all(last, items)
-        if items is not None:
-            for unit in self.units:
-                unit.finishes = True  # from now on: a step at least divides by the items
-        self._outer, run.accumulation = run.accumulation, self
-        if self._windows:
-            run.windows = self._windows
+        self._outer, run.accumulation, self._entered = run.accumulation, self, True
+        try:
+            if self._alone is not None:
+                self._alone.enter(last, items)
+            else:
+                self._enter_all(last, items)
+            if items is not None:
+                for unit in self.units:
+                    unit.finishes = True  # from now on: a step at least divides by the items
+            if self._windows:
+                run.windows = self._windows
+        except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
+            self.drop()
+            raise
+
+    def _end_others(self) -> None:
+        """End those of the same units: Ctrl-C has kept one from ending, or its `__exit__` will complain."""
+        found, shared = self.run.accumulation, None
+        while found is not None:
+            if found is self or not set(found.units).isdisjoint(self.units):
+                shared = found
+            found = found._outer
+        while shared is not None and (inner := self.run.accumulation) is not None:
+            inner._entered = False
+            inner.drop()
+            if inner is shared:
+                return
 
     def _enter_all(self, last: bool, items: Tensor | float | None) -> None:
         before = [window.snapshot() for window in self._windows]
@@ -90,45 +106,61 @@ class Accumulation:
                 window.enter(last, items)
             if self._quiet or self._surrounded:
                 self._surround()
-        except BaseException:  # a plugin's, of any kind: this micro-batch was not entered
+        except BaseException:
             for window, state in zip(self._windows, before, strict=True):
                 window.restore(state)
             raise
 
     def _surround(self) -> None:
-        with ExitStack() as contexts:
-            contexts.callback(self._end_silence)
-            self.follow_windows()
-            for unit in self._surrounded if self.batch is not None else ():
-                contexts.enter_context(unit.steps.step_context(unit, self.batch))
-            self._contexts = contexts.pop_all()
+        self._end_contexts()  # that Ctrl-C has left
+        self._contexts = contexts = ExitStack()
+        contexts.callback(self._end_silence)
+        self.follow_windows()
+        for unit in self._surrounded if self.batch is not None else ():
+            contexts.enter_context(unit.steps.step_context(unit, self.batch))
 
     def follow_windows(self) -> None:
         """Have each unit reduce gradients if this micro-batch is its window's last, else not."""
         self._end_silence()
-        with ExitStack() as silence:
-            for unit, models in self._quiet:
-                if not unit.window.boundary:
-                    silence.enter_context(unit.steps.no_sync(unit, models))
-            self._silence = silence.pop_all()
+        self._silence = silence = ExitStack()
+        for unit, models in self._quiet:
+            if not unit.window.boundary:
+                silence.enter_context(unit.steps.no_sync(unit, models))
 
     def _end_silence(self) -> None:
-        silence, self._silence = self._silence, None
-        if silence is not None:
-            silence.close()
+        if self._silence is not None:
+            self._silence.close()
+            self._silence = None
+
+    def _end_contexts(self, *error: Any) -> None:
+        if self._contexts is not None:
+            self._contexts.__exit__(*error or (None, None, None))
+            self._contexts = None
+
+    def drop(self) -> None:
+        """Be entered no more, without a word to windows and contexts of what happened inside."""
+        self.run.accumulation, self.batch = self._outer, None
+        if self._outer is not None:
+            self.run.windows = self._outer._windows
+        self._end_contexts()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        outer, self._outer, self.batch = self._outer, _NOT_ENTERED, None
-        self.run.accumulation = outer
+        entered, outer, self._entered = self._entered, self._outer, False
+        self.run.accumulation, self.batch = outer, None
         if outer is not None:
             self.run.windows = outer._windows
-        for window in self._windows:
-            window.ran()
-        if self._contexts is not None:
-            contexts, self._contexts = self._contexts, None
-            contexts.__exit__(kind, error, trace)
+        try:
+            for window in self._windows:
+                window.ran()
+        finally:
+            self._end_contexts(kind, error, trace)
+        if not entered and kind is None:
+            raise AccelError(
+                "accumulate was entered within accumulate of the same models: both were counted\n"
+                "enter it once a micro-batch"
+            )
 
 
 def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:

@@ -250,7 +250,7 @@ class Unit:
     def begin_anew(self) -> None:
         """Be before a window's first micro-batch, without gradients: so is what a checkpoint holds."""
         self.window.begin_anew()
-        self.run.accumulation = None  # one that Ctrl-C has not let end, if there is one
+        self.run.drop_accumulations()
         self.waiting.clear()
         self.unscaled.clear()
         for optimizer in self.optimizers:

@@ -17,14 +17,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib.machinery import SourceFileLoader
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
-__all__ = ["command", "guard", "main"]
+__all__ = ["command", "guard", "main", "mark_of"]
 
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
@@ -47,11 +49,51 @@ def main() -> None:
     keep_lines_whole()
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]
-    if module:
-        _first_on_path(str(Path.cwd()))
-        guard(lambda: _run_module(sys.argv[0]))
-    else:
-        guard(lambda: _run_script(sys.argv[0]))
+    with _marked():
+        if module:
+            _first_on_path(str(Path.cwd()))
+            guard(lambda: _run_module(sys.argv[0]))
+        else:
+            guard(lambda: _run_script(sys.argv[0]))
+
+
+def mark_of(note: str) -> Path:
+    """The file beside the worker's note that exists while its script runs.
+
+    A process that ends with code 0 and leaves its mark has not ended its script. A mark that a full disk
+    or the script itself keeps from existing tells nothing.
+    """
+    return Path(note).with_name("running")
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Mark that the script runs, until it ends or lets another program take its process."""
+    if NOTE not in os.environ:
+        yield
+        return
+    mark, process = mark_of(os.environ[NOTE]), os.getpid()
+
+    def take() -> None:
+        if os.getpid() == process:  # a fork is not the script
+            with suppress(OSError):
+                mark.unlink()
+
+    def handing_over(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @wraps(replace)
+        def hand_over(*words: Any, **named: Any) -> NoReturn:
+            take()
+            replace(*words, **named)
+
+        return hand_over
+
+    with suppress(OSError):
+        mark.touch()
+    os.execv, os.execve = handing_over(os.execv), handing_over(os.execve)  # the others call these
+    try:
+        yield
+    finally:
+        take()
 
 
 def guard(call: Callable[[], R]) -> R:

@@ -70,8 +70,8 @@ class Training:
         Not collective by itself; all ranks enter it for each of their micro-batches.
 
         Raises:
-            AccelError: a model is not prepared, the context is entered already, or `items` are given for some
-                micro-batches of a window and not for others.
+            AccelError: a model is not prepared, `items` are given for some micro-batches of a window and not
+                for others, or, when it is left, that one of the same models was entered inside.
         """
         found = self._accumulations.get(models)
         if found is None:

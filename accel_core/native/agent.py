@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import socket
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -22,8 +25,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from accel_core.errors import LaunchError
-from accel_core.native.failure import first_failure
+from accel_core.native.failure import AGENT_KILLS_AFTER, first_failure
 from accel_core.native.meeting import address_towards
+from accel_core.worker import mark_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -39,6 +43,8 @@ LISTEN_SECONDS: Final = 0.1
 FIRST_WORD: Final = 3.0
 NEXT_WORD: Final = 30.0
 """Seconds after which a node that waits for others says so, first and then again."""
+FIRST_PATIENCE: Final = 1.0
+"""Seconds that workers have to end before somebody is told that they have not."""
 NEWS_PATIENCE: Final = 5.0
 """Seconds that a failed node tries to tell the others."""
 
@@ -50,6 +56,8 @@ class Meeting(StaticTCPRendezvous):
         """Called once an attempt; the nodes come together the first time."""
         if self._store is None:
             with Patience(self.rank, self.world_size, f"{self.master_addr}:{self.master_port}") as patience:
+                if self.rank:
+                    _await(self.master_addr, self.master_port, self.timeout)
                 self._store = _store(self.master_addr, self.master_port, self.timeout, serves=self.rank == 0)
                 patience.gather(self._store, self.timeout.total_seconds())
             self.master_port = self._store.port
@@ -122,6 +130,8 @@ def meet(host: str, port: int, job: Job, run_id: str, patience: int) -> Rendezvo
     if job.min_nodes is None:
         return Meeting(host, port, job.node_rank, job.nodes, run_id, patience)
     timeout = timedelta(seconds=patience)
+    if job.node_rank:
+        _await(host, port, timeout)
     store = _store(host, port, timeout, serves=job.node_rank == 0)
     gathering: Gathering = Gathering.from_backend(
         run_id,
@@ -133,6 +143,20 @@ def meet(host: str, port: int, job: Job, run_id: str, patience: int) -> Rendezvo
         timeout=RendezvousTimeout(join=timeout),
     )
     return gathering
+
+
+def _await(host: str, port: int, timeout: timedelta) -> None:
+    """Return when the place answers: in torch's own wait for it no handler of a signal runs."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            socket.create_connection((host, port), LISTEN_SECONDS * 10).close()
+            return
+        time.sleep(LISTEN_SECONDS)
+    raise LaunchError(
+        f"node 0 did not answer at {host}:{port} for {timeout.total_seconds():.0f} s\n"
+        "start it with the same command and --node-rank 0; --rendezvous is an address of it, and a free port"
+    )
 
 
 def _store(host: str, port: int, timeout: timedelta, *, serves: bool) -> TCPStore:
@@ -162,12 +186,13 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            self.failure = first_failure(result.failures)
+        left = self._left_early()
+        if left is not None or result.is_failed():
+            # A process that left without a word was the first: the others have noticed.
+            self.failure = first_failure(result.failures) if left is None else self._told(worker_group, left)
+            result = RunResult(WorkerState.FAILED, failures=result.failures)
             self.tell(self._attempt, str(self.failure).splitlines()[0])
-        elif result.state == WorkerState.HEALTHY and (
-            self._lost_a_result() or self._has_news(worker_group.group_world_size)
-        ):
+        elif result.state == WorkerState.HEALTHY and self._has_news(worker_group.group_world_size):
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed() and self._remaining_restarts > 0:
             spec, reason = worker_group.spec, str(self.failure).splitlines()[0]
@@ -175,18 +200,61 @@ class Agent(LocalElasticAgent):
             sys.stderr.write(f"accel: {reason}; restart {attempt} of {spec.max_restarts}\n")
         return result
 
-    def _lost_a_result(self) -> bool:
-        """Whether a function's process ended, with code 0, before the function: torch waits for ever."""
-        processes = getattr(getattr(self._pcontext, "_pc", None), "processes", ())
-        for rank, process in enumerate(processes):
-            if process.exitcode == 0:
-                self.failure = LaunchError(
-                    f"process {rank} of this machine ended, with exit code 0, before its function returned\n"
-                    "look for os._exit(0), or a library that ends the process"
-                )
-                self.tell(self._attempt, str(self.failure).splitlines()[0])
-                return True
-        return False
+    def _left_early(self) -> int | None:
+        """The local rank of a process that ended, with code 0, before its script or function; None of none.
+
+        torch takes it for the script's end, and waits for ever for a function's result.
+        """
+        for rank, code in self._exit_codes().items():
+            if code == 0 and self._is_unfinished(rank):
+                return rank
+        return None
+
+    def _is_unfinished(self, rank: int) -> bool:
+        context: Any = self._pcontext
+        if hasattr(context, "subprocess_handlers"):
+            return mark_of(context.error_files[rank]).exists()
+        return rank not in context._return_values
+
+    def _told(self, worker_group: Any, left: int) -> LaunchError:
+        rank = worker_group.workers[left].global_rank
+        return LaunchError(
+            f"rank {rank} (local {left}) ended, with exit code 0, before its script or function did\n"
+            "look for os._exit(0), or a library that ends the process; sys.exit(0) ends a script well",
+            rank=rank,
+        )
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **options: Any) -> None:
+        """End the workers. Those that take their time are told of, and a second Ctrl-C kills them."""
+        telling = threading.Timer(FIRST_PATIENCE, self._tell_of_the_living)
+        telling.daemon = True
+        telling.start()
+        try:
+            super()._shutdown(death_sig, *more, **options)
+        except SignalException as again:  # a second SIGTERM may well be the same one, through a shell
+            if again.sigval == signal.SIGINT:
+                super()._shutdown(getattr(signal, "SIGKILL", signal.SIGTERM), *more, **options)
+            raise
+        finally:
+            telling.cancel()
+
+    def _tell_of_the_living(self) -> None:
+        living = [rank for rank, code in self._exit_codes().items() if code is None]
+        ranks = [self.get_worker_group().workers[local].global_rank for local in living]
+        if ranks:
+            names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            wait = f"waiting up to {AGENT_KILLS_AFTER - FIRST_PATIENCE:.0f} s for {names} to end"
+            sys.stderr.write(f"accel: told to stop; {wait} (another Ctrl-C kills)\n")
+
+    def _exit_codes(self) -> dict[int, int | None]:
+        """Of this machine's workers, by local rank; None while they run."""
+        context: Any = self._pcontext
+        scripts = getattr(context, "subprocess_handlers", {})
+        functions = getattr(getattr(context, "_pc", None), "processes", ())
+        return {
+            **{rank: each.proc.poll() for rank, each in scripts.items()},
+            **{rank: each.exitcode for rank, each in enumerate(functions)},
+        }
 
     @property
     def _attempt(self) -> str:

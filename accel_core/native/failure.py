@@ -11,7 +11,7 @@ from accel_core.errors import LaunchError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["first_failure"]
+__all__ = ["AGENT_KILLS_AFTER", "first_failure"]
 
 AGENT_KILLS_AFTER: Final = 30
 """Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""

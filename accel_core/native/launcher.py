@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from accel_core import hookspecs as hooks
+from accel_core.config.resolve import HANDOVER_VARIABLE
 from accel_core.errors import LaunchError
 from accel_core.hookspecs import Job, implements
 from accel_core.native.meeting import interface_towards, meeting_point
@@ -110,7 +112,9 @@ def _run_agent(
     from accel_core.native.agent import STOPPED, Agent, meet
 
     _quiet_agent()
-    with TemporaryDirectory(prefix="accel-") as notes, _environment(job, host, port), _signals(job):
+    handover = job.environment.get(HANDOVER_VARIABLE)
+    beside = Path(handover).parent if handover else None  # a signal removes one folder
+    with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port), _signals():
         try:
             spec = WorkerSpec(
                 role="worker",
@@ -171,16 +175,13 @@ def _quiet_agent() -> None:
 
 
 @contextmanager
-def _signals(job: Job) -> Iterator[None]:
-    """Undo the handlers that the agent installs; let Ctrl-C end the wait for other nodes."""
+def _signals() -> Iterator[None]:
+    """Undo the handlers that the agent installs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     handled = [each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")]
     before = {each: signal.getsignal(each) for each in handled}
-    if job.nodes > 1:
-        # Inside torch's store no Python handler runs; nothing is lost before the workers exist.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -127,5 +127,5 @@ def test_a_rank_that_ends_before_its_function_is_named():
             os._exit(0)
         return time.sleep(60)
 
-    with pytest.raises(LaunchError, match="process 1 of this machine ended, with exit code 0, before"):
+    with pytest.raises(LaunchError, match=r"rank 1 \(local 1\) ended, with exit code 0, before"):
         start(one_leaves)

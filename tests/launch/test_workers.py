@@ -318,6 +318,67 @@ def test_with_that_variable_set_the_script_runs(half_installed, tmp_path):
     assert (ended.returncode, len(seen(tmp_path))) == (0, 2)
 
 
+# -- ends with code 0 ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "others", ["", "import time; time.sleep(60)"], ids=["the others end well", "the others go on"]
+)
+def test_a_rank_whose_process_ends_before_its_script_fails_the_job(tmp_path, others):
+    leaves = f"import os\nif os.environ['RANK'] == '1': os._exit(0)\n{others}"
+
+    ended = launch(tmp_path, leaves)
+
+    assert ended.returncode == 1
+    assert "rank 1 (local 1) ended, with exit code 0, before its script" in ended.stderr
+    assert ended.stderr.endswith("sys.exit(0) ends a script well\n")
+
+
+def test_so_does_a_module_and_a_restart_may_end_well(tmp_path):
+    (tmp_path / "tool.py").write_text(
+        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(0)"
+    )
+
+    ended = accel("launch", "--device", "cpu", "-n", "2", "--max-restarts", "1", "-m", "tool", cwd=tmp_path)
+
+    assert ended.returncode == 0
+    assert "ended, with exit code 0, before its script or function did; restart 1 of 1" in ended.stderr
+
+
+ENDS_WELL = {
+    "by its last line": "",
+    "by sys.exit": "import sys; sys.exit()",
+    "by sys.exit(0)": "import sys; sys.exit(0)",
+    "slowly": "import atexit, time; atexit.register(time.sleep, 1)",
+    "in the midst of what runs at exit": "import atexit, os; atexit.register(os._exit, 0)",
+    "as another program": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', ''])",
+    "as another program that is looked for": "import os; os.execlp('true', 'true')",
+    "after forks that end at once": "import os\nif os.fork() == 0: os._exit(0)\nos.wait()",
+    "before a fork of it that goes on": "import os, time\nif os.fork() == 0: time.sleep(1)",
+    "after a fork that became another program": "import os; os.spawnlp(os.P_WAIT, 'true', 'true')",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_scripts_end_well_in_many_ways(tmp_path):
+    ended = launch(
+        tmp_path,
+        f"import os; exec({[*ENDS_WELL.values()]}[int(os.environ['RANK'])])",
+        "-n",
+        str(len(ENDS_WELL)),
+    )
+
+    assert (ended.returncode, ended.stderr.count("\n")) == (0, 1), ended.stderr
+
+
+def test_a_script_that_removes_what_the_launcher_keeps_of_it_ends_well(tmp_path):
+    removes = "import os, shutil; shutil.rmtree(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))"
+
+    ended = launch(tmp_path, removes)
+
+    assert (ended.returncode, ended.stderr.count("\n")) == (0, 1), ended.stderr
+
+
 # -- signals ---------------------------------------------------------------------------------------
 
 WAITS = """
@@ -376,6 +437,67 @@ def test_a_stopped_launcher_takes_its_workers_and_their_children_along(waiting, 
     assert launcher.returncode == code
     assert gone(pids)
     assert "Traceback" not in told
+
+
+STUCK = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])  # as in C++, where no handler runs
+open("ready", "w").write("")
+for _ in range(600):
+    time.sleep(0.1)
+    if signal.SIGTERM in signal.sigpending():
+        open("asked again", "w").write("")
+"""
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """A launcher whose worker takes notice of no signal, with a folder of temporary files of its own."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    (tmp_path / "train.py").write_text(STUCK)
+    with subprocess.Popen(
+        [ACCEL, "launch", "--device", "cpu", "-n", "1", "train.py"],
+        cwd=tmp_path,
+        env=clean_environment({"TMPDIR": str(place)}),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def comes(condition) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals")
+def test_a_rank_that_does_not_end_is_told_of_and_a_second_ctrl_c_kills_it(stuck, tmp_path):
+    assert comes((tmp_path / "ready").exists)
+
+    stuck.send_signal(signal.SIGINT)
+    stuck.stderr.readline()  # what starts
+    told = stuck.stderr.readline()
+    stuck.send_signal(signal.SIGINT)
+
+    assert told == "accel: told to stop; waiting up to 29 s for rank 0 to end (another Ctrl-C kills)\n"
+    assert stuck.wait(timeout=60) == 130
+    assert not (tmp_path / "asked again").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals")
+def test_a_launcher_that_is_stopped_before_its_workers_exist_leaves_no_folder(stuck, tmp_path):
+    assert comes(lambda: [*tmp_path.glob("tmp/accel-*/config.json")])
+
+    stuck.send_signal(signal.SIGTERM)
+
+    assert stuck.wait(timeout=60) in (-signal.SIGTERM, 128 + signal.SIGTERM)  # before, or just after
+    assert [*tmp_path.glob("tmp/*")] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")

@@ -394,6 +394,22 @@ def test_ctrl_c_within_our_own_code_leaves_nothing(script, scenario):
     assert not [problem for at in chosen for problem in interrupted(script, scenario, at)]
 
 
+def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_load(script):
+    def micro_batch(script, leave):
+        with script.accelerator.accumulate(script.model, items=1):
+            leave()
+
+    accelerator, problems = script.accelerator, []
+    for at in range(1, places(script, micro_batch) + 1):
+        with contextlib.suppress(KeyboardInterrupt), Interruption(at) as interruption:
+            micro_batch(script, nothing)
+        with accelerator.accumulate(items=1):  # of all models, so another one
+            inside = accelerator.run.accumulation
+        problems += [interruption.where] * (inside is None or accelerator.run.accumulation is not None)
+        accelerator.run.units[0].begin_anew()
+    assert not problems
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings(COLLECTED)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)

@@ -442,6 +442,20 @@ def test_refused_items_do_not_count_their_micro_batch(accelerator_of):
     assert model.weight.item() == -2.0
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_accumulate_within_that_of_the_same_models_is_refused(accelerator_of, both):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = accelerator.prepare(net())
+    inner = accelerator.accumulate(*([] if both else [model]))
+    with (
+        pytest.raises(AccelError, match="entered within accumulate of the same models(.|\n)*once a micro"),
+        accelerator.accumulate(model),
+        inner,
+    ):
+        pass
+    assert accelerator.run.accumulation is None
+
+
 def test_a_micro_batch_that_raises_counts_in_its_window(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model, optimizer = one_weight(accelerator)
