@@ -97,7 +97,12 @@ class World:
                 f"RANK={rank} does not exist in a world of WORLD_SIZE={size}\nset RANK to 0 to {size - 1}"
             )
         told = next((name for name in LOCAL_SIZES if name in environment), None)
-        local_size = max(1, min(number(told, None), size)) if told else size
+        local_size = min(number(told, None), size) if told else size
+        if not local_size:
+            raise LaunchError(
+                f"{told}=0, and this is rank {rank} of {size}: its node has one rank at least\n"
+                f"set LOCAL_WORLD_SIZE to the number of ranks on this node, or unset {told}"
+            )
         local_rank = number(_local_rank_name(environment), rank % local_size)
         if size > 1 and (local_rank >= local_size if told else local_rank != rank):
             found = f"{told}={local_size}" if told else "no variable that says how many ranks a node has"

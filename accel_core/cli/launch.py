@@ -91,6 +91,7 @@ def launch(
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
     from accel_core.launching import plan
+    from accel_core.native.meeting import require_place
     from accel_core.worker import command
 
     flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
@@ -99,6 +100,8 @@ def launch(
     for note in planned.resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
     words = (*(("-m",) if module else ()), *target)
+    if planned.config.launch.launcher == "torchrun":  # others may find the place themselves
+        require_place(planned.config.launch.nodes, planned.config.launch.rendezvous)
     if dry_run:
         _describe(planned, words)
         return

@@ -209,6 +209,23 @@ class ProjectConfiguration(Remembering):
     save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
 
 
+def host_and_port(place: str, nodes: int) -> tuple[str, int]:
+    """Both parts of a `rendezvous`; ValueError for one that no node can be reached at."""
+    host, _, digits = place.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")  # as IPv6 addresses are written before a port
+    port = int(digits) if digits.isdecimal() else -1
+    numbers = bare.split(".")
+    named = not set(bare) & set("/@ ,") and (":" not in bare or host.startswith("["))
+    if all(map(str.isdecimal, numbers)):
+        named = len(numbers) == 4 and all(int(number) < 256 for number in numbers)
+    if not bare or not named or not (0 if nodes == 1 else 1) <= port < 65536:
+        raise ValueError(
+            f"rendezvous {place!r} is not HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500, with a port"
+            " up to 65535"
+        )
+    return bare, port
+
+
 @frozen(kw_only=True)
 class LaunchConfig:
     """How many workers there are, and where. Section `launch`."""
@@ -229,6 +246,13 @@ class LaunchConfig:
         if self.node_rank >= self.nodes:
             ranks = f"0 to {self.nodes - 1}" if self.nodes > 1 else "0 only"
             raise ValueError(f"node_rank {self.node_rank} is none of {self.nodes} node(s); ranks are {ranks}")
+        if self.min_nodes and (self.min_nodes > self.nodes or not self.max_restarts):
+            raise ValueError(
+                f"min_nodes {self.min_nodes} of nodes {self.nodes}, max_restarts {self.max_restarts}: a job"
+                " goes on with fewer nodes by restarting; give as nodes the most there may be, and restarts"
+            )
+        if self.rendezvous is not None:
+            host_and_port(self.rendezvous, self.nodes)
 
 
 @frozen(kw_only=True)

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -153,10 +154,7 @@ def _await(host: str, port: int, timeout: timedelta) -> None:
             socket.create_connection((host, port), LISTEN_SECONDS * 10).close()
             return
         time.sleep(LISTEN_SECONDS)
-    raise LaunchError(
-        f"node 0 did not answer at {host}:{port} for {timeout.total_seconds():.0f} s\n"
-        "start it with the same command and --node-rank 0; --rendezvous is an address of it, and a free port"
-    )
+    raise RendezvousConnectionError(f"node 0 did not answer for {timeout.total_seconds():.0f} s")
 
 
 def _store(host: str, port: int, timeout: timedelta, *, serves: bool) -> TCPStore:

@@ -8,10 +8,11 @@ import time
 from contextlib import suppress
 from typing import Final
 
+from accel_core.config.schema import host_and_port
 from accel_core.errors import LaunchError
 from accel_core.hookspecs import Job
 
-__all__ = ["address_towards", "interface_towards", "meeting_point"]
+__all__ = ["address_towards", "interface_towards", "meeting_point", "require_place"]
 
 LOCAL: Final = "127.0.0.1"
 NAME_PATIENCE: Final = 10.0
@@ -26,26 +27,24 @@ def meeting_point(job: Job) -> tuple[str, int]:
     Raises:
         LaunchError: the job names no such place.
     """
-    if job.rendezvous is None and job.nodes > 1:
+    require_place(job.nodes, job.rendezvous)
+    try:
+        host, port = host_and_port(job.rendezvous or f"{LOCAL}:0", job.nodes)
+    except ValueError as error:
+        raise LaunchError(f"{error}\nfor example --rendezvous 10.0.0.1:29500") from None
+    if job.nodes == 1:
+        return LOCAL, port
+    _resolve(host, job)
+    return host, port
+
+
+def require_place(nodes: int, rendezvous: str | None) -> None:
+    """Refuse several nodes that are not told where they meet."""
+    if rendezvous is None and nodes > 1:
         raise LaunchError(
-            f"{job.nodes} nodes were asked for, and no place to meet\n"
+            f"{nodes} nodes were asked for, and no place to meet\n"
             "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
         )
-    if job.min_nodes and (job.min_nodes > job.nodes or not job.max_restarts):
-        raise LaunchError(
-            f"--min-nodes {job.min_nodes} of --nodes {job.nodes} with --max-restarts {job.max_restarts}:"
-            " a job goes on with fewer nodes by restarting\ngive --nodes the most there may be, and restarts"
-        )
-    host, _, port = (job.rendezvous or f"{LOCAL}:0").rpartition(":")
-    if not host or not port.isdecimal():
-        raise LaunchError(
-            f"--rendezvous {job.rendezvous!r} is not HOST:PORT\nfor example --rendezvous 10.0.0.1:29500"
-        )
-    if job.nodes == 1:
-        return LOCAL, int(port)
-    host = host.removeprefix("[").removesuffix("]")  # as IPv6 addresses are written before a port
-    _resolve(host, job)
-    return host, int(port)
 
 
 def _resolve(host: str, job: Job) -> None:

@@ -8,6 +8,9 @@ import sys
 import pytest
 from command import accel, clean_environment
 
+from accel_core import ConfigError
+from accel_core.launching import plan
+
 DEVICE = """
 class Launch:
     def visible_devices(self, config):
@@ -188,6 +191,39 @@ def test_nodes_without_a_place_to_meet(tmp_path):
         told.splitlines()[-1]
         == "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
     )
+
+
+IMPOSSIBLE = ["host", ":29500", "host:", "host:http", "host:0", "host:65536", "10.0.0.256:1", "10.0.1:1"]
+IMPOSSIBLE += ["tcp://host:29500", "fd00::1:29500", "a b:29500"]
+
+
+@pytest.mark.parametrize("place", IMPOSSIBLE)
+def test_a_place_where_nobody_can_meet_is_refused_before_anything_starts(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        plan(flags={"launch.nodes": "2", "launch.rendezvous": place})
+    assert f"{place!r} is not HOST:PORT, such as 10.0.0.1:29500" in str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["host:29500", "[fd00::1]:29500", "10.0.0.1:1", "a_node-7.cluster:65535"])
+def test_other_places_will_do(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    planned = plan(flags={"launch.nodes": "2", "launch.rendezvous": place})
+    assert planned.config.launch.rendezvous == place
+
+
+@pytest.mark.parametrize(("fewest", "restarts"), [("3", "1"), ("1", "0")])
+def test_fewer_nodes_will_do_only_if_there_are_fewer_and_restarts(tmp_path, monkeypatch, fewest, restarts):
+    monkeypatch.chdir(tmp_path)
+    flags = {"launch.nodes": "2", "launch.min_nodes": fewest, "launch.max_restarts": restarts}
+    with pytest.raises(ConfigError, match="goes on with fewer nodes by restarting"):
+        plan(flags=flags)
+
+
+def test_a_dry_run_of_nodes_without_a_place_to_meet_is_refused_too(tmp_path):
+    told = refused(tmp_path, "--dry-run", "--nodes", "2", "train.py")
+
+    assert "2 nodes were asked for, and no place to meet" in told
 
 
 def test_an_unknown_launcher(tmp_path):

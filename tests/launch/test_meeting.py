@@ -41,13 +41,6 @@ def test_a_place_without_a_port_is_refused(endpoint):
         TorchrunLauncher().launch(Job(argv=("x",), nodes=2, rendezvous=endpoint))
 
 
-@pytest.mark.parametrize(("fewest", "restarts"), [(3, 1), (1, 0)])
-def test_fewer_nodes_will_do_only_if_there_are_fewer_and_restarts(fewest, restarts):
-    place = {"nodes": 2, "rendezvous": "127.0.0.1:1"}
-    with pytest.raises(LaunchError, match="goes on with fewer nodes by restarting"):
-        TorchrunLauncher().launch(Job(argv=("x",), min_nodes=fewest, max_restarts=restarts, **place))
-
-
 def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
     monkeypatch.setattr(launcher, "PATIENCE", 1)
 

@@ -335,6 +335,12 @@ def test_a_task_of_several_nodes_that_nobody_told_how_many_are_beside_it_is_refu
     assert World.from_environment(alone).local_rank == 3
 
 
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+def test_a_node_of_no_ranks_is_refused(name):
+    with pytest.raises(LaunchError, match=rf"{name}=0, and this is rank 0 of 1(.|\n)*unset {name}"):
+        World.from_environment({"RANK": "0", "WORLD_SIZE": "1", name: "0"})
+
+
 @pytest.mark.parametrize(("agent", "index"), [(None, 0), ("job", None)])
 def test_a_task_that_sees_one_device_takes_it_and_an_agents_worker_does_not(monkeypatch, agent, index):
     one = SimpleNamespace(device_count=lambda: 1)
