@@ -111,7 +111,8 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler(LRScheduler):
     """A learning-rate scheduler that steps once per applied optimizer step.
 
-    Inside a window, and after a skipped step, `step` does nothing. With `adjust_scheduler=False` it
+    Inside a window, and after a skipped step, `step` does nothing; after the loop over a prepared loader, so
+    once an epoch, it steps though the loop has left a window open. With `adjust_scheduler=False` it
     steps in each micro-batch, with `step_scheduler_with_optimizer=False` it is left to the user.
     """
 
@@ -133,7 +134,9 @@ class PreparedScheduler(LRScheduler):
         """Step the inner scheduler, if its optimizer was applied at this boundary."""
         if self._follows:
             for optimizer in self._optimizers:
-                if not (optimizer.applied if optimizer.unit.window.boundary else self._each):
+                unit = optimizer.unit
+                ended = unit.window.boundary or (unit.window.is_left and not unit.run.active_loaders)
+                if not (optimizer.applied if ended else self._each):
                     return
         self.scheduler.step(*args, **kwargs)
 

@@ -53,7 +53,7 @@ class Window:
         the last            not fresh   applies     clears
     """
 
-    __slots__ = ("_next", "boundary", "fresh", "index", "items", "number", "size")
+    __slots__ = ("_left", "_next", "boundary", "fresh", "index", "items", "number", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
@@ -62,6 +62,22 @@ class Window:
         self.fresh = True
         self.items: Tensor | float | None = None
         self.number = 1
+        self._left: tuple[int, int] | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which micro-batch is the current one: the window's number, and its index in that."""
+        return self.number, self.index
+
+    def end_loop(self, place: tuple[int, int]) -> None:
+        """Note that a loop over a loader is over that found the window at this place."""
+        if self.place != place:  # it trained
+            self._left = self.place
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the loop is over that the current micro-batch was in."""
+        return self._left == self.place
 
     @property
     def divisor(self) -> int:

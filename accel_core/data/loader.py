@@ -245,6 +245,7 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        settings.refuse_recut(self, self._draw, self._own_deal)
         self._skipped, self._skip = self._skip, 0
         skip = self._skipped * self._units_per_round()
         if self._serves_one:
@@ -273,6 +274,7 @@ class PreparedLoader(DataLoader[Any]):
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         active, cursor = self._run.active_loaders, self._cursor
         finished = False
+        windows = {unit.window: unit.window.place for unit in self._run.units}
         try:
             active.append(self)
             cursor.hold(progress)
@@ -300,6 +302,8 @@ class PreparedLoader(DataLoader[Any]):
                 raise
             finally:
                 cursor.leave(progress, finished=finished)
+                for window, place in windows.items():
+                    window.end_loop(place)
 
     def _read(self, progress: Progress, skip: int) -> Iterator[Any]:
         """This reader's batches; rounds, where this process reads for all."""

@@ -30,6 +30,7 @@ __all__ = [
     "inner_of",
     "is_iterable",
     "kind_of",
+    "refuse_recut",
     "shards_of",
     "shared",
 ]
@@ -72,7 +73,6 @@ def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
     """What its order is drawn from."""
     data, control = run.config.data, run.collectives("control")
     control_rank = control.rank  # not `control`: it would keep the process group alive beyond the run
-    batches = loader.batch_sampler
     agrees = control.size > 1 and not dispatches(loader, run)
     doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
 
@@ -81,12 +81,34 @@ def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
             return call.one_payload(mine if control_rank == 0 else None, 0).clone()
 
     return Draw(
-        items=loader.sampler if batches is None or cuts(loader) else batches,
+        items=_items(loader),
         agree=agree if agrees else None,
         follows=control_rank > 0,
         seedable=data.use_seedable_sampler,
         data_seed=data.data_seed,
     )
+
+
+def _items(loader: DataLoader[Any]) -> Any:
+    # Of a batch sampler that the user made, `loader.sampler` knows nothing.
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return loader.batch_sampler.sampler if cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
+
+
+def refuse_recut(loader: DataLoader[Any], draw: Draw, deal: Deal) -> None:
+    """Refuse a batch sampler that was changed after `prepare`, which has taken over what it said then."""
+    if loader.batch_sampler is None or not cuts(loader):
+        return
+    then = {"batch_size": deal.batch_size, "drop_last": deal.drop_last, "sampler": draw.items}
+    for name, value in then.items():
+        now = getattr(loader.batch_sampler, name)
+        if now is not value and (name == "sampler" or now != value):
+            raise ConfigError(
+                f"the {name} of this dataloader's batch sampler was {value!r} when it was prepared, and is"
+                f" {now!r} now: that has no effect\n"
+                f"set {name} before prepare, or prepare a DataLoader that has the new one"
+            )
 
 
 def feed_of(loader: DataLoader[Any], draw: Draw, deal: Deal, everyone: bool) -> IndexFeed:

@@ -70,14 +70,17 @@ class Training:
         Not collective by itself; all ranks enter it for each of their micro-batches.
 
         Raises:
-            AccelError: a model is not prepared, `items` are given for some micro-batches of a window and not
-                for others, or, when it is left, that one of the same models was entered inside.
+            AccelError: a model is not prepared; `items` are a negative number or nan, or given for some
+                micro-batches of a window and not for others; or, when it is left, one of the same models was
+                entered inside.
         """
         found = self._accumulations.get(models)
         if found is None:
             self.run.require_alive()
             units = self._units(models) if models else list(self.run.units)
             found = self._accumulations[models] = Accumulation(self.run, units, models)
+        if items is not None:
+            _check_items(items)
         found.items, found.batch = items, batch
         return found
 
@@ -201,7 +204,8 @@ class Training:
         gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
 
         Raises:
-            AccelError: `microbatches` is less than 1, or the model is not prepared.
+            AccelError: `microbatches` is less than 1, `items` a negative number or nan, or the model not
+                prepared.
             StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
         if microbatches is not None and microbatches < 1:
@@ -209,6 +213,8 @@ class Training:
                 f"forward_backward: microbatches is {microbatches}, and a window has at least 1\n"
                 "leave it out for gradient_accumulation_steps, or what the strategy says"
             )
+        if items is not None:
+            _check_items(items)
         self.run.require_alive()
         (unit,) = self._units([model])
         several = zip(unit.wrapped, unit.models, unit.given, strict=True)
@@ -299,4 +305,13 @@ class Training:
             f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'};"
             " one call clips the parameters of one prepared model\n"
             "pass model.parameters() of a model that was prepared"
+        )
+
+
+def _check_items(items: Tensor | float) -> None:
+    # A tensor may be on the device, whose values would have to be waited for.
+    if not isinstance(items, torch.Tensor) and not 0 <= items < float("inf"):
+        raise AccelError(
+            f"items={items!r}: gradients are to be divided by how many items there are\n"
+            "give the number of items of this micro-batch, 0 or more, such as of tokens that count"
         )

@@ -216,9 +216,16 @@ def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
 
 @contextmanager
 def _named(unit: Unit) -> Iterator[None]:
-    """A model that became float16 after `prepare`: torch's own error names no parameter."""
+    """Say what torch's own errors do not: which parameter became float16, and that no loss was scaled."""
     try:
         yield
+    except AssertionError as error:
+        if "_scale is None" not in str(error):
+            raise
+        raise AccelError(
+            "mixed_precision fp16: gradients are to be unscaled, and no loss was scaled: loss.backward() does"
+            " not\ncall accelerator.backward(loss)"
+        ) from error
     except ValueError as error:
         for reason in _half(unit.named_parameters().items()):
             raise ConfigError(reason) from error

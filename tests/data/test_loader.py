@@ -10,6 +10,7 @@ import pytest
 import torch
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds, world
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -29,6 +30,10 @@ def loaders_in_use():
     def sampled(sampler):
         return DataLoader(data, batch_size=4, sampler=sampler, collate_fn=plain)
 
+    def cut(sampler, generator):
+        batches = BatchSampler(sampler, 4, drop_last=False)
+        return DataLoader(data, batch_sampler=batches, generator=generator, collate_fn=plain)
+
     return {
         "sequential": lambda g: DataLoader(data, batch_size=4, generator=g, collate_fn=plain),
         "shuffled": lambda g: DataLoader(data, batch_size=4, shuffle=True, generator=g, collate_fn=plain),
@@ -39,6 +44,8 @@ def loaders_in_use():
         "subset": lambda g: sampled(SubsetRandomSampler(range(3, 20), generator=g)),
         "weighted": lambda g: sampled(WeightedRandomSampler([1.0] * 23, 30, generator=g)),
         "own batches": lambda g: DataLoader(data, batch_sampler=Ragged(23), generator=g, collate_fn=plain),
+        "torch's batches": lambda g: cut(RandomSampler(data, generator=g), g),
+        "torch's batches, weighted": lambda g: cut(WeightedRandomSampler([1.0] * 9, 30, generator=g), g),
         "not batched": lambda g: DataLoader(data, shuffle=True, batch_size=None, generator=g),
         "iterable": lambda g: DataLoader(Stream(23), batch_size=4, generator=g, collate_fn=plain),
     }
@@ -56,6 +63,18 @@ def test_one_process_sees_what_plain_pytorch_sees(kind, own_generator):
         return found, torch.get_rng_state().tolist(), state
 
     assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("batch_size", 3), ("drop_last", True), ("sampler", RandomSampler(range(8)))]
+)
+def test_a_batch_sampler_that_is_changed_after_prepare_is_refused(name, value):
+    (loader,) = prepared(numbers(20))
+    setattr(loader.batch_sampler, name, value)
+    with pytest.raises(
+        ConfigError, match=f"the {name} of this dataloader's batch sampler was .* has no effect"
+    ):
+        iter(loader)
 
 
 def test_epochs_reshuffle_by_themselves():

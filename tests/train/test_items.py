@@ -55,6 +55,15 @@ def test_an_evaluation_in_between_leaves_a_windows_items_alone(accelerator_of):
     assert_near(model.parameters(), reference.parameters())
 
 
+@pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
+def test_items_that_are_no_number_of_items_are_refused(accelerator, items):
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(AccelError, match="0 or more"):
+        accelerator.accumulate(model, items=items)
+    with pytest.raises(AccelError, match="0 or more"):
+        accelerator.forward_backward(model, [], None, items=items)
+
+
 def test_items_may_be_a_plain_number(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     assert_near(tokens.ours(accelerator, as_tensor=False), tokens.plain())

@@ -31,6 +31,15 @@ from accel_core import (
 X = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
 
 
+def test_a_loss_that_was_not_scaled_is_told_with_the_call_that_does(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), 0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(AccelError, match=r"no loss was scaled(.|\n)*call accelerator.backward\(loss\)"):
+        optimizer.step()
+
+
 def fp16(accelerator_of, **options):
     return accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)])
 

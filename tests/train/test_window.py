@@ -79,6 +79,53 @@ def test_schedulers_can_be_left_to_the_user(accelerator_of):
     assert scheduler.get_last_lr() == [0.5]
 
 
+@pytest.mark.parametrize("leave", ["at its end", "by break", "and evaluated"])
+def test_a_scheduler_that_steps_after_the_loop_counts_each_epoch(accelerator_of, leave):
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    accelerator = accelerator_of(gradient_accumulation_plugin=plugin)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler, data, held_out = accelerator.prepare(
+        model,
+        optimizer,
+        StepLR(optimizer, 1, gamma=0.5),
+        DataLoader(batches(6), batch_size=None),
+        DataLoader(batches(2), batch_size=None),
+    )
+    for _ in range(3):
+        for n, (x, _) in enumerate(data):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if leave == "by break" and n == 4:
+                break
+        if leave == "and evaluated":
+            list(held_out)
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.125]
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_scheduler_that_steps_in_the_loop_but_outside_accumulate_steps_once_a_window(
+    accelerator_of, prepared
+):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler, held_out = accelerator.prepare(
+        model, optimizer, StepLR(optimizer, 1, gamma=0.5), DataLoader(batches(2), batch_size=None)
+    )
+    for x, _ in accelerator.prepare(DataLoader(batches(4), batch_size=None)) if prepared else batches(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        list(held_out)
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+
+
 def test_an_evaluation_loop_inside_does_not_end_the_window(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model, train, evaluation = accelerator.prepare(
