@@ -362,6 +362,7 @@ class Accelerator(Ranks, Training, States):
         Raises:
             ConfigError: torch cannot record one of its `activities` here.
         """
+        self.run.profiles |= profile_handler is None
         return profiling(self.run, profile_handler or self.run.config.profile)
 
     # -- the end ---------------------------------------------------------------------------------

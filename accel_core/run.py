@@ -25,6 +25,7 @@ from accel_core.assembly import (
 )
 from accel_core.binding import Hooks, Steps
 from accel_core.checkpoint import unheard
+from accel_core.config.idle import idle_profile
 from accel_core.config.resolve import Resolved, load
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 from accel_core.joining import join, leave
@@ -120,6 +121,8 @@ class Run:
         """Micro-batches of the windows of units made from now on."""
         self.iteration = self.config.project.iteration
         """How many states were saved, this run's ancestors' included."""
+        self.profiles = False
+        """Whether section `profile` was used."""
         self.environment: list[str] = []
         try:
             self.environment_notes = apply_launch_environment(self)
@@ -248,6 +251,8 @@ class Run:
         """
         if self.ended:
             return
+        if not (failed or self.profiles or self.world.rank):
+            sys.stderr.writelines(f"accel: {note}\n" for note in idle_profile(self.resolved))
         problems: list[BaseException] = []
         try:
             if self.saver is not None:

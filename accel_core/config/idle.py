@@ -11,7 +11,7 @@ from accel_core.config.sources import spell
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
 
-__all__ = ["idle_options"]
+__all__ = ["idle_options", "idle_profile"]
 
 UNSCALED: Final = ("no", "fp32", "bf16")
 """Precisions of core that scale no loss; others answer for themselves."""
@@ -41,6 +41,13 @@ def idle_options(
             yield _sentence(path, given.origin, remedies[path[0]])
         elif needed and not _differs(held, needed):
             yield _sentence(path, given.origin, f"{spell((*path[:-1], needed))} is set")
+
+
+def idle_profile(resolved: Resolved) -> Iterator[str]:
+    """A sentence for each option of section `profile`, of a run that ends and was not profiled by it."""
+    for path, given in resolved.settings.items():
+        if path[0] == "profile" and _differs(resolved.config.profile, path[-1]):
+            yield _sentence(path, given.origin, "accelerator.profile() is called")
 
 
 def _sentence(path: Path, origin: str, condition: str) -> str:
