@@ -55,7 +55,7 @@ class MultiProcessAdapter(_Adapter):
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """As `warning`, but each message with its arguments once a process."""
-        key = self.logger.name, msg, args
+        key = self.logger.name, str(msg), str(args)
         if key not in _warned:
             _warned.add(key)
             self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})

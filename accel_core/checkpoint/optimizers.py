@@ -169,7 +169,7 @@ def _group_values(
     for name in reversed(one_of_each.values()):
         for key, value in saved[name].values.items():
             first, agreed_value = agreed.setdefault(key, (name, value))
-            if not torch.as_tensor(value == agreed_value).all():
+            if not torch.as_tensor(value == agreed_value, device="cpu").all():
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
     for key in has.keys() - agreed.keys() - {"params", *NEVER_RESTORED} if agreed else ():

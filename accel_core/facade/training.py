@@ -295,6 +295,11 @@ class Training:
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
         mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.run.require_alive()
+        if not mine:
+            raise AccelError(
+                "clipping: no parameters were given; a generator that an optimizer has read is empty\n"
+                "pass model.parameters(), or a list"
+            )
         units = self.run.homes.units_of(mine)
         if len(units) == 1:
             (unit,) = units
@@ -302,7 +307,7 @@ class Training:
                 return unit, mine
         names = sorted("no unit" if each is None else each.name for each in units)
         raise AccelError(
-            f"clipping: these {len(mine)} parameters belong to {', '.join(names) or 'nothing'};"
+            f"clipping: these {len(mine)} parameters belong to {', '.join(names)};"
             " one call clips the parameters of one prepared model\n"
             "pass model.parameters() of a model that was prepared"
         )

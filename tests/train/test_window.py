@@ -246,6 +246,8 @@ def test_backward_of_a_loss_without_gradient_says_why(accelerator):
 def test_clipping_parameters_of_no_unit_says_so(accelerator):
     with pytest.raises(AccelError, match="belong to no unit"):
         accelerator.clip_grad_norm_(net().parameters(), 1.0)
+    with pytest.raises(AccelError, match="no parameters were given"):
+        accelerator.clip_grad_norm_(filter(None, []), 1.0)
 
 
 def test_accumulate_of_an_unprepared_model_says_so(accelerator):

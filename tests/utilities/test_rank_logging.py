@@ -58,7 +58,9 @@ def test_warning_once_warns_once_for_each_message(logger, caplog):
         logger.warning_once("a %s", "b")
         logger.warning_once("a %s", "c")
 
-    assert caplog.messages == ["[RANK 0] a b", "[RANK 0] a c"]
+        logger.warning_once("a %s", ["d"])
+
+    assert caplog.messages == ["[RANK 0] a b", "[RANK 0] a c", "[RANK 0] a ['d']"]
 
 
 def test_an_exception_brings_its_traceback(logger, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +192,37 @@ def copied(version: int) -> str:
 def test_a_copy_is_refused_in_words_about_copies(version: int) -> None:
     for said in run_processes(copied, version):
         assert "DataLoader" not in said
+
+
+ODD_DTYPES = (torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.complex64)
+
+
+def odd_buffers(version: int, folder: str) -> list[list[bool]]:
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    for number, dtype in enumerate(ODD_DTYPES):
+        model.register_buffer(f"odd{number}", torch.full((3,), run.process_index + 1).to(dtype))
+    model = run.prepare(model)
+    run.save_state(folder)
+    buffers = [dict(run.unwrap_model(model).named_buffers())[f"odd{n}"] for n in range(len(ODD_DTYPES))]
+    of_rank0 = [torch.full((3,), 1).to(dtype) for dtype in ODD_DTYPES]
+    first = [same_bytes(*pair) for pair in zip(buffers, of_rank0, strict=True)]
+    for buffer in buffers:
+        buffer.zero_()
+    run.load_state(folder)
+    again = [same_bytes(*pair) for pair in zip(buffers, of_rank0, strict=True)]
+    run.end_training()
+    return [first, again]
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_buffers_of_dtypes_that_a_group_does_not_carry_are_those_of_rank_0(
+    version: int, tmp_path: Path
+) -> None:
+    for first, again in run_processes(odd_buffers, version, str(tmp_path / "saved")):
+        assert all(first)
+        assert all(again)

@@ -66,9 +66,10 @@ def _is_first(mesh: DeviceMesh) -> bool:
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, twins: Sequence[dist.ProcessGroup]) -> None:
     split = isinstance(tensor, DTensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    sent = local.contiguous()  # NCCL takes no transposed tensor
+    sent = local.resolve_conj().resolve_neg().contiguous()  # NCCL takes no transposed tensor
     for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else twins)):
-        dist.broadcast(sent, group=group, group_src=0)
+        # As bytes: groups do not carry each dtype (gloo no int16, no float8).
+        dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)
     if sent is not local:
         local.copy_(sent)
 
