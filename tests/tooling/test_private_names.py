@@ -1,0 +1,90 @@
+"""Names that are private to torch, and to the libraries of backends, are still there in what is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKSPACE = Path(__file__).parents[2]
+PACKAGES = {
+    "core": WORKSPACE / "accel_core",
+    **{
+        path.parent.name: path for kind in ("backends", "contrib") for path in WORKSPACE.glob(f"{kind}/*/src")
+    },
+}
+LIBRARIES = {
+    "deepspeed": "deepspeed",
+    "megatron": "megatron",
+    "xla": "torch_xla",
+    "fsdp": "transformers",
+    "compat": "transformers",
+}
+PYTHONS = {"_actions", "_current_frames", "_exit", "_getframe", "_run_exitfuncs"}
+"""Of the standard library."""
+LEFT_OUT = {"_inductor", "_refs", "onnx", "testing"}
+"""Folders of torch where the same word may mean something else."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """(private name, whether it is made here) for each that is used."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=context):
+                yield name, not isinstance(context, ast.Load)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.keyword(arg=str(name)):
+                yield name, True
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name, True
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                yield name, False
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
+                yield from ((part, False) for part in [*module.split("."), *(each.name for each in names)])
+
+
+@cache
+def used_and_made(package: str) -> tuple[set[str], set[str]]:
+    files = [path for path in PACKAGES[package].rglob("*.py") if "templates" not in path.parts]
+    found = [*(pair for path in files for pair in names_in(ast.parse(path.read_text(encoding="utf-8"))))]
+    return {name for name, made in found if is_private(name) and not made}, {
+        name for name, made in found if made
+    }
+
+
+@cache
+def words(library: str) -> set[str]:
+    """The private names in the sources of a library; of none that is not installed."""
+    spec = find_spec(library)
+    folders = [Path(each) for each in (spec and spec.submodule_search_locations) or ()]
+    files = [path for folder in folders for path in folder.rglob("*.py*") if path.suffix in (".py", ".pyi")]
+    read = [path for path in files if not LEFT_OUT & {*path.parts}]
+    return {word.decode() for path in read for word in set(re.findall(rb"\b_[A-Za-z]\w*", path.read_bytes()))}
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_private_names_of_libraries_are_there(package):
+    used, _ = used_and_made(package)
+    ours = set().union(*(used_and_made(name)[1] for name in PACKAGES))
+    bindings = {*dir(torch._C), *dir(sys.modules.get("torch._C._distributed_c10d"))}
+    missing = used - ours - PYTHONS - words("torch") - bindings
+    library = LIBRARIES.get(package)
+    if missing and library and find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    assert sorted(missing - (words(library) if library else set())) == []
+
+
+def test_a_name_that_is_nowhere_is_found():
+    tree = ast.parse("from torch.nn._gone import x\nx._gone_too\nself._mine = x._mine")
+    used = {name for name, made in names_in(tree) if is_private(name) and not made}
+    assert used - words("torch") == {"_gone", "_gone_too", "_mine"}
