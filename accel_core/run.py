@@ -27,7 +27,7 @@ from accel_core.binding import Hooks, Steps
 from accel_core.checkpoint import unheard
 from accel_core.config.idle import idle_profile
 from accel_core.config.resolve import Resolved, load
-from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.errors import AccelError, CheckpointError, CollectiveError, ConfigError
 from accel_core.joining import join, leave
 from accel_core.native.launcher import refuse_lonely_tasks
 from accel_core.pairing import Homes
@@ -35,6 +35,7 @@ from accel_core.plugins import discover
 from accel_core.stack import Stack, choose
 from accel_core.tracking import Trackers
 from accel_core.unit import Unit, Window
+from accel_core.watch import lost_peer
 from accel_core.world import Collectives, World
 
 if TYPE_CHECKING:
@@ -179,6 +180,13 @@ class Run:
     def window(self) -> Window:
         """The innermost current window, or the one used last."""
         return self.windows[-1] if self.windows else self._no_window
+
+    def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
+        """What to raise instead of an error of torch's own collectives, with the ranks that were lost.
+
+        operation: for the message, such as "forward". None: that is no error of a lost connection.
+        """
+        return lost_peer(self, operation, error)
 
     def drop_accumulations(self) -> None:
         """Be in no `accumulate`: Ctrl-C may have kept one from ending."""

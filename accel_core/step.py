@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from accel_core.data.uneven import check_unit
 from accel_core.errors import AccelError
-from accel_core.watch import lost_peer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -231,7 +230,7 @@ def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
             "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
             " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
         ) from error
-    lost = lost_peer(run, "backward", error)
+    lost = run.lost_peer("backward", error)
     if lost is not None:
         raise lost from error
 

@@ -208,9 +208,10 @@ class DataFile:
         return self._handle
 
     def _close(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        # Forgotten first: one that Ctrl-C keeps here would be closed again, when it is another file's.
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
 
     def __del__(self) -> None:
         self._close()

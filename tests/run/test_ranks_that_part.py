@@ -99,6 +99,18 @@ def train_on_without_the_other():
     return "nothing"
 
 
+def forward_without_the_other():
+    watch.LOOK_SECONDS = 0.2
+    accelerator = Accelerator(device="cpu")
+    model = accelerator.prepare(
+        nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    )  # with buffers to broadcast
+    if accelerator.process_index:
+        accelerator.end_training()
+        return "nothing"
+    return said_by(lambda: [model(torch.ones(2, 2)) for _ in range(100)])
+
+
 def interrupted_on_one(operation, folder):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     accelerator, model, optimizer = trainer()
@@ -182,6 +194,13 @@ def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other():
     said, _ = run_processes(train_on_without_the_other)
 
     assert said.startswith("backward: rank 0 lost rank 1 (")
+    assert said.splitlines()[-1].startswith("look at what those ranks did")
+
+
+def test_so_it_is_by_the_forward():
+    said, _ = run_processes(forward_without_the_other)
+
+    assert said.startswith("forward: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from accel_core import AccelError, ConfigError, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
-from accel_ddp.watch import DistributedDataParallel, follow, refuse_hooks
+from accel_ddp.watch import RUNS, DistributedDataParallel, follow, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +56,7 @@ class DataParallel:
             with _named(model):
                 wrapped = DistributedDataParallel(model, **arguments)
         comm_hooks.register(wrapped, self.config)
+        RUNS[wrapped] = ref(self.run)
         return wrapped
 
     @implements(hooks.unwrap_model)

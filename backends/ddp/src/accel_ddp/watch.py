@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import parallel
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from accel_core import Unit
+    from accel_core import Run, Unit
 
-__all__ = ["DistributedDataParallel", "follow", "refuse_hooks"]
+__all__ = ["RUNS", "DistributedDataParallel", "follow", "refuse_hooks"]
 
 _READY: Final = "ready"
+RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
+"""Model -> a weak reference to the run that prepared it. Not in the model, which may be copied."""
 _REASONS: Final = {
     "none": "was called on the model inside, or on a part of it: only the forward of the model that"
     " prepare returned has its gradients reduced",
@@ -64,7 +67,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if not state["checked"]:
                 refuse_hooks(self.module, allowed=len(self._hooks))
                 state["checked"] = True
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # of buffers that are broadcast, or of buckets that are laid out
+            run = RUNS.get(self, _no_run)()
+            lost = None if run is None or not _is_collectives(error) else run.lost_peer("forward", error)
+            if lost is None:
+                raise
+            raise lost from error
 
     def refuse(self, last: str | None) -> None:
         """Raises AccelError: the gradients are this rank's alone. `last`: of the last backward."""
@@ -152,6 +162,18 @@ def _checked(
         return loss
 
     return (optimizer, watched, *more), options
+
+
+def _no_run() -> None:
+    return None
+
+
+def _is_collectives(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return where.startswith(("torch.distributed", parallel.distributed.__name__))
 
 
 def _asked(module: nn.Module) -> list[nn.Parameter]:
