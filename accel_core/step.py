@@ -266,28 +266,48 @@ def unscale(unit: Unit) -> None:
 def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     """Reduce once a window; again before a step of an optimizer that has applied what was reduced.
 
-    A loop that calls the loss's own backward says nothing of a new window, but steps once in each.
+    A loop that calls the loss's own backward says nothing of a new window. With one optimizer it steps once
+    in each; of several, one may have been left out: its gradients are looked at.
     """
-    if unit.reduced if optimizer is None else optimizer in unit.reduced:
+    if _is_reduced(unit, optimizer):
         return
-    unit.reduced.update(unit.optimizers or [None])
     unit.unscaled.clear()
     if unit.window.items is not None:
         _refuse_edited(unit)
         unit.hooks.reduce_gradients(unit, _of_all(unit.run, unit.window.items))
     elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
+    by_hand = len(unit.optimizers) > 1 and not unit.waiting
+    unit.reduced = {each: _held(each) if by_hand else None for each in unit.optimizers} or {None: None}
+
+
+def _is_reduced(unit: Unit, optimizer: Optimizer | None) -> bool:
+    asked = [*unit.reduced] if optimizer is None else [optimizer]
+    return bool(asked) and all(
+        each in unit.reduced and unit.reduced[each] in (None, each and _held(each)) for each in asked
+    )
+
+
+def _look_again(unit: Unit) -> None:
+    """Note gradients that were changed since they were reduced as those that were reduced."""
+    for each, held in unit.reduced.items():
+        if held is not None and each is not None:
+            unit.reduced[each] = _held(each)
+
+
+def _held(optimizer: Optimizer) -> list[tuple[int, int] | None]:
+    return _versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def note_undivided(units: Iterable[Unit]) -> None:
     """Remember the gradients of windows that count items, as they are after a backward at the boundary."""
     for unit in units:
         if unit.window.boundary:
-            unit.undivided = unit.window.number, _versions(unit)
+            unit.undivided = unit.window.number, _versions(unit.named_parameters().values())
 
 
-def _versions(unit: Unit) -> list[tuple[int, int] | None]:
-    gradients = [parameter.grad for parameter in unit.named_parameters().values()]
+def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int] | None]:
+    gradients = [parameter.grad for parameter in parameters]
     return [None if each is None else (id(each), each._version) for each in gradients]
 
 
@@ -295,7 +315,8 @@ def _refuse_edited(unit: Unit) -> None:
     noted, unit.undivided = unit.undivided, None
     if noted is None or noted[0] != unit.window.number:
         return
-    found = dict(zip(unit.named_parameters(), _versions(unit), strict=True))
+    parameters = unit.named_parameters()
+    found = dict(zip(parameters, _versions(parameters.values()), strict=True))
     edited = [name for (name, now), before in zip(found.items(), noted[1], strict=True) if now != before]
     if edited:
         raise AccelError(
@@ -326,10 +347,12 @@ def clip_norm(
         return None
     if unit.finishes:
         unscale(unit)
-    clip = unit.steps.clip_grad_norm
+    clip, norm = unit.steps.clip_grad_norm, None
     if clip is None:
-        return clip_grad_norm_(parameters, max_norm, norm_type)
-    norm: Tensor = clip(unit, parameters, max_norm, norm_type)
+        norm = clip_grad_norm_(parameters, max_norm, norm_type)
+    else:
+        norm = clip(unit, parameters, max_norm, norm_type)
+    _look_again(unit)
     return norm
 
 
@@ -338,6 +361,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     if unit.window.boundary:
         unscale(unit)
         unit.hooks.clip_grad_value(unit, parameters, value)
+        _look_again(unit)
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -357,7 +381,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     _reduce(unit, optimizer)
     applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
     unit.waiting.discard(optimizer)
-    unit.reduced.discard(optimizer)
+    unit.reduced.pop(optimizer, None)
     unit.unscaled.add(optimizer)  # a scaler unscales what it steps
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
@@ -376,7 +400,7 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, cleared: int)
     if not window:
         return cleared
     unit.waiting.discard(optimizer)
-    unit.reduced.discard(optimizer)
+    unit.reduced.pop(optimizer, None)
     if unit.steps.zero_grad is None:
         optimizer.zero_grad(set_to_none)
     else:

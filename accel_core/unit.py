@@ -215,8 +215,9 @@ class Unit:
     """Whether ranks may run out of batches now."""
     silent: int = 0
     """How many contexts are entered in which gradients are not reduced, `accumulate` aside."""
-    reduced: set[Optimizer | None] = field(factory=set)
-    """The optimizers with reduced gradients that they have yet to apply or drop; None: a unit without any."""
+    reduced: dict[Optimizer | None, Any] = field(factory=dict)
+    """The optimizers with reduced gradients that they have yet to apply or drop; None: a unit without any.
+    Of several that a loop trains by the loss's own backward: which gradients these are."""
     undivided: tuple[int, Any] | None = None
     """The number of the window whose gradients are still to be divided by its items, and which they are."""
     unscaled: set[Optimizer] = field(factory=set)
@@ -268,6 +269,7 @@ class Unit:
         self.window.begin_anew()
         self.run.drop_accumulations()
         self.waiting.clear()
+        self.reduced.clear()
         self.unscaled.clear()
         for optimizer in self.optimizers:
             clear = self.steps.zero_grad

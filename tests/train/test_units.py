@@ -168,3 +168,22 @@ def test_gradients_are_reduced_once_a_window_whoever_calls_backward(toy_plugin, 
             optimizer.zero_grad()
         assert plugin.times == window
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_that_came_since_an_optimizer_was_left_out_are_reduced(toy_plugin, by_hand, clipped):
+    toy_plugin("reduces", "strategy", source=REDUCES)
+    accelerator = Accelerator(cpu=True, strategy="reduces")
+    model = net()
+    halves = list(model.parameters())[:2], list(model.parameters())[2:]
+    model, first, second = accelerator.prepare(model, *(SGD(half, lr=0.1) for half in halves))
+    plugin = accelerator.run.units[0].plugin
+    for window, steps in enumerate([first, second, first, second], start=1):  # each leaves out the other
+        loss = model(torch.ones(2, FEATURES)).sum()
+        loss.backward() if by_hand else accelerator.backward(loss)
+        if clipped:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        steps.step()
+        assert plugin.times == window
+    accelerator.end_training()
