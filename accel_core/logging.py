@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from accel_core.errors import ConfigError
 from accel_core.world import World
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
@@ -19,18 +20,27 @@ else:
     _Adapter = logging.LoggerAdapter
 
 
-def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
     """The logger `name`, logging on the main process unless a call says otherwise.
 
     Args:
         name: as for `logging.getLogger`.
         log_level: the least level that is logged; unset: ACCEL_LOG_LEVEL or ACCELERATE_LOG_LEVEL of the
             environment, else what `logging` was told.
+
+    Raises:
+        ConfigError: there is no such level.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCEL_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
     if level:
-        logger.setLevel(level.upper())
+        try:
+            logger.setLevel(level.upper() if isinstance(level, str) else level)
+        except ValueError:
+            raise ConfigError(
+                f"get_logger({name!r}): there is no level {level!r}\n"
+                "write debug, info, warning, error or critical, also in ACCEL_LOG_LEVEL"
+            ) from None
     return MultiProcessAdapter(logger, {})
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from accel_core.errors import CollectiveError, LaunchError
+from accel_core.errors import CollectiveError, ConfigError, LaunchError
 from accel_core.native.threads import let_threads_finish
 from accel_core.world import DOING
 
@@ -94,9 +94,17 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
     """Make the default process group. Collective over the world.
 
     Raises:
+        ConfigError: torch has no such backend.
         LaunchError: the rendezvous failed: no address, a port in use, or ranks that never came.
     """
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
+    for name in ",".join(backends.values()).split(","):  # one is NAME, or DEVICE:NAME
+        if name.rpartition(":")[2].lower() not in dist.Backend.backend_list:
+            known = ", ".join(sorted({*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}))
+            raise ConfigError(
+                f"process_group.backend: torch.distributed here has no backend {name!r}\ntake one of {known},"
+                " or import what registers it before the Accelerator is made"
+            )
     try:
         root, key = _root_store(world, options)
         count = _groups_made[key]

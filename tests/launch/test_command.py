@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipapp
 
 import pytest
 from command import accel, clean_environment
@@ -171,6 +172,14 @@ def test_a_script_that_is_not_there(tmp_path):
     told = refused(tmp_path, "-n", "2", "trian.py", code=2)
 
     assert told.startswith(f"accel: there is no script trian.py in {tmp_path}\n")
+
+
+def test_an_archive_is_no_script(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("open('ran', 'w')")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz", interpreter="python")
+
+    assert refused(tmp_path, "app.pyz", code=2).startswith("accel: app.pyz is no Python source\n")
 
 
 def test_nothing_to_launch(tmp_path):
