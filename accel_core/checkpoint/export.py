@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.commit import locate
+from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.errors import CheckpointError
 from accel_core.plugins import near
@@ -35,33 +36,35 @@ def export(
     """
     checkpoint = Checkpoint.open(locate(folder))
     checkpoint.verify(0, 1)
-    units = checkpoint.state["units"]
-    if unit is not None and unit not in units:
-        raise CheckpointError(
-            f"{folder} has no unit {unit!r}{near(unit, units)}\nit has {', '.join(units) or 'none'}",
-            path=str(folder),
-        )
-    chosen = {unit: target} if unit is not None else {name: target / name for name in units}
-    if len(units) == 1:
-        chosen = dict.fromkeys(units, target)
-    homes = {
-        (name, prefix): home / f"model{place}" if prefix else home
-        for name, home in chosen.items()
-        for place, prefix in _prefixes(checkpoint, name)
-    }
-    if not force and (there := [path for home in homes.values() for path in weights_in(home)]):
-        raise CheckpointError(
-            f"{there[0]} exists, and was left as it is\nexport to another folder, or replace it with --force",
-            path=str(there[0]),
-        )
-    for (name, prefix), home in homes.items():
-        extra = {
-            key.removeprefix(prefix): checkpoint.decode(value, f"units.{name}.{key}")
-            for key, value in units[name]["extra"].items()
-            if key.startswith(prefix)
+    with understanding(checkpoint.folder):
+        units = checkpoint.state["units"]
+        if unit is not None and unit not in units:
+            raise CheckpointError(
+                f"{folder} has no unit {unit!r}{near(unit, units)}\nit has {', '.join(units) or 'none'}",
+                path=str(folder),
+            )
+        chosen = {unit: target} if unit is not None else {name: target / name for name in units}
+        if len(units) == 1:
+            chosen = dict.fromkeys(units, target)
+        homes = {
+            (name, prefix): home / f"model{place}" if prefix else home
+            for name, home in chosen.items()
+            for place, prefix in _prefixes(checkpoint, name)
         }
-        write_weights(home, weights(checkpoint, name, prefix), extra, bytes_in(limit), safe=safe)
-    return list(homes.values())
+        if not force and (there := [path for home in homes.values() for path in weights_in(home)]):
+            raise CheckpointError(
+                f"{there[0]} exists, and was left as it is\n"
+                "export to another folder, or replace it with --force",
+                path=str(there[0]),
+            )
+        for (name, prefix), home in homes.items():
+            extra = {
+                key.removeprefix(prefix): checkpoint.decode(value, f"units.{name}.{key}")
+                for key, value in units[name]["extra"].items()
+                if key.startswith(prefix)
+            }
+            write_weights(home, weights(checkpoint, name, prefix), extra, bytes_in(limit), safe=safe)
+        return list(homes.values())
 
 
 def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Tensor]]:

@@ -13,7 +13,8 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -264,6 +265,25 @@ def damaged(path: Path, problem: str) -> CheckpointError:
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
         path=str(path),
     )
+
+
+@contextmanager
+def understanding(path: Path) -> Iterator[None]:
+    """Around what takes a checkpoint's JSON at its word, and calls plugins, whose errors stay theirs.
+
+    Raises:
+        CheckpointError: our own code found something else than is written there by a save.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        reader = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+        if not reader.startswith("accel_core.checkpoint."):
+            raise
+        raise damaged(path, f"it cannot be understood ({error!r})") from error
 
 
 # -- the manifest --------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from accel_core.checkpoint.collect import (
     without_apart,
     without_collecting_garbage,
 )
+from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.find import find
 from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
@@ -75,12 +76,17 @@ def load(
         checkpoint = find(run, directory, missing_ok=missing_ok)
         if checkpoint is None:
             return None
-        restoration = agree(control, lambda: Restoration(run, checkpoint, strict=strict))
+        restoration = agree(control, lambda: _compared(run, checkpoint, strict=strict))
         agree(control, restoration.apply)
     project = run.config.project
     if project.automatic_checkpoint_naming and run.world.first_of_disk(each_node=project.save_on_each_node):
         run.kept.update(history(run, checkpoint.manifest))  # beside what this run has written
     return checkpoint.folder
+
+
+def _compared(run: Run, checkpoint: Checkpoint, *, strict: bool) -> Restoration:
+    with understanding(checkpoint.folder):
+        return Restoration(run, checkpoint, strict=strict)
 
 
 @frozen

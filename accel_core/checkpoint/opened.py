@@ -62,7 +62,7 @@ class Opened:
                 path, index = file.path, file.json()
                 data.check(index["blocks"])
                 shares[rank] = data, index
-        except (KeyError, ValueError, TypeError, OverflowError) as error:
+        except (AttributeError, LookupError, ValueError, TypeError, OverflowError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
         return Opened(folder, manifest, state, shares)
 

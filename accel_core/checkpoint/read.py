@@ -106,7 +106,7 @@ class Checkpoint(Opened):
             for (unit, key), stored in tensors.items() if files.absent is None else ():
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        except (AttributeError, LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise damaged(path, f"it cannot be understood ({error!r})") from error
         return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
 

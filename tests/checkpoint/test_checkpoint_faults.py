@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
 from accel_core.checkpoint import files
+from accel_core.checkpoint.export import export
 from accel_core.checkpoint.files import DataFile
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.errors import CheckpointError
@@ -510,11 +511,17 @@ def test_a_manifest_of_gigabytes_is_not_read(saved):
     assert "manifest.json is damaged" in saved.refused()
 
 
+def test_an_export_of_a_forged_checkpoint_says_so(saved, tmp_path):
+    rewrite(saved.folder, "state.json", lambda state: state["units"]["unit0"].update(aliases=3))
+    with pytest.raises(CheckpointError, match="is damaged: it cannot be understood"):
+        export(saved.folder, tmp_path / "weights", None, "5GB", safe=True)
+
+
 def test_whatever_forged_files_say_they_run_nothing_and_what_is_good_loads_after(saved):
     """Random values in random places of all JSON files, each time with right digests.
 
     Digests do not stop one who forges them: then what loads is what he wrote. It is data, and what is
-    no state of this run raises.
+    no state of this run raises CheckpointError.
     """
     randomness, refused, loaded = random.Random(7), 0, 0
     original = {name: (saved.folder / name).read_bytes() for name in FILES}
@@ -534,7 +541,7 @@ def test_whatever_forged_files_say_they_run_nothing_and_what_is_good_loads_after
         try:
             saved.accelerator.load_state(saved.folder)
             loaded += 1
-        except Exception:
+        except CheckpointError:
             refused += 1
         for each, content in original.items():
             (saved.folder / each).write_bytes(content)
