@@ -342,7 +342,7 @@ def incompatibility(api_version: str) -> str:
     theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
     if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
         return ""
-    remedy = "pip install -U accel-core" if theirs > ours else "upgrade the plugin"
+    remedy = "upgrade accel-core" if theirs > ours else "upgrade the plugin"
     return f"written for API {api_version}, this accel-core serves {API_VERSION}: {remedy}"
 
 

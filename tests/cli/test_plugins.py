@@ -27,7 +27,7 @@ BROKEN = {
     "raises": ({"source": "raise OSError('no such library')"}, "broken", "OSError: no such library"),
     "exits": ({"source": "raise SystemExit(3)"}, "broken", "SystemExit: 3"),
     "unusable": ({"probe": "lambda: 'no driver'"}, "unavailable", "no driver"),
-    "too-new": ({"api_version": "'9.0'"}, "incompatible", "pip install -U accel-core"),
+    "too-new": ({"api_version": "'9.0'"}, "incompatible", "upgrade accel-core"),
 }
 
 

@@ -101,7 +101,7 @@ def test_the_traceback_of_a_hanging_import_shows_where(toy_plugin, monkeypatch):
 
 @pytest.mark.parametrize(
     ("written_for", "remedy"),
-    [("99.0", "pip install -U accel-core"), ("1.99", "pip install -U accel-core")],
+    [("99.0", "upgrade accel-core"), ("1.99", "upgrade accel-core")],
 )
 def test_a_plugin_for_a_newer_contract_is_incompatible(toy_plugin, written_for, remedy):
     record = toy_plugin("pony", api_version=repr(written_for))

@@ -110,3 +110,14 @@ def test_each_flag_that_an_error_names_is_a_flag():
         if flag not in known
     }
     assert named == set()
+
+
+def test_no_text_has_a_package_of_ours_installed_by_its_name() -> None:
+    """No index has them: whoever registers a name there would be installed."""
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("accel_core/**/*.in")]
+    for folder in ("accel_core", "backends/*/src", "contrib/*/src", "examples"):
+        texts += [*ROOT.glob(f"{folder}/**/*.py"), *ROOT.glob(f"{folder}/**/*.yaml")]
+    texts += [*ROOT.glob("backends/*/README.md"), *ROOT.glob("contrib/*/README.md")]
+    texts.remove(ROOT / "CHANGELOG.md")
+    by_name = re.compile(r"pip install[^\n`]*[\s'\"]accel[-_][a-z]")
+    assert [it for it in texts if by_name.search(it.read_text("utf-8"))] == []
