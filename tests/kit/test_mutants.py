@@ -160,6 +160,8 @@ PROCESSES = {
     },
     "keeps-its-weights": {"test_local_sgd_trains_apart_and_averages"},
     "gathers-unsaid": {"test_a_batch_that_others_lack_is_refused_not_waited_for"},
+    "forgets-scalars": {"test_awkward_parameters_train_as_over_global_batches"},
+    "adds-what-there-is": {"test_ranks_that_use_different_parameters_are_right_or_refused"},
     "exports-maxima": {"test_buffers_that_differ_by_rank_are_exported_as_the_first_ranks"},
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},
     "averages": set[str](),
@@ -183,6 +185,9 @@ CHECKPOINTS = {
     "loses-an-element": SAVED,
     "drifts-apart": {*SAVED, "test_replicas_are_equal"} - {"test_a_killed_save_leaves_a_checkpoint"},
     "hides-masters": {*GOES_ON, "test_random_streams_go_on"},
+    "rebuilds-modules": {"test_a_checkpoint_holds_what_state_dict_names"},
+    "forgets-its-optimizer": {"test_a_checkpoint_holds_what_state_dict_names"},
+    "saves-memory": {"test_a_checkpoint_is_the_same_bit_for_bit_elsewhere"},
 }
 
 EACH = [

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from accel_core.testing.kit import work_items, work_units
+from accel_core.testing.kit import work_awkward, work_items, work_units
 from accel_core.testing.kit import work_training as work
 from accel_core.testing.kit.compare import assert_near, assert_same_training
 from accel_core.testing.kit.plugin import Kit, requires
+from accel_core.testing.kit.refused import accepted
 from accel_core.testing.kit.stack import TestedStack
 from accel_core.testing.kit.work_training import Recipe
 
@@ -160,3 +161,10 @@ def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
             "clipped": False,
             "rate changed": False,
         }
+
+
+def test_awkward_parameters_train_as_in_the_plain_loop(run: Run, kit: Kit, together: int) -> None:
+    kit.require_own_network()
+    found, without = accepted(run, work_awkward.trained, world=together)
+    plain = run(work_awkward.by_hand, 0.0, without)[0]
+    work_awkward.assert_trained(found, plain.parameters)

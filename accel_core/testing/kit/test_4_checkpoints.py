@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from accel_core.testing.kit import work_awkward
 from accel_core.testing.kit import work_checkpoints as work
 from accel_core.testing.kit.compare import assert_near
 from accel_core.testing.kit.plugin import Kit, requires
+from accel_core.testing.kit.refused import accepted
 from accel_core.testing.kit.stack import TestedStack
 from accel_core.testing.kit.work import Way
 from accel_core.testing.kit.work_checkpoints import Seen
@@ -143,6 +145,59 @@ def test_a_killed_save_leaves_a_checkpoint(kit: Kit, run: Run, world: int) -> No
         # Only the signal may have ended it: another error is the plugin's, whatever is left on the disk.
         assert killed.value.kind == f"exit {-signal.SIGALRM}", killed.value
     assert min(run(work.survived, str(folder), world=world)) > 2 * len(KILLS) - 1
+
+
+class Awkward:
+    """A checkpoint of the awkward model, and what one native process makes of it."""
+
+    def __init__(self, kit: Kit, run: Run, world: int) -> None:
+        self._kit, self._run = kit, run
+        self.folder = str(kit.folder / f"awkward-{world}")
+        ranks, self.without = accepted(run, work_awkward.saved, self.folder, world=world)
+        self.saved: dict[str, Any] = ranks[0]
+
+    def by_hand(self) -> work_awkward.Plain:
+        """What the plain loop ends with."""
+        plain: work_awkward.Plain
+        (plain,) = self._run(work_awkward.by_hand, 0.9, self.without)
+        return plain
+
+    def natively(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """State of model and optimizer, loaded by the native way, which saves it again beside."""
+        way = next(way for way in self._kit.ways if str(way) == "native@1")
+        again = f"{self.folder}-again"
+        found: tuple[dict[str, Any], dict[str, Any]]
+        (found,) = self._run(work_awkward.loaded, way, self.folder, again, self.without)
+        return found
+
+
+@pytest.fixture
+def awkward(kit: Kit, run: Run, world: int) -> Awkward:
+    """Saved once in a world."""
+    kit.require_own_network()
+    return kit.once(("awkward", world), lambda: Awkward(kit, run, world))
+
+
+def test_a_checkpoint_holds_what_state_dict_names(run: Run, awkward: Awkward) -> None:
+    plain = awkward.by_hand()
+    (names,) = run(work_awkward.exported, awkward.folder)
+    assert {*names} == {*plain.names}
+    _, loaded = awkward.natively()
+    assert loaded.keys() == plain.optimizer.keys()
+    assert loaded.get("tally") == plain.optimizer.get("tally"), "the optimizer's own state is lost"
+    assert work_awkward.keys_of(loaded) == work_awkward.keys_of(plain.optimizer), (
+        "state of parameters is lost"
+    )
+
+
+def test_a_checkpoint_is_the_same_bit_for_bit_elsewhere(run: Run, awkward: Awkward, own: Way) -> None:
+    model, optimizer = awkward.natively()
+    work_awkward.assert_equal(model, awkward.saved)
+    work_awkward.assert_moments(optimizer, awkward.by_hand().optimizer)
+    back, *_ = run(
+        work_awkward.loaded, own, f"{awkward.folder}-again", None, awkward.without, world=own.world
+    )
+    work_awkward.assert_equal(back[0], awkward.saved)
 
 
 def _means(ranks: list[Seen]) -> list[float]:

@@ -97,6 +97,8 @@ HEARS_ITSELF = strategy("hears-itself")
 CLIPS_LOCALLY = strategy("clips-locally")
 KEEPS_ITS_WEIGHTS = strategy("keeps-its-weights")
 GATHERS_UNSAID = strategy("gathers-unsaid")
+FORGETS_SCALARS = strategy("forgets-scalars")
+ADDS_WHAT_THERE_IS = strategy("adds-what-there-is")
 EXPORTS_MAXIMA = strategy("exports-maxima")
 JOINS_NOBODY = strategy(
     "joins-nobody", offers={"no_sync", "local_sgd", "several_optimizers", "whole_weights", "join"}
@@ -110,6 +112,9 @@ RENAMES_WEIGHTS = strategy("renames-weights")
 LOSES_AN_ELEMENT = strategy("loses-an-element")
 DRIFTS_APART = strategy("drifts-apart")
 HIDES_MASTERS = strategy("hides-masters")
+REBUILDS_MODULES = strategy("rebuilds-modules")
+FORGETS_ITS_OPTIMIZER = strategy("forgets-its-optimizer")
+SAVES_MEMORY = strategy("saves-memory")
 
 # -- a stack that is right, under them
 SOUND_DEVICE = device("sound")

@@ -38,7 +38,9 @@ class Averages:
     def reduce(self, unit):
         if self.run.world.size > 1:
             for parameter in unit.named_parameters().values():
-                if parameter.grad is not None:
+                if parameter.requires_grad:
+                    if parameter.grad is None:  # other ranks may have one
+                        parameter.grad = torch.zeros_like(parameter)
                     self.run.collectives("world").all_reduce(parameter.grad, self.operation)
 
 
@@ -284,7 +286,68 @@ class JoinsNobody(Averages):
         yield
 
 
+def _memory(tensor):
+    """The same storage as a tensor of that shape, row by row."""
+    return torch.as_strided(tensor, tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
+class ForgetsScalars(Averages):
+    """Does not reduce weights without dimensions."""
+
+    def reduce(self, unit):
+        kept = {
+            p: p.grad.clone() for p in unit.named_parameters().values() if not p.dim() and p.grad is not None
+        }
+        super().reduce(unit)
+        for parameter, gradient in kept.items():
+            parameter.grad.copy_(gradient)
+
+
+class AddsWhatThereIs(Averages):
+    """Reduces in one buffer the gradients that this rank has, whatever parameters the others' are of."""
+
+    def reduce(self, unit):
+        if self.run.world.size > 1:
+            for parameter in unit.named_parameters().values():
+                if parameter.grad is not None:
+                    self.run.collectives("world").all_reduce(parameter.grad, self.operation)
+
+
 # -- level 4
+
+
+class RebuildsModules(Averages):
+    """Puts classes of its own in place of modules', which keep parameters and buffers only."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        super().wrap_model(unit, model)
+        kept = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict")
+        for module in model.modules():
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (kind,), {name: getattr(nn.Module, name) for name in kept})
+        return model
+
+
+class ForgetsItsOptimizer(Averages):
+    """Does not offer what the optimizer keeps beside the state of parameters."""
+
+    @implements(hooks.optimizer_state)
+    def optimizer_state(self, unit, optimizer):
+        return evolve(self.below.optimizer_state(unit, optimizer), own={})
+
+
+class SavesMemory(Averages):
+    """Offers the memory of weights as their elements, row by row."""
+
+    @implements(hooks.model_state)
+    def model_state(self, unit):
+        found = dict(self.below.model_state(unit))
+        for name, leaf in found.items():
+            ((_, tensor),) = leaf.shards
+            if not tensor.is_contiguous():
+                found[name] = evolve(leaf, shards=((leaf.shards[0][0], _memory(tensor)),))
+        return found
 
 
 class LosesMomentum(Averages):

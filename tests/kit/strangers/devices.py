@@ -18,7 +18,9 @@ class Late(SimulatedDevice):
         if self.run.world.size > 1:
             group = self.run.collectives("world")
             for parameter in unit.named_parameters().values():
-                if parameter.grad is not None:
+                if parameter.requires_grad:
+                    if parameter.grad is None:  # other ranks may have one
+                        parameter.grad = parameter.new_zeros(parameter.shape)
                     group.all_reduce(parameter.grad, "mean")
         self.below.reduce_gradients(unit, num_items)
 

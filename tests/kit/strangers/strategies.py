@@ -50,7 +50,9 @@ class Grid(Replicas):
     def reduce_gradients(self, unit, num_items):
         group = self.run.collectives(self.run.topology.loss_dim)
         for parameter in unit.named_parameters().values():
-            if parameter.grad is not None:
+            if parameter.requires_grad:
+                if parameter.grad is None:  # other ranks may have one
+                    parameter.grad = torch.zeros_like(parameter)
                 group.all_reduce(parameter.grad, "mean")
         self.below.reduce_gradients(unit, num_items)
 

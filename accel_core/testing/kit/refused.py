@@ -1,0 +1,32 @@
+"""Features of the awkward model that a stack refuses by name are left out, so that the others are seen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from accel_core.testing.kit.awkward import LAYERS
+
+__all__ = ["accepted"]
+
+FEATURES = (*LAYERS, "Tallying")
+
+
+def accepted(run: Callable[..., list[Any]], work: Callable[..., Any], *args: Any, world: int) -> Any:
+    """What `work(*args, without)` gives in each rank, and the features that were left out.
+
+    A refusal that names no feature fails the check: so does one of a feature that is left out already.
+    """
+    without: frozenset[str] = frozenset()
+    while True:
+        found = run(work, *args, without, world=world)
+        said = [each for each in found if isinstance(each, str)]
+        if not said:
+            return found, without
+        named = {name for name in FEATURES if any(re.search(rf"\b{name}\b", each) for each in said)}
+        if named <= without:
+            pytest.fail(f"no feature of the model is named: {said[0]}", pytrace=False)
+        without |= named

@@ -1,0 +1,63 @@
+"""Each grid of ranks trains as one plain process: accumulation with a tail, clipping, tied weights."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import grids_job
+import pytest
+import torch
+
+from accel_core.testing.processes import run_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.together, pytest.mark.timeout(300)]
+
+PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
+PLAN |= {f"blocks.*.{name}": "rowwise" for name in ("o", "down")}
+GRIDS = {
+    "ddp 2": (2, {"strategy": "ddp"}),
+    "fsdp1 2": (2, {"version": 1}),
+    "fsdp2 2": (2, {}),
+    "hsdp 2x2": (4, {"dp_replicate": 2}),
+    "tp 2": (2, {"dp_shard": 1, "tp": 2}),
+    "pp 2": (2, {"dp_shard": 1, "pp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "tp x fsdp 4": (4, {"tp": 2}),
+    "pp x tp x dp 8": (8, {"pp": 2, "tp": 2}),
+    "cp x tp x dp 8": (8, {"cp": 2, "tp": 2}),
+}
+
+plain = cache(grids_job.plain)
+
+
+def environment(sizes):
+    """The grid as variables."""
+    sizes = dict(sizes)
+    found = {"ACCEL__STRATEGY": sizes.pop("strategy", "fsdp")}
+    if "version" in sizes:
+        found["ACCEL__FSDP__FSDP_VERSION"] = str(sizes.pop("version"))
+    extensions = [name for key, name in (("tp", "tensor-parallel"), ("cp", "cp")) if key in sizes]
+    if extensions:
+        found["ACCEL__EXTENSIONS"] = ",".join(extensions)
+    if tp := sizes.pop("tp", None):
+        found["ACCEL__TENSOR_PARALLEL__TP_SIZE"] = str(tp)
+        found["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(PLAN)
+    if cp := sizes.pop("cp", None):
+        found["ACCEL__CP__SIZE"] = str(cp)
+        found["ACCEL__CP__BUFFERS"] = json.dumps({"0": 1, "1": 1})
+    return found | {f"ACCEL__FSDP__{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(("optimizer", "tied"), [("sgd", False), ("adamw", True)], ids=["SGD", "AdamW, tied"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_has_the_weights_of_one_process(grid, optimizer, tied):
+    world, sizes = GRIDS[grid]
+    given = optimizer, tied, "pp" in sizes
+    found, *_ = run_processes(
+        grids_job.trained, *given, world=world, environment=environment(sizes), timeout=200
+    )
+    for name, weight in plain(*given).items():
+        torch.testing.assert_close(
+            found[name], weight, rtol=1e-7, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+        )
