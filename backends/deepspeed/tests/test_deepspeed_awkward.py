@@ -104,6 +104,24 @@ def test_what_a_step_does_not_use_is_not_stepped_by_an_older_gradient(stage: int
             torch.testing.assert_close(found[name], each)
 
 
+def apart(stage: int) -> str:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = Turns()
+    model, _ = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(AccelError) as caught:
+        ours.backward(model(torch.ones(2, 4), ours.process_index).sum())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_use_different_parameters_of_equal_sizes_are_refused(stage: int) -> None:
+    for said in run_processes(apart, stage):
+        assert (
+            "backward used heads.0.weight, heads.0.bias, heads.1.weight, heads.1.bias on some ranks" in said
+        )
+        assert "zero_stage to 0 or 1" in said.splitlines()[-1]
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

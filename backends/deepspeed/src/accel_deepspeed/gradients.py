@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from accel_core import AccelError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
 
-__all__ = ["Gradients", "enter_once", "of"]
+    from accel_core import Collectives
+
+__all__ = ["Gradients", "enter_once", "of", "refuse_others_unused"]
 
 
 def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
@@ -48,6 +52,42 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
             enter()
 
     engine._backward_prologue = once
+
+
+def refuse_others_unused(engine: Any, control: Collectives) -> None:
+    """Have each backward of stages 2 and 3 end with an error where ranks used different parameters.
+
+    DeepSpeed reduces what each rank used, side by side in one buffer: it adds gradients of different
+    parameters where their sizes are equal, and aborts the process elsewhere. The ranks compare at the end
+    of a backward, before its last bucket.
+    """
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    optimizer, used = engine.optimizer, set[int]()
+    reduce_one = optimizer.reduce_independent_p_g_buckets_and_remove_grads
+    reduce_rest = optimizer.overlapping_partition_gradients_reduce_epilogue
+
+    def note(parameter: nn.Parameter, *group: int) -> None:
+        used.add(id(parameter))
+        reduce_one(parameter, *group)
+
+    def compare() -> None:
+        ranks = control.all_reduce(torch.tensor([key in used for key in names], dtype=torch.int32), "sum")
+        used.clear()
+        some = [
+            name
+            for name, count in zip(names.values(), ranks.tolist(), strict=True)
+            if 0 < count < control.size
+        ]
+        if some:
+            raise AccelError(
+                f"backward used {', '.join(some[:8])} on some ranks only ({len(some)} in all),"
+                " and ZeRO's stages 2 and 3 add gradients of different parameters\n"
+                "use the same parameters on all ranks, or set zero_stage to 0 or 1"
+            )
+        reduce_rest()
+
+    optimizer.reduce_independent_p_g_buckets_and_remove_grads = note
+    optimizer.overlapping_partition_gradients_reduce_epilogue = compare
 
 
 class Gradients:

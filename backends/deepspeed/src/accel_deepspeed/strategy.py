@@ -177,6 +177,8 @@ class DeepSpeed(SharedSequences, EngineState):
             clipping = unit.config.deepspeed_config.get("gradient_clipping") or 0.0
             fixed = self.config.deepspeed_config.get("gradient_clipping") not in (None, settings.AUTO, 0.0)
             self.gradients[unit] = gradients.of(engine, clipping, fixed)
+            if self.config.stage > 1 and self.run.world.size > 1:
+                gradients.refuse_others_unused(engine, self.run.collectives("control"))
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
