@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -156,12 +157,14 @@ class Awkward:
         ranks, self.without = accepted(run, work_awkward.saved, self.folder, world=world)
         self.saved: dict[str, Any] = ranks[0]
 
+    @cached_property
     def by_hand(self) -> work_awkward.Plain:
         """What the plain loop ends with."""
         plain: work_awkward.Plain
         (plain,) = self._run(work_awkward.by_hand, 0.9, self.without)
         return plain
 
+    @cached_property
     def natively(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """State of model and optimizer, loaded by the native way, which saves it again beside."""
         way = next(way for way in self._kit.ways if str(way) == "native@1")
@@ -179,10 +182,10 @@ def awkward(kit: Kit, run: Run, world: int) -> Awkward:
 
 
 def test_a_checkpoint_holds_what_state_dict_names(run: Run, awkward: Awkward) -> None:
-    plain = awkward.by_hand()
+    plain = awkward.by_hand
     (names,) = run(work_awkward.exported, awkward.folder)
     assert {*names} == {*plain.names}
-    _, loaded = awkward.natively()
+    _, loaded = awkward.natively
     assert loaded.keys() == plain.optimizer.keys()
     assert loaded.get("tally") == plain.optimizer.get("tally"), "the optimizer's own state is lost"
     assert work_awkward.keys_of(loaded) == work_awkward.keys_of(plain.optimizer), (
@@ -191,9 +194,9 @@ def test_a_checkpoint_holds_what_state_dict_names(run: Run, awkward: Awkward) ->
 
 
 def test_a_checkpoint_is_the_same_bit_for_bit_elsewhere(run: Run, awkward: Awkward, own: Way) -> None:
-    model, optimizer = awkward.natively()
+    model, optimizer = awkward.natively
     work_awkward.assert_equal(model, awkward.saved)
-    work_awkward.assert_moments(optimizer, awkward.by_hand().optimizer)
+    work_awkward.assert_moments(optimizer, awkward.by_hand.optimizer)
     back, *_ = run(
         work_awkward.loaded, own, f"{awkward.folder}-again", None, awkward.without, world=own.world
     )
