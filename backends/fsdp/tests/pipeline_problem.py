@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from datetime import timedelta
 
 import torch
@@ -59,6 +60,22 @@ class Bare(Gpt):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Sequence(nn.Sequential):
+    """Modules with names; a weight of the first stage has no dimension."""
+
+    def __init__(self):
+        super().__init__(OrderedDict(scale=Scale(), body=nn.Linear(2, 2), head=nn.Linear(2, 2)))
 
 
 class Repeated(Gpt):

@@ -221,6 +221,11 @@ def test_a_model_that_cannot_be_cut_is_refused(kind, options, words):
         assert words in said
 
 
+def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stages():
+    for said in run_processes(problem.unprepared, problem.Sequence, {"pp_size": 2}, world=2):
+        assert "scale.weight, []: a parameter without dimensions cannot be sharded" in said
+
+
 def test_a_module_that_is_registered_out_of_turn_is_named():
     said = run_processes(problem.unprepared, Muddled, {"pp_size": 2}, world=2)
     assert "norm is of stage 0" in said[1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
 from accel_fsdp.schedules import Pipe
 from accel_fsdp.sharded import Sharded, whole
-from accel_fsdp.wrapping import blocks, wraps
+from accel_fsdp.wrapping import blocks, ignored, refuse_unfit, wraps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -53,7 +53,11 @@ class Pipelined(Sharded):
         if phase == "parallelize":
             assert unit.mesh is not None
             group = unit.mesh.device_mesh.get_group("pp")
+            apart = {p for module in ignored(model, self.config) for p in module.parameters()}
+            sharded = {name: p for name, p in model.named_parameters() if p not in apart}
             self._pipes[unit] = Pipe(model, self.config, group, self.run.device, ref(unit))
+            # Of all stages, on all ranks: a rank alone would leave the others in a collective.
+            refuse_unfit(sharded, self.config.fsdp_version)
         if phase == "checkpoint" and self.config.activation_checkpointing and not blocks(model, self.config):
             if not wraps(model, self.config):
                 raise ConfigError(

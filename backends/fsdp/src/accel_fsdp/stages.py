@@ -113,15 +113,16 @@ def points_of(model: nn.Module, named: Sequence[str], stages: int) -> list[str]:
     modules = dict(model.named_modules())
     if not points:
         kinds = (nn.ModuleList, nn.Sequential)
-        lists = {name: len(module) for name, module in modules.items() if isinstance(module, kinds)}
-        longest = max(lists, key=lists.__getitem__, default="")
-        length = lists.get(longest, 0)
+        lists = {name: [*module._modules] for name, module in modules.items() if isinstance(module, kinds)}
+        longest = max(lists, key=lambda name: len(lists[name]), default="")
+        parts = lists.get(longest, [])
+        length = len(parts)
         if length < stages:
             raise ConfigError(
                 f"{type(model).__name__} has no list of modules that could be cut into {stages} stages\n"
                 "name the modules at which stages begin: fsdp.pp_split_points, or the model's pp_split_points"
             )
-        points = [f"{longest}.{stage * length // stages}".lstrip(".") for stage in range(1, stages)]
+        points = [f"{longest}.{parts[stage * length // stages]}".lstrip(".") for stage in range(1, stages)]
     if unknown := [name for name in points if name not in modules]:
         raise ConfigError(
             f"fsdp.pp_split_points: {type(model).__name__} has no module {unknown[0]!r}\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["Group", "blocks", "checkpointed", "groups", "ignored", "memory_order", "replace", "wraps"]
+__all__ = [
+    "Group",
+    "blocks",
+    "checkpointed",
+    "groups",
+    "ignored",
+    "memory_order",
+    "refuse_unfit",
+    "replace",
+    "wraps",
+]
 
 
 @frozen(eq=False)
@@ -199,9 +209,7 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in found:
         mine = group.parameters
-        for parameter in mine:
-            if reason := _unfit(parameter, version):
-                raise ConfigError(f"{names[parameter]}, {list(parameter.shape)}: {reason}")
+        refuse_unfit({names[parameter]: parameter for parameter in mine}, version)
         alike = mine if version == 1 else [p for p in mine if p.requires_grad]
         odd = next((p for p in alike if p.dtype != alike[0].dtype), None)
         if odd is not None:
@@ -210,6 +218,13 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
                 f" with {group.name or 'the model'}, as one tensor\n"
                 "give them one dtype, or choose fsdp.auto_wrap_policy so that they are in different blocks"
             )
+
+
+def refuse_unfit(parameters: Mapping[str, nn.Parameter], version: int) -> None:
+    """Raises ConfigError for one that torch's FSDP cannot shard, by name."""
+    for name, parameter in parameters.items():
+        if reason := _unfit(parameter, version):
+            raise ConfigError(f"{name}, {list(parameter.shape)}: {reason}")
 
 
 def _unfit(parameter: nn.Parameter, version: int) -> str | None:
