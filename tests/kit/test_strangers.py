@@ -81,6 +81,7 @@ def test_a_strategy_that_serves_few_networks_brings_one(
         "test_awkward_parameters_train_as_over_global_batches",
         "test_buffers_that_differ_by_rank_are_exported_as_the_first_ranks",
         "test_forward_runs_in_the_precision",
+        "test_layers_draw_alike_where_activations_are_alike",
         "test_ranks_may_run_out_of_batches",
     }
     assert found.facts["resumes"]["narrow@1"] == {"native+narrow@2": "passed"}

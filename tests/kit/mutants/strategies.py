@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from accel_core import OptimizerState, StepOutput, Topology, flat_range, hooks, implements, whole
+from accel_core import MeshDim, OptimizerState, StepOutput, Topology, flat_range, hooks, implements, whole
 
 
 class Averages:
@@ -303,6 +303,59 @@ class ForgetsScalars(Averages):
             parameter.grad.copy_(gradient)
 
 
+class DrawsAlike(Averages):
+    """Its ranks, which read different samples, begin with one seed."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        model.register_forward_pre_hook(lambda *_: torch.manual_seed(0))
+        return super().wrap_model(unit, model)
+
+
+class DrawsApart(Averages):
+    """All ranks have the same activations, and each draws a number of its own before a forward's first."""
+
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config, world):
+        return [MeshDim("twin", -1, 150, "model", alike=True)]
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        for module in model.children():
+            module.register_forward_pre_hook(lambda *_: torch.rand(self.run.world.rank))
+        return super().wrap_model(unit, model)
+
+
+class PermutesChannels(Averages):
+    """Takes the memory of a gradient for its elements, row by row."""
+
+    ndim = 4
+
+    def reduce(self, unit):
+        super().reduce(unit)
+        for parameter in unit.named_parameters().values():
+            if parameter.ndim == self.ndim and not parameter.is_contiguous():
+                parameter.grad = _memory(torch.empty_like(parameter).copy_(parameter.grad)).clone()
+
+
+class PermutesTransposed(PermutesChannels):
+    ndim = 2
+
+
+class UntiesItsModel(Averages):
+    """Trains the weight of a layer that shares it as that layer's own."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        seen = set()
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in seen:
+                    module._parameters[name] = nn.Parameter(parameter.detach().clone())
+                seen.add(parameter)
+        return super().wrap_model(unit, model)
+
+
 class AddsWhatThereIs(Averages):
     """Reduces in one buffer the gradients that this rank has, whatever parameters the others' are of."""
 
@@ -335,6 +388,14 @@ class ForgetsItsOptimizer(Averages):
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit, optimizer):
         return evolve(self.below.optimizer_state(unit, optimizer), own={})
+
+
+class DropsTheEmpty(Averages):
+    """Does not offer weights without elements."""
+
+    @implements(hooks.model_state)
+    def model_state(self, unit):
+        return {name: leaf for name, leaf in self.below.model_state(unit).items() if 0 not in leaf.shape}
 
 
 class SavesMemory(Averages):

@@ -1,0 +1,21 @@
+"""Level 3: random numbers are alike where the activations of ranks are, and different everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+from accel_core.testing.kit.plugin import Kit
+from accel_core.testing.kit.work_random import drawn
+
+Run = Callable[..., list[Any]]
+
+
+def test_layers_draw_alike_where_activations_are_alike(run: Run, kit: Kit, world: int) -> None:
+    kit.require_own_network()
+    for (place, mine), (other, others) in combinations(run(drawn, world=world), 2):
+        if place == other:
+            assert mine == others, f"two ranks at {place} have the same activations, and draw other numbers"
+        else:
+            assert not {*mine} & {*others}, f"the ranks at {place} and {other} draw the same numbers"
