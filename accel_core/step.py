@@ -154,7 +154,8 @@ class Accumulation:
             for window in self._windows:
                 window.ran()
         finally:
-            self._end_contexts(kind, error, trace)
+            if self._contexts is not None:
+                self._end_contexts(kind, error, trace)
         if not entered and kind is None:
             raise AccelError(
                 "accumulate was entered within accumulate of the same models: both were counted\n"
@@ -230,7 +231,11 @@ def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
             "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
             " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
         ) from error
-    lost = run.lost_peer("backward", error)
+    _tell_lost(run, "backward", error)
+
+
+def _tell_lost(run: Run, operation: str, error: RuntimeError) -> None:
+    lost = run.lost_peer(operation, error)
     if lost is not None:
         raise lost from error
 
@@ -345,13 +350,17 @@ def clip_norm(
     unit.window.ran()
     if not unit.window.boundary:
         return None
-    if unit.finishes:
-        unscale(unit)
     clip, norm = unit.steps.clip_grad_norm, None
-    if clip is None:
-        norm = clip_grad_norm_(parameters, max_norm, norm_type)
-    else:
-        norm = clip(unit, parameters, max_norm, norm_type)
+    try:
+        if unit.finishes:
+            unscale(unit)
+        if clip is None:
+            norm = clip_grad_norm_(parameters, max_norm, norm_type)
+        else:
+            norm = clip(unit, parameters, max_norm, norm_type)
+    except RuntimeError as error:
+        _tell_lost(unit.run, "clip_grad_norm_", error)
+        raise
     _look_again(unit)
     return norm
 
@@ -378,8 +387,12 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         unit.waiting.discard(optimizer)  # last: a closure computes gradients
         return True
     steps = unit.steps
-    _reduce(unit, optimizer)
-    applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
+    try:
+        _reduce(unit, optimizer)
+        applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
+    except RuntimeError as error:
+        _tell_lost(unit.run, "step", error)
+        raise
     unit.waiting.discard(optimizer)
     unit.reduced.pop(optimizer, None)
     unit.unscaled.add(optimizer)  # a scaler unscales what it steps

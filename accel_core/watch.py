@@ -90,8 +90,11 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
 
 def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
     """What an error of torch's own collectives means; None if it is no error of a lost connection."""
-    first = str(error).partition("\n")[0]
-    if _watch is None or run.world.store is None or not LOST.search(first):
+    first, trace = str(error).partition("\n")[0], error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    if _watch is None or run.world.store is None or not LOST.search(first) or not where.startswith(WAITING):
         return None
     store, others = _under(_watch.prefix, run.world.store), set(range(run.world.size)) - {run.world.rank}
     try:

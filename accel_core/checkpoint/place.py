@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from attrs import frozen
 
@@ -87,11 +88,13 @@ class Place:
         target = Path(os.path.realpath(parent / f"checkpoint_{number}" if directory is None else directory))
         try:
             seen = agree(control, lambda: begin(target, save_id) if first else None)
+            run.iteration = number + 1
+            place = cls(run, target, save_id, number, numbered, control.rank, domains, firsts, found, seen)
+            finalize(place, finish, save_id).atexit = False  # of one that Ctrl-C keeps from the caller
         except BaseException:  # of another rank, perhaps
             finish(save_id)
             raise
-        run.iteration = number + 1
-        return cls(run, target, save_id, number, numbered, control.rank, domains, firsts, found, seen)
+        return place
 
     @property
     def first(self) -> bool:

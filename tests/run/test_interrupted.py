@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
+from accel_core.checkpoint.place import Place
 from accel_core.world import DOING
 
 CORE = str(Path(accel_core.__file__).parent)
@@ -408,6 +409,20 @@ def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_lo
         problems += [interruption.where] * (inside is None or accelerator.run.accumulation is not None)
         accelerator.run.units[0].begin_anew()
     assert not problems
+
+
+def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, monkeypatch):
+    choose = Place.choose
+
+    def interrupted_choose(*arguments):
+        choose(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(Place, "choose", interrupted_choose)
+        script.save("other")
+    script.save("later")
+    assert not script.files()
 
 
 @pytest.mark.slow

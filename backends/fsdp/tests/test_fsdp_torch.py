@@ -12,7 +12,7 @@ from fsdp_problem import TIMEOUT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_core import Accelerator
+from accel_core import Accelerator, CollectiveError
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.experts import Spread
@@ -111,3 +111,22 @@ def reads_of_a_layer() -> int:
 
 def test_experts_wait_for_the_device_once() -> None:
     assert reads_of_a_layer() == 1
+
+
+def clipped_without_the_other() -> str:
+    run = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT])
+    model = run.prepare(nn.Linear(8, 8))
+    run.backward(model(torch.ones(1, 8)).sum())
+    if run.process_index:
+        run.end_training()
+        return "nothing"
+    try:
+        run.clip_grad_norm_(model.parameters(), 1.0)
+    except CollectiveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_clipping_has_lost_is_named() -> None:
+    said, _ = run_processes(clipped_without_the_other, world=2)
+    assert said.startswith("clip_grad_norm_: rank 0 lost rank 1 (")

@@ -71,7 +71,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # of buffers that are broadcast, or of buckets that are laid out
             run = RUNS.get(self, _no_run)()
-            lost = None if run is None or not _is_collectives(error) else run.lost_peer("forward", error)
+            lost = None if run is None else run.lost_peer("forward", error)
             if lost is None:
                 raise
             raise lost from error
@@ -166,14 +166,6 @@ def _checked(
 
 def _no_run() -> None:
     return None
-
-
-def _is_collectives(error: BaseException) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return where.startswith(("torch.distributed", parallel.distributed.__name__))
 
 
 def _asked(module: nn.Module) -> list[nn.Parameter]:
