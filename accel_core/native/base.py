@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from accel_core import hookspecs as hooks
 from accel_core import local_sgd
 from accel_core.binding import no_op
-from accel_core.errors import ConfigError
+from accel_core.errors import AccelError, ConfigError
 from accel_core.hookspecs import StepOutput, implements
 from accel_core.mesh import Mesh, arrange
 from accel_core.native import process_group
@@ -136,6 +136,12 @@ class Base(BaseState):
 
     @implements(hooks.place_model)
     def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+        named = (*model.named_parameters(), *model.named_buffers())
+        if empty := next((name for name, tensor in named if tensor.is_meta and device.type != "meta"), None):
+            raise AccelError(
+                f"prepare: {empty} of the {type(model).__name__} is on the meta device and has no values\n"
+                f"fill it before: model.to_empty(device={str(device)!r}), then load or reset its weights"
+            )
         return model.to(device)
 
     @implements(hooks.wrap_model)

@@ -177,6 +177,15 @@ def test_preparing_again_gives_the_same_objects(accelerator):
     assert accelerator.prepare(*first) == first
 
 
+def test_a_model_without_values_is_refused_by_the_name_of_a_weight(accelerator):
+    model = net()
+    model[0].to("meta")
+    with pytest.raises(AccelError, match=r"0.weight of the Sequential is on the meta device.*\n.*to_empty"):
+        accelerator.prepare(model)
+    model[0].to_empty(device="cpu")
+    assert accelerator.prepare(model) is model
+
+
 def test_an_optimizer_of_an_unprepared_model_is_refused(accelerator):
     with pytest.raises(AccelError, match=r"shape \(16, 6\) that no prepared model has"):
         accelerator.prepare(SGD(net().parameters(), lr=0.1))
