@@ -81,7 +81,8 @@ def test_a_dry_run_starts_nothing_and_says_where_each_value_comes_from(tmp_path)
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     (tmp_path / "accel.yaml").write_text("mixed_precision: bf16\n")
 
-    ended = accel("launch", "--nodes", "2", "-n", "8", "--dry-run", "train.py", "--lr", "1", cwd=tmp_path)
+    nodes = ("--nodes", "2", "--rendezvous", "10.0.0.1:29500")
+    ended = accel("launch", *nodes, "-n", "8", "--dry-run", "train.py", "--lr", "1", cwd=tmp_path)
 
     assert ended.returncode == 0
     told = ended.stdout.splitlines()
