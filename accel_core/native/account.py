@@ -66,12 +66,13 @@ def account(unit: Unit, number: int) -> Account:
     assert found.names is not None
     for key, value in told.items():
         name = value.canonical if isinstance(value, _Stand) else key
-        if name in found.names:
+        # Extra state goes back by set_extra_state, which a name of a weight does not.
+        if name in found.names and key.rpartition(".")[2] != "_extra_state":
             found.names[name].append(key)
         elif isinstance(value, Tensor) and value.is_meta:
             raise CheckpointError(
                 f"{type(model).__qualname__}.state_dict() computes {key!r} from weights, which may be in"
-                " parts or elsewhere\nkeep it in a buffer, or in get_extra_state"
+                " parts or elsewhere\nkeep it in a buffer, or as a value of its own in get_extra_state"
             )
         else:
             found.extra[key] = value

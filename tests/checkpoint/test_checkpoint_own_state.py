@@ -139,6 +139,20 @@ def test_what_is_computed_from_weights_is_refused_by_name(accelerator, tmp_path)
         accelerator.save_state(tmp_path / "ck")
 
 
+class Repeating(nn.Linear):
+    def get_extra_state(self):
+        return self.weight.detach()
+
+    def set_extra_state(self, state):
+        raise AssertionError("nothing was saved")
+
+
+def test_extra_state_that_is_a_weight_is_refused_by_name(accelerator, tmp_path):
+    accelerator.prepare(Repeating(2, 2))
+    with pytest.raises(CheckpointError, match=r"Repeating.state_dict\(\) computes '_extra_state'"):
+        accelerator.save_state(tmp_path / "ck")
+
+
 @pytest.mark.filterwarnings("ignore")  # torch will drop these layers
 def test_quantised_layers_are_refused_by_name(accelerator, tmp_path):
     if "fbgemm" not in torch.backends.quantized.supported_engines:
