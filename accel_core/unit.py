@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,7 @@ _WRAPPERS: Final = {
     "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",
 }
 """What torch.compile and activation checkpointing put into the names of what they wrap -> where they live."""
+_WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
 
 
 class Window:
@@ -315,7 +317,7 @@ class Unit:
 
 def own_name(model: nn.Module, name: str) -> str:
     """A name in the model without what torch's own wrappers add to it; a child of theirs may be called so."""
-    if not any(word in name for word in _WRAPPERS):
+    if not _WRAPPED(name):  # this runs for each parameter of each save
         return name
     module: nn.Module | None = model
     kept = []

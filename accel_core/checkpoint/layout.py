@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from accel_core.checkpoint.codec import bytes_of, name_of
 from accel_core.checkpoint.files import as_json, lay_out
-from accel_core.checkpoint.replicas import Replicas
+from accel_core.checkpoint.replicas import SMALL_BYTES, Replicas
 from accel_core.checkpoint.staging import staged, staging_device
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Layout"]
 
 Leaves = Mapping["Key", "Leaf"]
+_TOGETHER: Final = 256
+"""How many small tensors are written at once."""
 
 
 @define(eq=False)
@@ -82,7 +86,7 @@ class Layout:
         """
         tensors = self.tensors(leaves)
         device = staging_device(tensors)
-        return map(bytes_of, tensors if device is None else staged(tensors, device))
+        return _joined(tensors) if device is None else map(bytes_of, staged(tensors, device))
 
     def stage(self, leaves: Leaves) -> memoryview:
         """The body of the data file as it is now, copied into a buffer that the next save overwrites."""
@@ -105,6 +109,18 @@ class Layout:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, tensors)
         return self._buffer.numpy().data
+
+
+def _joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of the tensors, in order. Small ones are joined, for each part that is written costs time."""
+    for (dtype, small, _), group in groupby(
+        tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device)
+    ):
+        joined = (
+            small and dtype.is_floating_point and dtype.itemsize > 1
+        )  # torch copies no int4, warns of some
+        while several := [*islice(group, _TOGETHER if joined else 1)]:
+            yield bytes_of(_flatten_dense_tensors(several) if joined else several[0])
 
 
 def _described(declared: Declared) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from accel_core.checkpoint.find import find
 from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.plan import refuse
-from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.read import Checkpoint, fill
 from accel_core.checkpoint.series import history
 from accel_core.errors import CheckpointError
 from accel_core.native.account import owner_of, restore_extra
@@ -37,6 +37,7 @@ from accel_core.streams import check, reseed, restore, states
 from accel_core.watch import assemble
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.files import Manifest
     from accel_core.checkpoint.read import Stored
     from accel_core.run import Run
     from accel_core.unit import Unit
@@ -73,20 +74,32 @@ def load(
     control = run.collectives("control")
     agree(control, run.saver.settle if run.saver else lambda: None)  # one may have saved alone
     with without_collecting_garbage():
-        checkpoint = find(run, directory, missing_ok=missing_ok)
-        if checkpoint is None:
-            return None
-        restoration = agree(control, lambda: _compared(run, checkpoint, strict=strict))
-        agree(control, restoration.apply)
+        loaded = _load(run, directory, strict=strict, missing_ok=missing_ok)
+    if loaded is None:
+        return None
+    folder, manifest = loaded
     project = run.config.project
     if project.automatic_checkpoint_naming and run.world.first_of_disk(each_node=project.save_on_each_node):
-        run.kept.update(history(run, checkpoint.manifest))  # beside what this run has written
-    return checkpoint.folder
+        run.kept.update(history(run, manifest))  # beside what this run has written
+    return folder
 
 
-def _compared(run: Run, checkpoint: Checkpoint, *, strict: bool) -> Restoration:
-    with understanding(checkpoint.folder):
-        return Restoration(run, checkpoint, strict=strict)
+def _load(
+    run: Run, directory: str | os.PathLike[str] | None, *, strict: bool, missing_ok: bool
+) -> tuple[Path, Manifest] | None:
+    """The folder and manifest of what was loaded, if anything was; all else that loading made is dropped."""
+    control = run.collectives("control")
+    checkpoint = find(run, directory, missing_ok=missing_ok)
+    if checkpoint is None:
+        return None
+
+    def compared() -> Restoration:
+        with understanding(checkpoint.folder):
+            return Restoration(run, checkpoint, strict=strict)
+
+    restoration = agree(control, compared)
+    agree(control, restoration.apply)
+    return checkpoint.folder, checkpoint.manifest
 
 
 @frozen
@@ -107,14 +120,15 @@ class Problems:
 
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
         """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
-        there, here = (list(stored.shape), stored.layout), (list(leaf.global_shape), leaf.layout)
-        for word, one, other, noted in zip(
-            ("shape", "layout"), there, here, (self.found, self.fatal), strict=True
-        ):
-            if one != other:
-                noted.append(f"{what} has {word} {one} in the checkpoint, {other} here")
+        there, here = ([*stored.shape], stored.layout), ([*leaf.global_shape], leaf.layout)
+        if there != here:
+            for word, one, other, noted in zip(
+                ("shape", "layout"), there, here, (self.found, self.fatal), strict=True
+            ):
+                if one != other:
+                    noted.append(f"{what} has {word} {one} in the checkpoint, {other} here")
         for dtype in {tensor.dtype for _, tensor in leaf.shards}:
-            if not _holds(dtype, DTYPES[stored.dtype]):
+            if dtype != (saved := DTYPES[stored.dtype]) and not _holds(dtype, saved):
                 loss = f"{name_of(dtype)} here would lose digits"
                 self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
         return there == here
@@ -267,14 +281,16 @@ class Restoration:
 
     def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
         """Note what is to be copied; gives the names of what does not fit."""
-        misfits = set()
+        misfits, places = set(), []
         self._problems.compare(what, saved, leaves)
         for name, stored in saved.items():
             if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
                 stored.require(leaves[name])
-                self._copies.append((f"{what}{name}", partial(stored.fill, leaves[name])))
+                places.append((stored, leaves[name]))
             elif name in leaves:
                 misfits.add(name)
+        if places:
+            self._copies.append((what.removesuffix("/"), partial(fill, places)))
         return misfits
 
     def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:

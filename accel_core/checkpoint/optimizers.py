@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
 from accel_core.checkpoint.leaf import TensorTemplate
+from accel_core.checkpoint.read import fill
 from accel_core.errors import CheckpointError
 from accel_core.native.own import own_state, restore_own_state
 
@@ -212,7 +213,8 @@ def _fill_state(
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:
     unit.hooks.materialize_optimizer_state(unit, optimizer, template, plain)
-    leaves = unit.hooks.optimizer_state(unit, optimizer).leaves
+    leaves = unit.hooks.optimizer_state(unit, optimizer).leaves if tensors else {}
+    places = []
     for key, stored in tensors.items():
         leaf = leaves.get(key)
         if leaf is None or (leaf.global_shape, leaf.layout) != (stored.shape, stored.layout):
@@ -222,4 +224,5 @@ def _fill_state(
                 f" {stored.dtype} {list(stored.shape)}{layout}\n"
                 "its materialize_optimizer_state must offer what the template asks for"
             )
-        stored.fill(leaf)
+        places.append((stored, leaf))
+    fill(places)

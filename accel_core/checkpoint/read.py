@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from accel_core.checkpoint.codec import DTYPES, bytes_within, decode
 from accel_core.checkpoint.files import MANIFEST, DataFile, damaged
@@ -18,10 +21,12 @@ from accel_core.checkpoint.opened import Opened
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
 from accel_core.errors import CheckpointError
 
-__all__ = ["Checkpoint", "Stored"]
+__all__ = ["Checkpoint", "Stored", "fill"]
 
 STAGING_BYTES: Final = 16 << 20
 """What is read at a time, where a tensor is not read to where it belongs."""
+SMALL_ELEMENTS: Final = 1 << 14
+"""Of larger tensors each is read by itself, for then a read takes longer than asking for it."""
 
 
 @frozen
@@ -40,27 +45,18 @@ class Stored:
         """The whole tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
         self.require(whole(tensor))
-        self.fill(whole(tensor))
+        fill([(self, whole(tensor))])
         return tensor
 
     def number(self) -> float:
         """The value of a tensor of one element."""
         return float(self.tensor())
 
-    def fill(self, leaf: Leaf) -> None:
-        """Overwrite the parts of the leaf that this rank holds.
-
-        Raises:
-            CheckpointError: one of them is on another node.
-        """
-        self.require(leaf)
-        for offset, tensor in leaf.shards:
-            wanted = Box(tuple(offset), tuple(tensor.shape))
-            for box, (file, start) in self.boxes.items():
-                if box == wanted and _takes_bytes(tensor, self.dtype):
-                    file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
-                elif common := intersect(box, wanted):
-                    self._copy(tensor[_slices(common, wanted)], common, box, file, start)
+    def _join(self, tensor: Tensor, wanted: Box) -> None:
+        """Fill the tensor, which is this box of the whole, from the boxes it has parts of."""
+        for box, (file, start) in self.boxes.items():
+            if common := intersect(box, wanted):
+                self._copy(tensor[_slices(common, wanted)], common, box, file, start)
 
     def _copy(self, target: Tensor, part: Box, box: Box, file: DataFile, start: int) -> None:
         """Fill `target` with a part of a box, some rows of the file at a time."""
@@ -137,10 +133,10 @@ def _add_tensors(
                 each["kind"], tuple(each["shape"]), each["dtype"], each.get("layout"), lacks=lacks
             )
             stored = tensors.setdefault((unit, key), described)
-            if stored != described:
+            if stored is not described and stored != described:
                 raise ValueError(f"{key} is described otherwise by another rank")
             for offset, shape, start in each["boxes"]:
-                if {*map(type, (*offset, *shape, start))} != {int}:
+                if {*map(type, offset), *map(type, shape), type(start)} != {int}:
                     raise ValueError(f"{key} has a box that is not made of whole numbers")
                 bytes_within(data.record.size, stored.dtype, shape, start)
                 box = Box(tuple(offset), tuple(shape))
@@ -148,6 +144,48 @@ def _add_tensors(
                 if box in stored.boxes and (not files.manifest.domains or stored.boxes[box][0] is data):
                     raise ValueError(f"{key} {box} is there twice")
                 stored.boxes.setdefault(box, (data, start))
+
+
+def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
+    """Overwrite the parts of the leaves that this rank holds. Small tensors that are neighbours in a file are
+    read at once.
+
+    Raises:
+        CheckpointError: a part is on another node, or cannot be read.
+    """
+    small: dict[tuple[DataFile, str], list[tuple[int, Tensor]]] = defaultdict(list)
+    for stored, leaf in pairs:
+        stored.require(leaf)
+        for offset, tensor in leaf.shards:
+            wanted = Box(tuple(offset), tuple(tensor.shape))
+            file, start = stored.boxes.get(wanted, (None, 0))
+            if file is None:
+                stored._join(tensor, wanted)
+            elif 0 < wanted.volume <= SMALL_ELEMENTS:
+                small[file, stored.dtype].append((start, tensor))
+            elif _takes_bytes(tensor, stored.dtype):
+                file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
+            else:
+                stored._copy(tensor, wanted, wanted, file, start)
+    for (file, dtype), parts in small.items():
+        for start, targets in _neighbours(parts, DTYPES[dtype].itemsize):
+            source = file.tensor(dtype, (sum([target.numel() for target in targets]),), start)
+            torch._foreach_copy_(targets, _unflatten_dense_tensors(source, targets))
+
+
+def _neighbours(parts: Iterable[tuple[int, Tensor]], itemsize: int) -> Iterator[tuple[int, list[Tensor]]]:
+    """Where in the file the first starts, and all, of tensors that follow each other there without a gap."""
+    run: list[Tensor] = []
+    first = end = 0
+    for start, tensor in sorted(parts, key=itemgetter(0)):
+        if run and (start != end or end - first >= STAGING_BYTES):
+            yield first, run
+            run = []
+        first = start if not run else first
+        run.append(tensor)
+        end = start + tensor.numel() * itemsize
+    if run:
+        yield first, run
 
 
 def _takes_bytes(tensor: Tensor, dtype: str) -> bool:

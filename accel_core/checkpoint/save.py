@@ -97,11 +97,12 @@ class Saver:
         agree(self.control, self.settle)
         with without_collecting_garbage():
             self._flight = flight = self._snapshot(directory, step, wait=wait)
-        if not wait:
+            if wait:  # before garbage is collected again: it drops most of what was made for it
+                flight.run()
+        if wait:
+            self.settle()
+        else:
             flight.start()
-            return flight.place.target
-        flight.run()
-        self.settle()
         return flight.place.target
 
     def _snapshot(self, directory: str | os.PathLike[str] | None, step: int | None, *, wait: bool) -> Flight:

@@ -1,0 +1,73 @@
+"""Many small tensors: neighbours are read and written together, and come back to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_core import Accelerator
+from accel_core.checkpoint.codec import bytes_of
+from accel_core.checkpoint.files import DataFile
+from accel_core.checkpoint.layout import _joined
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+)
+
+
+class Many(nn.Module):
+    """Three hundred small buffers of several dtypes, and some of odd shapes and strides."""
+
+    def __init__(self, seed):
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        for number in range(300):
+            size = 1 + number % 5
+            values = torch.randint(0, 2, (size, 3), generator=made)
+            self.register_buffer(f"b{number}", values.to(DTYPES[number // 20 % len(DTYPES)]))
+        odd = torch.randn(4, 6, generator=made)
+        for name, tensor in {
+            "turned": odd.t(),
+            "every_other": odd[:, ::2],
+            "number": odd[0, 0].clone(),
+            "empty": odd[:0],
+            "large": torch.randn(200, 200, generator=made),
+        }.items():
+            self.register_buffer(name, tensor)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_small_tensors_come_back_to_the_bit_by_a_few_reads(tmp_path, monkeypatch, wait):
+    accelerator = Accelerator(device="cpu")
+    model = accelerator.prepare(Many(seed=1))
+    accelerator.save_state(tmp_path / "ck", wait=wait)
+    accelerator.wait_for_checkpoint()
+    before = {name: bytes(bytes_of(tensor)) for name, tensor in model.state_dict().items()}
+    for name, tensor in Many(seed=2).state_dict().items():
+        model.get_buffer(name).copy_(tensor)
+    reads = []
+    read = DataFile.read
+    monkeypatch.setattr(DataFile, "read", lambda *given: reads.append(read(*given)))
+    accelerator.load_state(tmp_path / "ck")
+    accelerator.end_training()
+    assert {name: bytes(bytes_of(tensor)) for name, tensor in model.state_dict().items()} == before
+    assert len(reads) < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32, torch.uint4, torch.complex64])
+def test_parts_that_are_written_together_are_the_bytes_of_each(dtype):
+    base = torch.arange(96, dtype=torch.uint8).view(dtype)
+    tensors = [base, base[:0], base[:1].view(()), *base.split(1)]
+    if dtype is not torch.uint4:
+        tensors += [base[::2], base.view(2, -1).t()]
+    if dtype.is_complex:
+        tensors += [base.conj(), base.conj().imag]
+    joined = b"".join(bytes(part) for part in _joined(tensors))
+    assert joined == b"".join(bytes(bytes_of(tensor)) for tensor in tensors)
