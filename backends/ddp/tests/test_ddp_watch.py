@@ -291,9 +291,10 @@ def test_hooks_that_would_see_unreduced_gradients_are_refused_in_prepare() -> No
     )
 
 
-def odd_buffer() -> str:
+def odd_parameter() -> str:
     run, model = accelerator(), net()
-    model.register_buffer("codes", torch.zeros(3, dtype=torch.int16))
+    codes = nn.Parameter(torch.zeros(3, dtype=torch.int16), requires_grad=False)
+    model.register_parameter("codes", codes)
     try:
         run.prepare(model)
     except AccelError as error:
@@ -301,8 +302,47 @@ def odd_buffer() -> str:
     return ""
 
 
-def test_a_buffer_that_no_group_carries_is_named() -> None:
-    assert all("codes (torch.int16)" in found for found in run_processes(odd_buffer))
+def test_a_parameter_that_no_group_carries_is_named() -> None:
+    assert all("codes (torch.int16)" in found for found in run_processes(odd_parameter))
+
+
+ODD = (torch.int16, torch.uint16, torch.float8_e4m3fn)
+
+
+def odd_buffers() -> list[list[float]]:
+    run, model = accelerator(), net()
+    for number, dtype in enumerate(ODD):
+        values = torch.full((2, 3), 1.0 + 2 * rank()).to(dtype)
+        model.register_buffer(f"codes{number}", values if number else values[0, 0].clone())
+    given, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found: list[list[float]] = []
+
+    def look() -> None:
+        found.append([each.float().mean().item() for name, each in model.named_buffers() if "codes" in name])
+
+    def fill(value: float) -> None:
+        for name, each in model.named_buffers():
+            if "codes" in name:
+                each.copy_(torch.full((), value).to(each.dtype))
+
+    look()
+    fill(4.0 + 4 * rank())
+    (x, y), *_ = batches(1, rank())
+    given(x)
+    look()
+    with run.join_uneven_inputs([given]):
+        for _ in range(1 + rank()):
+            run.backward(F.mse_loss(given(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            fill(6.0 + 2 * rank())
+    look()
+    run.end_training()
+    return found
+
+
+def test_buffers_that_no_group_carries_travel_as_bytes() -> None:
+    assert run_processes(odd_buffers) == [[[1.0] * 3, [4.0] * 3, [8.0] * 3]] * 2
 
 
 def released() -> tuple[int, int]:

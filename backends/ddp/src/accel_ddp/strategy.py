@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from accel_core import AccelError, ConfigError, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
-from accel_ddp.watch import RUNS, DistributedDataParallel, follow, refuse_hooks
+from accel_ddp.watch import CARRIED, RUNS, DistributedDataParallel, follow, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DataParallel"]
 
-_CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-_CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 _NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -113,10 +111,10 @@ def _named(model: nn.Module) -> Iterator[None]:
         if "scalar type" not in str(error):
             raise
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in _CARRIED]
+        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in CARRIED]
         raise ConfigError(
             f"ddp: the process group does not carry {', '.join(odd) or 'a dtype of this model'}: {error}\n"
-            "keep it in another dtype, or outside the model's buffers"
+            "keep it in another dtype, or a buffer contiguous()"
         ) from error
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from accel_core import Run, Unit
 
-__all__ = ["RUNS", "DistributedDataParallel", "follow", "refuse_hooks"]
+__all__ = ["CARRIED", "RUNS", "DistributedDataParallel", "follow", "refuse_hooks"]
 
 _READY: Final = "ready"
 RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
@@ -32,6 +33,15 @@ _REASONS: Final = {
     "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced"
     " (accelerator.sync_gradients = True stands before the forward)",
 }
+_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"
+"""Where torch's wrapper looks for what it is to leave alone."""
+CARRIED: Final = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    }
+)
+"""The dtypes that every process group carries."""
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -45,9 +55,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     awaited: list[str]
     last: str | None
     late: set[Tensor]
+    _odd: list[str]
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
-        super().__init__(module, **arguments)
+        # Process groups carry no int16 or float8: torch leaves such buffers alone, and their bytes travel.
+        self.__dict__["_odd"] = odd = _odd_buffers(module)
+        with _ignoring(module, odd):
+            super().__init__(module, **arguments)
+        if odd and self.forward_sync_buffers:
+            self._default_broadcast_coalesced(self._odd_bytes())  # type: ignore[no-untyped-call]
         asked = _asked(module)
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
         ignored = self.parameters_to_ignore
@@ -75,6 +91,22 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if lost is None:
                 raise
             raise lost from error
+
+    def _assign_modules_buffers(self) -> None:
+        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        self.modules_buffers += self._odd_bytes()
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
+        if self._odd and self.forward_sync_buffers:
+            self._default_broadcast_coalesced(  # type: ignore[no-untyped-call]
+                self._odd_bytes(), authoritative_rank=self._authoritative_rank
+            )
+
+    def _odd_bytes(self) -> list[Tensor]:
+        """The memory of the buffers that cannot travel otherwise; they may be others by now."""
+        buffers = dict(self.module.named_buffers()) if self._odd else {}
+        return [buffers[name].detach().view(-1).view(torch.uint8) for name in self._odd if name in buffers]
 
     def refuse(self, last: str | None) -> None:
         """Raises AccelError: the gradients are this rank's alone. `last`: of the last backward."""
@@ -199,3 +231,22 @@ def _noting(model: DistributedDataParallel, number: int) -> Callable[[Tensor], N
             awaited[number] = "used"
 
     return note
+
+
+def _odd_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that no group carries, and whose bytes lie side by side."""
+    buffers = module.named_buffers()
+    return [name for name, each in buffers if each.dtype not in CARRIED and each.is_contiguous()]
+
+
+@contextmanager
+def _ignoring(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Have torch's wrapper leave these alone too, while it is made."""
+    before = module.__dict__.get(_IGNORED)
+    module.__dict__[_IGNORED] = [*(before or ()), *names]
+    try:
+        yield
+    finally:
+        del module.__dict__[_IGNORED]
+        if before is not None:
+            module.__dict__[_IGNORED] = before
