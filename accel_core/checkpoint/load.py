@@ -218,6 +218,8 @@ class Restoration:
                 found = f"{alias} was tied to {owner}, and is not tied to it here"
                 self._problems.found.append(f"{unit.name}: {found}")
         tensors = self._tensors(unit)
+        if unit.aliases:
+            self._compare_state_of_tied(unit, saved["optimizers"])
         leaves = without_apart(unit, unit.hooks.model_state(unit))
         misfits = self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
         self._extra(unit, without_apart(unit, saved["extra"]))
@@ -278,6 +280,28 @@ class Restoration:
                     differ = f"{first} and {key} differ in the checkpoint, and are one here, by a tie"
                     self._problems.found.append(f"{unit.name}: {differ}")
         return found
+
+    def _compare_state_of_tied(self, unit: Unit, optimizers: Sequence[Mapping[str, Any]]) -> None:
+        """Note weights that are one here, by a tie, and of which optimizers kept other things."""
+        kept: dict[str, dict[str, set[str]]] = {}
+        keys = [key.partition("/") for name, key in self.checkpoint.tensors if name == unit.name]
+        for owner in [rest for sort, _, rest in keys if sort == "model"]:
+            kept.setdefault(unit.aliases.get(owner, owner), {})[owner] = set()
+        for owner, _, part in [rest.rpartition("/") for sort, _, rest in keys if sort == "optimizer"]:
+            kept.get(unit.aliases.get(owner, owner), {}).setdefault(owner, set()).add(part)
+        for each in optimizers:
+            for group in self.checkpoint.decode(each["groups"], f"units.{unit.name} groups"):
+                for name in group["params"]:
+                    kept.get(unit.aliases.get(name, name), {}).setdefault(name, set()).add("a group")
+        for (first, had), *others in [[*each.items()] for each in kept.values() if each]:
+            for name, has in others:
+                if had != has:
+                    words = [", ".join(sorted(each)) or "nothing" for each in (had, has)]
+                    kinds = f"{first} has {words[0]}; {name} has {words[1]}"
+                    differ = (
+                        f"differ in what their optimizer has of them ({kinds}), and are one here, by a tie"
+                    )
+                    self._problems.found.append(f"{unit.name}: {first} and {name} {differ}")
 
     def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
         """Note what is to be copied; gives the names of what does not fit."""

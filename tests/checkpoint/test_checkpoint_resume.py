@@ -462,6 +462,33 @@ def test_parameters_with_two_rates_do_not_load_into_tied_ones(prepared, tmp_path
         tied.accelerator.load_state(tmp_path / "here")
 
 
+@pytest.mark.parametrize("lacks", ["state", "group"])
+def test_one_weight_that_was_stepped_and_one_that_was_not_do_not_load_into_tied_ones(
+    prepared, tmp_path, lacks
+):
+    def apart():
+        model = Tied(False)
+        model.load_state_dict({name: torch.ones(6, 6) for name in model.state_dict()})
+        return model
+
+    def optimizer(parameters):
+        embedding, head = parameters
+        made = torch.optim.AdamW([embedding, head] if lacks == "state" else [embedding], lr=0.0)
+        embedding.grad = torch.ones(6, 6)
+        made.step()
+        made.zero_grad()
+        return made
+
+    prepared(apart, optimizer).accelerator.save_state(tmp_path / "here")
+    tied = prepared(lambda: Tied(True))
+    with pytest.raises(
+        CheckpointError, match=r"embedding\.weight has a group, exp_avg, .*; head\.weight has"
+    ):
+        tied.accelerator.load_state(tmp_path / "here")
+    tied.accelerator.load_state(tmp_path / "here", strict=False)
+    assert tied.optimizer.state[tied.raw.head.weight]["step"] == 1
+
+
 def test_frozen_parameters_come_back_without_optimizer_state(prepared, tmp_path):
     def frozen():
         model = network()
