@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accel_core import Accelerator, AccelError
 from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp.unused import followed
 
 Used = Sequence[Sequence[int]]
 """Of each step: which heads rank 0 uses, and which rank 1."""
@@ -163,3 +164,70 @@ def test_blocks_that_only_some_ranks_run_are_named() -> None:
     blocks = {"transformer_cls_names_to_wrap": ["Linear"]}
     for said in run_processes(refused, [[[0], [1]]], blocks):
         assert "only some ranks ran the modules of heads.0.weight" in said
+
+
+class Stage(nn.Module):
+    """Three experts, of which `used` are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.used: Sequence[int] = range(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack([self.experts[each](x) for each in self.used]).sum(0)
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.one, self.other = nn.Linear(6, 6), Stage(), Stage()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(self.first(x))))
+
+
+def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> tuple[dict[str, Tensor], list[bool]]:
+    """Three steps of two micro-batches on each of two readers. used: of each reader and micro-batch."""
+    net = Stages().double()
+    stages = FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=["other"])
+    plugins = [TIMEOUT, stages] if pipeline else []
+    run = Accelerator(device="cpu", strategy="fsdp" if pipeline else "single", plugins=plugins)
+    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def loss(model: Any, batch: tuple[int, int, Tensor]) -> tuple[Tensor, None]:
+        reader, number, x = batch
+        for stage in (net.one, net.other):
+            stage.used = used[reader][number] if used else range(3)
+        return model(x).square().mean(), None
+
+    for step in range(3):
+        x = torch.randn(2, 2, 5, 6, generator=torch.Generator().manual_seed(step)).double()
+        batches = [[(reader, number, x[reader, number]) for number in range(2)] for reader in range(2)]
+        if pipeline:
+            run.forward_backward(model, iter(batches[run.run.topology.reader]), loss, microbatches=2)
+        else:
+            for batch in batches[0] + batches[1]:
+                (loss(model, batch)[0] / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    compares = [each.compares for each in followed([model])]
+    run.end_training()
+    return found, compares
+
+
+@pytest.mark.parametrize(
+    "used",
+    [[[[0], [0]], [[1], [1]]], [[[0], [2, 0]], [[1], [0]]], None],
+    ids=["reader", "micro-batch", "all"],
+)
+def test_ranks_that_share_a_stage_of_a_pipeline_use_different_parameters(
+    used: list[list[list[int]]] | None,
+) -> None:
+    wanted, _ = in_a_pipeline(used, pipeline=False)
+    for found, compares in run_processes(in_a_pipeline, used, True, world=4):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14, msg=name)
+        assert compares == [used is not None]

@@ -29,8 +29,6 @@ __all__ = ["Pipelined"]
 class Pipelined(Sharded):
     """As `Sharded`, of a model whose stages are on different ranks."""
 
-    reduces_once = False  # each stage and micro-batch has a backward of its own
-
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
         self._pipes: WeakKeyDictionary[Unit, Pipe] = WeakKeyDictionary()

@@ -41,9 +41,6 @@ __all__ = ["Sharded"]
 class Sharded(FullyShardedDataParallel):
     """`fully_shard` of each group."""
 
-    reduces_once = True
-    """Whether one backward of a window reduces all gradients of a model."""
-
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
@@ -92,7 +89,7 @@ class Sharded(FullyShardedDataParallel):
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
             _give_whole_state_dicts(model)
-        if self.mesh.size() > 1 and self.reduces_once:
+        if self.mesh.size() > 1:
             Unused(unit, model, self.mesh, always=self.config.find_unused_parameters)
         return model
 
