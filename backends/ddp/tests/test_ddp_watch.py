@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,6 +290,44 @@ def test_hooks_that_would_see_unreduced_gradients_are_refused_in_prepare() -> No
     assert all(
         "ddp: 0.weight of the Sequential has a hook" in found for found in run_processes(hooked_before)
     )
+
+
+def unseen(kind: str, folder: str) -> str:
+    """Train apart in a way that no step notices, then save: the error of the save."""
+    run = accelerator(DistributedDataParallelKwargs(static_graph=kind == "two backwards"))
+    given = net()
+    optimizer: Any = torch.optim.SGD(given.parameters(), lr=0.1)
+    if kind == "unprepared":
+        model = run.prepare(given)
+    else:
+        model, optimizer = run.prepare(given, optimizer)
+    for x, y in batches(2, rank()):
+        if kind == "unprepared":
+            F.mse_loss(given(x), y).backward()
+        elif kind == "by hand":
+            parameters = list(given.parameters())
+            found = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
+        else:
+            loss = F.mse_loss(model(x), y)
+            run.backward(loss, retain_graph=True)
+            run.backward(2 * loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        run.save_state(folder)
+    except AccelError as error:
+        return str(error)
+    finally:
+        run.end_training()
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["unprepared", "by hand", "two backwards"])
+def test_ranks_that_no_step_sees_drift_are_refused_by_the_next_save(tmp_path: Path, kind: str) -> None:
+    for told in run_processes(unseen, kind, str(tmp_path / "ck")):
+        assert "ranks hold different contents of what should be the same on all" in told
 
 
 def odd_parameter() -> str:
