@@ -40,6 +40,10 @@ def measure(peers: str | None, count: int = 5) -> list[Row]:
         rows.append(
             Row(f"training blocked by a save, {what}", raw, theirs, None, ours, bar(found, case), "ms")
         )
+        raw, ours = (statistics.median(found[name]["load"]) for name in (HERE[0], HERE[-1]))
+        theirs = statistics.median(found["accelerate"]["load"]) if peers else None
+        limit = "≤ 2000 ms" if case == "small" else ""
+        rows.append(Row(f"loading, {what}", raw, theirs, None, ours, limit, "ms"))
         copy, checksums = (statistics.median(found[HERE[-1]][figure]) for figure in ("copy", "replicas"))
         leaves = 4 * SHAPES[case][0]
         limit = f"≤ {0.15 * copy + leaves * 0.01:.0f} ms (0.15 copies + 10 µs a tensor)"
