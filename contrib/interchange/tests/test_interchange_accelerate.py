@@ -213,6 +213,14 @@ def test_a_folder_of_a_sharded_strategy_is_pointed_elsewhere(theirs, contents):
         accelerate.read(theirs, contents)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank1.bin"])
+def test_a_folder_of_the_parts_of_ranks_says_how_to_save_it_anew(theirs, contents, name):
+    (theirs / "model.safetensors").rename(theirs / name)
+
+    with pytest.raises(CheckpointError, match=rf"{name}.*\nload it with Accelerate, .* FULL_STATE_DICT"):
+        accelerate.read(theirs, contents)
+
+
 class Code:
     def __init__(self, file):
         self.file = file

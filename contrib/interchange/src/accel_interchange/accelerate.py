@@ -79,6 +79,13 @@ def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
         or _series(folder, _SHARDED, ".bin")
         or _folders(folder, _SHARDED)
     )
+    if not files and (parts := sorted(folder.glob(f"{_SHARDED}*_rank*.bin"))):
+        raise CheckpointError(
+            f"{folder} has the part of each rank in a file of its own ({parts[0].name}), which only FSDP"
+            " wrapped as it was then can put together\n"
+            "load it with Accelerate, and save it there with fsdp_state_dict_type FULL_STATE_DICT",
+            path=str(folder),
+        )
     if not files:
         raise CheckpointError(
             f"{folder} has neither model.safetensors nor pytorch_model.bin, {_SHARDED}.bin or {_SHARDED}_0\n"
