@@ -203,7 +203,8 @@ class States:
         """The model's whole state by its own names and order, on every rank; do not write to it. Collective.
 
         Buffers that each rank has for itself, such as batch norm's statistics under ddp, are this rank's;
-        checkpoints and `save_model` hold rank 0's.
+        checkpoints and `save_model` hold rank 0's. Extra state (`get_extra_state`) is this rank's too, and
+        checkpoints hold every rank's.
         unwrap: False gives what the wrapped model's own `state_dict` gives.
         """
         from accel_core import weights  # late: start-up need not wait for it
