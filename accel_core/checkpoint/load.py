@@ -447,8 +447,15 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             known["schedulers"] = unit["schedulers"]
             known["aliases"].update(unit["aliases"])
             known["extra"].update(unit["extra"])
-            known["optimizers"] += unit["optimizers"]
+            told = [_names(each) for each in unit["optimizers"]]
+            others = [each for each in known["optimizers"] if _names(each) not in told]
+            known["optimizers"] = others + unit["optimizers"]
     return found
+
+
+def _names(optimizer: Mapping[str, Any]) -> set[str]:
+    """Parameters of an optimizer that a rank has described; where they are the same, so is the optimizer."""
+    return {name for group in optimizer["groups"] for name in group["params"]}
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:

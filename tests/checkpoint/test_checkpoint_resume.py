@@ -17,7 +17,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 from accel_core import Accelerator
 from accel_core.checkpoint import flight
 from accel_core.checkpoint.commit import begin, finish, new_save_id, partial_folder
-from accel_core.checkpoint.load import load
+from accel_core.checkpoint.load import _joined, load
 from accel_core.checkpoint.save import save
 from accel_core.errors import CheckpointError
 
@@ -902,3 +902,14 @@ def test_weights_that_the_program_keeps_itself_are_neither_saved_nor_loaded(tmp_
     one.accelerator.run.apart = []
     with pytest.raises(CheckpointError, match="missing in the checkpoint: unit0: model/weight"):
         one.accelerator.load_state(tmp_path / "here")
+
+
+def test_an_optimizer_that_two_ranks_have_described_is_one():
+    def described(*names, calls):
+        return {"class": "Tallying", "groups": [{"params": list(names)}], "own": {"rest": {"calls": calls}}}
+
+    def unit(*optimizers):
+        return {"unit0": {"aliases": {}, "extra": {}, "optimizers": list(optimizers), "schedulers": []}}
+
+    first, same, other = described("a", "b", calls=1), described("b", "a", calls=2), described("c", calls=3)
+    assert _joined([unit(first), unit(same, other)])["unit0"]["optimizers"] == [other, first]

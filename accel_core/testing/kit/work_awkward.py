@@ -121,8 +121,10 @@ def _whole(model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _here(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies that the process of the check can read."""
-    found: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), dict(state))
+    """Copies that the process of the check can read; None for what only other ranks hold."""
+    found: dict[str, Any] = tree_map_only(
+        Tensor, lambda tensor: None if tensor.is_meta else tensor.detach().cpu().clone(), dict(state)
+    )
     return found
 
 

@@ -62,6 +62,13 @@ class Bare(Gpt):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Counted(Gpt):
+    """Has state that is neither a parameter nor a buffer."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()

@@ -209,6 +209,7 @@ def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader):
     ("kind", "options", "words"),
     [
         (Bare, {}, "has weights of its own: scale"),
+        (problem.Counted, {}, "state_dict() has _extra_state, which are neither parameters nor buffers"),
         (problem.Repeated, {}, "blocks.0.norm is one module of stages 0 and 1"),
         (Gpt, {"activation_checkpointing": True}, "name its blocks"),
         (Gpt, {"pp_split_points": ["blocks.9"]}, "no module 'blocks.9'"),

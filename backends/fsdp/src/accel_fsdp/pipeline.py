@@ -53,6 +53,7 @@ class Pipelined(Sharded):
             group = unit.mesh.device_mesh.get_group("pp")
             apart = {p for module in ignored(model, self.config) for p in module.parameters()}
             sharded = {name: p for name, p in model.named_parameters() if p not in apart}
+            _refuse_own_state(model)
             self._pipes[unit] = Pipe(model, self.config, group, self.run.device, ref(unit))
             # Of all stages, on all ranks: a rank alone would leave the others in a collective.
             refuse_unfit(sharded, self.config.fsdp_version)
@@ -148,6 +149,17 @@ class Pipelined(Sharded):
         raise AccelError(
             f"unit {unit.name!r} is a pipeline: no rank has the modules of all its stages\n"
             "read whole weights one by one: accelerator.iter_weights(model)"
+        )
+
+
+def _refuse_own_state(model: nn.Module) -> None:
+    """State that only the rank of a stage would have right: others keep modules that do not run."""
+    tensors = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    if own := sorted(model.state_dict().keys() - {name for each in tensors for name, _ in each}):
+        raise ConfigError(
+            f"state_dict() has {', '.join(own[:8])}, which are neither parameters nor buffers;"
+            " a checkpoint of a pipeline would hold what the first rank has, whichever stage runs them\n"
+            "make them buffers, or set fsdp.pp_size: 1"
         )
 
 
