@@ -2,7 +2,8 @@
 
 JSON alone turns tuples into lists and integer keys into text, and knows no infinity: a scheduler
 restored from it skips its milestones. Here what JSON cannot say is an object with one key that
-starts with "$" (docs/checkpoint-format.md lists them). Decoding builds data only, it runs no code.
+starts with "$" (docs/checkpoint-format.md lists them). Decoding builds data only: it imports nothing,
+and calls nothing that a file names.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import sys
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +153,8 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
             raise _refusal(path, f"{odd} is not plain data")
         if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
             return {"$stored": store(path, value.detach())}
+    if (named := _of_class(value)) is not None:
+        return {tag: encode(body, path, store) for tag, body in named.items()}
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
     if tag is None or (tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS):
         raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data", _instead_of(value))
@@ -172,7 +176,7 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
         return {key: decode(item, f"{path}.{key}", fetch) for key, item in value.items()}
     body = decode(value[tag], path, fetch)
     try:
-        return fetch(body) if tag == "$stored" else _TAGS[tag][2](body)
+        return fetch(body) if tag == "$stored" else _MAKE[tag](body)
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         # Whatever a damaged or crafted body makes of the constructors.
         about = f"{path}: {tag} is unknown or malformed ({error})"
@@ -206,12 +210,53 @@ def _refusal(path: str, problem: str, remedy: str = _REMEDY) -> CheckpointError:
     return CheckpointError(f"{path} cannot be stored: {problem}\n{remedy}")
 
 
+def _of_class(value: Any) -> dict[str, list[Any]] | None:
+    """Tag and body of an enum's member or a named tuple whose class a reader can find by its name."""
+    kind = type(value)
+    home = [kind.__module__, kind.__qualname__]
+    if isinstance(value, Enum) and value.name in kind.__members__ and _class_at(*home) is kind:
+        return {"$enum": [*home, value.name]}
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and _class_at(*home) is kind:
+        return {"$named": [*home, list(value)]}
+    return None
+
+
+def _class_at(module: str, name: str) -> Any:
+    """A class that this program has imported already; None where it has not."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr would import, where modules are lazy
+    return found
+
+
+def _member(body: Any) -> Any:
+    kind = _imported(*body[:2], Enum)
+    return kind.__members__[body[2]]
+
+
+def _named_tuple(body: Any) -> Any:
+    kind = _imported(*body[:2], tuple)
+    if len(body[2]) != len(kind._fields):
+        raise ValueError(f"{body[1]} has the fields {', '.join(kind._fields)}")
+    return tuple.__new__(kind, body[2])
+
+
+def _imported(module: str, name: str, base: type) -> Any:
+    found = _class_at(module, name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise CheckpointError(
+            f"the checkpoint holds a {module}.{name}, and this program has no such class\n"
+            f"import {module} before load_state(), which imports nothing itself"
+        )
+    return found
+
+
 def _instead_of(value: Any) -> str:
-    """How to store what only its own class can make again: loading imports no class that a file names."""
+    """How to store what only a class that cannot be found by its name can make again."""
     if isinstance(value, Enum):
-        return "let state_dict() return its .value, and load_state_dict() make the member of it"
+        return "define the enum at the top level of a module, or let state_dict() return its member's .value"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return "let state_dict() return its _asdict(), and load_state_dict() make the tuple of it"
+        return "define the named tuple at the top level of a module, or let state_dict() return its _asdict()"
     return _REMEDY
 
 
@@ -309,5 +354,7 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
     "$scalar": (np.generic, _of_array, lambda body: _array(body)[()]),
 }
 """Tag -> type, what its body is made of (encoded in turn), and how it is made of the decoded body."""
+
+_MAKE: Final = {tag: make for tag, (_, _, make) in _TAGS.items()} | {"$enum": _member, "$named": _named_tuple}
 
 _TAG_OF: Final = {kind: tag for tag, (kind, _, _) in _TAGS.items()} | {torch.nn.Parameter: "$tensor"}

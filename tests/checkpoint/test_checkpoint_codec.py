@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import datetime, time, timedelta, timezone
-from enum import IntEnum
+from enum import Enum, IntEnum
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +20,19 @@ from hypothesis import strategies as st
 
 from accel_core.checkpoint.codec import decode, encode
 from accel_core.errors import CheckpointError
+
+
+class Phase(Enum):
+    WARM_UP = "warm-up"
+    DECAY = ("cosine", 0.1)
+
+
+class Best(NamedTuple):
+    score: float
+    step: int
+
+    class Where(IntEnum):
+        VALIDATION = 1
 
 
 def there_and_back(value):
@@ -43,13 +58,16 @@ SCALARS = st.one_of(
     st.timedeltas(),
     st.times(timezones=st.none() | ZONES),
     st.datetimes(timezones=st.none() | ZONES),
+    st.sampled_from([*Phase, *Best.Where]),
     st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).flatmap(
         lambda text: st.sampled_from([Path(text), PurePosixPath(text), PureWindowsPath(text)])
     ),
 )
 HASHABLE = st.recursive(
-    SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
+    SCALARS,
+    lambda inner: st.tuples(inner, inner) | st.builds(Best, inner, inner) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
 )
 VALUES = st.recursive(
     SCALARS,
@@ -179,13 +197,38 @@ def test_what_is_not_plain_data_is_refused_with_its_path(value):
     assert "state_dict()" in str(refused.value) or "make it a dict" in str(refused.value)
 
 
-def test_a_subclass_is_refused_because_rebuilding_it_would_run_its_code():
+def test_a_class_that_cannot_be_found_by_its_name_is_refused():
     point = namedtuple("point", "x y")  # noqa: PYI024
     colour = IntEnum("colour", "RED")
     instead = {point(1, 2): "_asdict", colour.RED: r"\.value", type("Text", (str,), {})("a"): "numbers, text"}
     for value, remedy in instead.items():
         with pytest.raises(CheckpointError, match=f"is not plain data\n.*{remedy}"):
             encode(value, "state")
+
+
+@pytest.mark.parametrize("value", [Phase.DECAY, Best(0.5, 3)], ids=["enum", "named tuple"])
+def test_a_class_that_the_program_has_not_imported_is_named_and_not_imported(value):
+    ((tag, body),) = encode(value, "state").items()
+    with pytest.raises(CheckpointError, match=r"this program has no such class\nimport antigravity before"):
+        decode({tag: ["antigravity", *body[1:]]}, "state")
+    assert "antigravity" not in sys.modules
+    with pytest.raises(CheckpointError, match=r"holds a os.system, and this program has no such class"):
+        decode({tag: ["os", "system", body[2]]}, "state")
+
+
+def test_no_code_of_a_named_tuple_runs():
+    class Loud(Best):
+        def __new__(cls):
+            raise AssertionError
+
+    Best.Loud = Loud
+    try:
+        Loud.__qualname__, fields = "Best.Loud", [{"$float": "inf"}, 3]
+        found = decode({"$named": [__name__, "Best.Loud", fields]}, "state")
+    finally:
+        del Best.Loud
+    assert type(found) is Loud
+    assert tuple(found) == (math.inf, 3)
 
 
 def test_a_sparse_tensor_is_refused():
@@ -198,6 +241,10 @@ def test_a_sparse_tensor_is_refused():
     [
         {"$pickle": "gASVBQ=="},
         {"$dtype": "nn"},
+        {"$enum": [__name__, "Phase", "COOL"]},
+        {"$enum": [["os"], 1, 2]},
+        {"$named": [__name__, "Best", [1]]},
+        {"$named": ["torch", "Size", [1]]},
         {"$tensor": ["float32", [1 << 40], "AAAA"]},
         {"$tensor": ["float32", [-1], "AAAA"]},
         {"$array": ["|O", [1], "AAAAAAAAAAA="]},
