@@ -114,7 +114,8 @@ def test_an_exponent_makes_a_number_in_a_file_and_in_a_shell(resolve, text, valu
 
 
 def test_text_that_looks_like_such_a_number_stays_text(resolve):
-    assert resolve(flags={"launch.rendezvous": "1:30", "device": "010"}).config.launch.rendezvous == "1:30"
+    found = resolve(flags={"project.project_dir": "1:30", "device": "010"}).config
+    assert (found.project.project_dir, found.device) == ("1:30", "010")
 
 
 def test_a_date_in_a_file_is_text_and_reaches_workers_as_it_was_written(resolve):
