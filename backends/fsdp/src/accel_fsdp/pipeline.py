@@ -73,6 +73,9 @@ class Pipelined(Sharded):
         self._pipes[unit].ties.begin()
         return wrapped
 
+    def rehearses(self, unit: Unit) -> bool:
+        return self._pipes[unit].rehearses
+
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
         return self._pipes[unit].ties.counted_elsewhere()
 

@@ -85,6 +85,8 @@ class Pipe:
         self.running, self.pieces = cut(model, points, self.mine)
         self.ties = Ties(self.pieces, group, device)
         self.window: _Window | None = None
+        self.rehearses = False
+        """Whether torch is learning shapes, by a forward and a backward before those of a window."""
         self._schedules: dict[Any, Any] = {}
 
     def run(
@@ -183,6 +185,7 @@ class _Stage(nn.Module):
         self.pipe = pipe
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
+        self.pipe.rehearses = not self.known
         if self.known:
             return self._run(received, int(number))
         self.known = True

@@ -90,7 +90,8 @@ class Sharded(FullyShardedDataParallel):
         if self.config.state_dict_type == "FULL_STATE_DICT":
             _give_whole_state_dicts(model)
         if self.mesh.size() > 1:
-            Unused(unit, model, self.mesh, always=self.config.find_unused_parameters)
+            rehearses = partial(self.rehearses, unit)
+            Unused(unit, model, self.mesh, always=self.config.find_unused_parameters, rehearses=rehearses)
         return model
 
     @implements(hooks.wrap_optimizer)
@@ -161,6 +162,10 @@ class Sharded(FullyShardedDataParallel):
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
         """Those of its parameters that are another stage's too, which counts them."""
         return ()
+
+    def rehearses(self, unit: Unit) -> bool:
+        """Whether the backward that runs is none of the user's."""
+        return False
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
         """The ranks that the group is sharded over; experts are split over `ep` first. Collective."""

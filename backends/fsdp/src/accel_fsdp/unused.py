@@ -35,10 +35,13 @@ class Unused:
 
     Ranks compare in the first backward that reduces; if nothing is left out there, later ones cost nothing,
     and one that leaves something out is refused. always: ranks compare in each.
+    rehearses: whether a backward is none of the user's; what it gives is dropped.
     """
 
-    def __init__(self, unit: Unit, model: nn.Module, mesh: DeviceMesh, *, always: bool) -> None:
-        self.unit, self.always, self.compares = unit, always, True
+    def __init__(
+        self, unit: Unit, model: nn.Module, mesh: DeviceMesh, *, always: bool, rehearses: Callable[[], bool]
+    ) -> None:
+        self.unit, self.always, self.rehearses, self.compares = unit, always, rehearses, True
         self.ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self.unreduced = False
         """Whether the last backward ran in no_sync: no parameter has a gradient of it."""
@@ -70,6 +73,11 @@ class Unused:
     def _followed(self, finish: Callable[[], None]) -> Callable[[], None]:
         def ended() -> None:
             finish()
+            if self.rehearses():
+                for each in [each for each, had in self.left.items() if not had]:
+                    each.sharded_param.grad = None
+                self.left = {}
+                return
             self.unreduced = not self.groups[0].reduce_grads
             if (self.left or self.compares) and not self.unreduced:
                 left, self.left = self.left, {}
