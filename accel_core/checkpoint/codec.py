@@ -230,15 +230,16 @@ def _class_at(module: str, name: str) -> Any:
 
 
 def _member(body: Any) -> Any:
-    kind = _imported(*body[:2], Enum)
-    return kind.__members__[body[2]]
+    module, name, member = body
+    return _imported(module, name, Enum).__members__[member]
 
 
 def _named_tuple(body: Any) -> Any:
-    kind = _imported(*body[:2], tuple)
-    if len(body[2]) != len(kind._fields):
-        raise ValueError(f"{body[1]} has the fields {', '.join(kind._fields)}")
-    return tuple.__new__(kind, body[2])
+    module, name, items = body
+    kind = _imported(module, name, tuple)
+    if len(items) != len(kind._fields):
+        raise ValueError(f"{name} has the fields {', '.join(kind._fields)}")
+    return tuple.__new__(kind, items)
 
 
 def _imported(module: str, name: str, base: type) -> Any:
