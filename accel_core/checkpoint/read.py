@@ -161,7 +161,7 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
             file, start = stored.boxes.get(wanted, (None, 0))
             if file is None:
                 stored._join(tensor, wanted)
-            elif 0 < wanted.volume <= SMALL_ELEMENTS:
+            elif 0 < wanted.volume <= SMALL_ELEMENTS and not _is_lazy(tensor):
                 small[file, stored.dtype].append((start, tensor))
             elif _takes_bytes(tensor, stored.dtype):
                 file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -190,12 +190,12 @@ def _neighbours(parts: Iterable[tuple[int, Tensor]], itemsize: int) -> Iterator[
 
 def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
     """Whether the tensor's memory is that of the file: it can be read there."""
-    return (
-        tensor.is_cpu
-        and tensor.dtype == DTYPES[dtype]
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj())
-    )
+    return tensor.is_cpu and tensor.dtype == DTYPES[dtype] and tensor.is_contiguous() and not _is_lazy(tensor)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether the memory has what torch conjugates or negates when it is read. _foreach_copy_ takes none."""
+    return tensor.is_neg() or tensor.is_conj()
 
 
 def _slices(part: Box, whole: Box) -> tuple[slice, ...]:

@@ -38,6 +38,8 @@ class Many(nn.Module):
             "every_other": odd[:, ::2],
             "number": odd[0, 0].clone(),
             "empty": odd[:0],
+            "conjugated": torch.complex(odd, odd).conj(),
+            "negated": torch.complex(odd, odd).conj().imag,
             "large": torch.randn(200, 200, generator=made),
         }.items():
             self.register_buffer(name, tensor)
