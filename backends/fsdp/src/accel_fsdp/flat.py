@@ -118,6 +118,13 @@ class Flat(FullyShardedDataParallel):
         unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
         return unwrapped
 
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            optimizer.register_step_pre_hook(partial(_free, unit))
+        wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
+        return wrapped
+
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return _all(model.no_sync() for model in models if isinstance(model, FSDP))
@@ -258,6 +265,18 @@ def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, input
     # Its weights are gathered here, as the gradient is.
     if wrapper in kept and wrapper._handle is not None and wrapper._handle.flat_param.requires_grad:
         wrapper._handle.flat_param.grad = kept.pop(wrapper)
+
+
+def _free(unit: Unit, *call: Any) -> None:
+    """Before a step: what a forward after the backward has gathered would be taken by the next one."""
+    for model in unit.wrapped:
+        for module in FSDP.fsdp_modules(model):
+            handle: Any = module._handle
+            begun = (
+                handle and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
+            )
+            if begun and not handle.needs_unshard():
+                handle.reshard(True)
 
 
 def _is_gathered(module: FSDP) -> bool:

@@ -97,6 +97,8 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            # A forward after the backward has gathered weights, which the next one would take as they are.
+            optimizer.register_step_pre_hook(partial(_reshard, unit))
             for unused in followed(unit.wrapped):
                 optimizer.register_step_pre_hook(unused.refuse_unreduced)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
@@ -212,7 +214,7 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _reshard(unit: Unit) -> None:
+def _reshard(unit: Unit, *call: Any) -> None:
     for model in unit.models:
         for module in _sharded(model):
             module.reshard()

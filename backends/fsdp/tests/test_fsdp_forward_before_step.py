@@ -1,0 +1,65 @@
+"""A forward between a backward and its step gathers weights: the step is seen by the forwards after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_core import Accelerator
+from accel_core.testing import run_processes
+from accel_fsdp import FullyShardedDataParallelPlugin
+
+Case = tuple[dict[str, Any], bool, bool]
+"""Options, whether the forward has a graph, whether gradients are clipped."""
+CASES: list[Case] = [
+    ({"fsdp_version": version, **options}, graph, clips)
+    for version in (1, 2)
+    for options in ({}, {"reshard_after_forward": False}, {"transformer_cls_names_to_wrap": ["Linear"]})
+    for graph, clips in ((False, False), (False, True), (True, False))
+    if version == 1 or not clips  # whose model.parameters() are whole ones then, which clipping refuses
+]
+
+
+def trained(options: dict[str, Any] | None, graph: bool, clips: bool) -> tuple[Tensor, list[Tensor]]:
+    """The losses of forwards before three steps, and the weights then. options: None for plain torch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = model = None
+    if options is not None:
+        run = Accelerator(device="cpu", strategy="fsdp", plugins=[FullyShardedDataParallelPlugin(**options)])
+        model, optimizer = run.prepare(net, optimizer)
+    call: Any = model or net
+    seen = []
+    for step in range(3):
+        x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(step)).double()
+        if run is None:
+            call(x).square().mean().backward()
+        else:
+            run.backward(call(x[run.process_index]).square().mean())
+        with torch.set_grad_enabled(graph):
+            seen.append(call(x[0]).square().mean().detach())
+        if clips:
+            clip = nn.utils.clip_grad_norm_ if run is None else run.clip_grad_norm_
+            clip(call.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = net.state_dict() if run is None else run.get_state_dict(model)
+    found = [weights[name].clone() for name in sorted(weights)]
+    if run is not None:
+        run.end_training()
+    return torch.stack(seen), found
+
+
+def all_of(cases: list[Case]) -> list[tuple[Tensor, list[Tensor]]]:
+    return [trained(*case) for case in cases]
+
+
+def test_a_forward_between_backward_and_step_leaves_no_stale_weights() -> None:
+    for found in run_processes(all_of, CASES):
+        for (options, graph, clips), (seen, weights) in zip(CASES, found, strict=True):
+            wanted_seen, wanted = trained(None, graph, clips)
+            torch.testing.assert_close(seen, wanted_seen, rtol=1e-12, atol=1e-14, msg=str(options))
+            torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=1e-14)
