@@ -10,6 +10,7 @@ import pytest
 from kits import Found, declare, run_kit
 
 from accel_core import Card
+from accel_core.testing.simulated import write_distribution
 
 pytest_plugins = ["pytester"]
 
@@ -44,6 +45,7 @@ DEVICE = {
     "counts-kilobytes": {"test_memory_is_reported_in_bytes"},
     "narrows-floats": {"test_float64_keeps_its_precision"},
     "records-the-unknown": {"test_the_profiler_records_the_device"},
+    "fails-to-report": {"test_services_answer"},
     "sound": set[str](),
     "writes-on-each-rank": {"test_a_tracker_that_is_not_started_touches_nothing"},
     "wants-numbers": {
@@ -96,10 +98,12 @@ TRAINING = {
         "test_two_units_keep_windows_of_their_own",
         "test_a_student_learns_from_a_teacher",
         "test_forward_backward_equals_the_loop",
+        "test_awkward_parameters_train_as_in_the_plain_loop",
     },
     "permutes-channels": {"test_awkward_parameters_train_as_in_the_plain_loop"},
     "permutes-transposed": {"test_awkward_parameters_train_as_in_the_plain_loop"},
     "unties-its-model": {"test_awkward_parameters_train_as_in_the_plain_loop"},
+    "nudges-weights": {"test_an_accumulated_step_is_left_alone_mid_window"},
 }
 PROCESSES = {
     "draws-alike": {"test_layers_draw_alike_where_activations_are_alike"},
@@ -109,6 +113,8 @@ PROCESSES = {
         "test_the_items_of_all_decide_not_who_has_them",
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
+        "test_awkward_parameters_train_as_over_global_batches",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
     },
     "reduces-each-batch": {
         "test_a_window_communicates_once",
@@ -134,6 +140,9 @@ PROCESSES = {
         "test_a_window_communicates_once",
         "test_local_sgd_trains_apart_and_averages",
         "test_a_batch_that_others_lack_is_refused_not_waited_for",
+        "test_awkward_parameters_train_as_over_global_batches",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
+        "test_layers_draw_alike_where_activations_are_alike",
     },
     "gathers-backwards": {
         "test_data_arrives_whole_whoever_reads_it",
@@ -148,6 +157,8 @@ PROCESSES = {
         "test_the_global_batch_decides_not_who_computes_it",
         "test_clipping_sees_the_gradient_of_all",
         "test_local_sgd_trains_apart_and_averages",
+        "test_awkward_parameters_train_as_over_global_batches",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
     },
     "cuts-large": {"test_every_kind_of_tensor_travels_whole"},
     "hears-itself": {
@@ -168,6 +179,12 @@ PROCESSES = {
     "forgets-scalars": {"test_awkward_parameters_train_as_over_global_batches"},
     "adds-what-there-is": {"test_ranks_that_use_different_parameters_are_right_or_refused"},
     "exports-maxima": {"test_buffers_that_differ_by_rank_are_exported_as_the_first_ranks"},
+    "gathers-late": {"test_each_rank_holds_whole_weights"},
+    "remembers-runs": {
+        "test_runs_follow_one_another_in_a_process",
+        "test_two_runs_live_in_one_process",
+    },
+    "mixes-runs": {"test_two_runs_live_in_one_process"},
     "joins-nobody": {"test_ranks_may_run_out_of_batches"},
     "averages": set[str](),
 }
@@ -179,23 +196,24 @@ SAVED = {
     "test_a_killed_save_leaves_a_checkpoint",
     "test_what_does_not_fit_is_refused_and_nothing_touched",
 }
+AWKWARD = {
+    "test_a_checkpoint_holds_what_state_dict_names",
+    "test_a_checkpoint_is_the_same_bit_for_bit_elsewhere",
+}
 CHECKPOINTS = {
-    "loses-momentum": {*GOES_ON, "test_random_streams_go_on"},
+    "loses-momentum": {*GOES_ON, *AWKWARD, "test_random_streams_go_on"},
     "counts-anew": {
         "test_a_resumed_run_can_be_saved_and_resumed_again",
         "test_a_killed_save_leaves_a_checkpoint",
     },
-    "offers-copies": SAVED - {"test_what_does_not_fit_is_refused_and_nothing_touched"},
-    "renames-weights": {*SAVED, "test_state_has_the_names_of_the_users_model"},
-    "loses-an-element": SAVED,
+    "offers-copies": {*SAVED, "test_a_checkpoint_is_the_same_bit_for_bit_elsewhere"}
+    - {"test_what_does_not_fit_is_refused_and_nothing_touched"},
+    "renames-weights": {*SAVED, *AWKWARD, "test_state_has_the_names_of_the_users_model"},
+    "loses-an-element": {*SAVED, *AWKWARD},
     "drifts-apart": {*SAVED, "test_replicas_are_equal"} - {"test_a_killed_save_leaves_a_checkpoint"},
     "hides-masters": {*GOES_ON, "test_random_streams_go_on"},
-    "rebuilds-modules": {"test_a_checkpoint_holds_what_state_dict_names"},
-    "forgets-its-optimizer": {"test_a_checkpoint_holds_what_state_dict_names"},
-    "drops-the-empty": {
-        "test_a_checkpoint_holds_what_state_dict_names",
-        "test_a_checkpoint_is_the_same_bit_for_bit_elsewhere",
-    },
+    "rebuilds-modules": AWKWARD,
+    "forgets-its-optimizer": AWKWARD,
     "saves-memory": {"test_a_checkpoint_is_the_same_bit_for_bit_elsewhere"},
 }
 
@@ -232,6 +250,48 @@ def test_mutants_are_red_where_they_are_broken(
     mutant: Callable[..., Found], level: int, name: str, red: set[str]
 ) -> None:
     found = mutant(level, name, "-k", " or ".join(sorted(red)))
+    assert found.names("failed") == red, describe(found)
+
+
+CARELESS = """
+from accel_core import Card
+{imports}
+CARD = Card(name="careless", slot="tracker", summary="{summary}", api_version="1.0",
+            implementation="mutants.trackers:Sound")
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("imports", "summary", "typed", "requires", "red"),
+    [
+        ("", "A mutant.", True, "accel-core", set[str]()),
+        ("", " ", True, "accel-core", {"test_the_card_describes_itself"}),
+        ("import numpy", "A mutant.", True, "accel-core", {"test_the_card_loads_nothing_heavy"}),
+        ("", "A mutant.", False, "accel-core", {"test_types_are_shipped"}),
+        ("", "A mutant.", True, "accel-core torch", {"test_requirements_leave_torch_alone"}),
+        ("", "A mutant.", True, "attrs", {"test_requirements_leave_torch_alone"}),
+    ],
+    ids=["sound", "no-summary", "heavy-card", "untyped", "requires-torch", "requires-no-core"],
+)
+def test_careless_packages_are_red_where_they_are_careless(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    imports: str,
+    summary: str,
+    typed: bool,
+    requires: str,
+    red: set[str],
+) -> None:
+    package = tmp_path / "site" / "careless"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(CARELESS.format(imports=imports, summary=summary))
+    if typed:
+        (package / "py.typed").touch()
+    points = "[accel_core.tracker]\ncareless = careless:CARD\n"
+    write_distribution(tmp_path / "site", "accel-careless", points, requires=requires.split())
+    found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "--accel-level", "0")
     assert found.names("failed") == red, describe(found)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from accel_core import hooks, implements
@@ -104,3 +106,23 @@ class RecordsTheUnknown(SimulatedDevice):
     @implements(hooks.profiler_activities)
     def profiler_activities(self):
         return ["warp"]
+
+
+class FailsToReport(SimulatedDevice):
+    @implements(hooks.environment_report)
+    def environment_report(self):
+        raise RuntimeError("no driver")
+
+
+class WarnsItself(SimulatedDevice):
+    @implements(hooks.environment_report)
+    def environment_report(self):
+        warnings.warn("careful", UserWarning, stacklevel=1)
+        return {}
+
+
+class ItsVendorWarns(SimulatedDevice):
+    @implements(hooks.environment_report)
+    def environment_report(self):
+        warnings.warn_explicit("careful", UserWarning, "vendor.py", 1, module="vendor")
+        return {}

@@ -44,6 +44,14 @@ class Averages:
                     self.run.collectives("world").all_reduce(parameter.grad, self.operation)
 
 
+class AsksForASetting(Averages):
+    """Runs with one setting only, that the kit has to be given."""
+
+    @implements(hooks.refuse)
+    def refuse(self, config):
+        return [] if config.data.use_seedable_sampler else ["set data.use_seedable_sampler=true"]
+
+
 class IgnoresItems(Averages):
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit, num_items):
@@ -356,6 +364,77 @@ class UntiesItsModel(Averages):
         return super().wrap_model(unit, model)
 
 
+class NudgesWeights(Averages):
+    """Has other weights between the batches of a window than in their forwards."""
+
+    def __init__(self, config, run):
+        super().__init__(config, run)
+        self.kept = {}
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        model.register_forward_pre_hook(lambda *_: self.give_back())
+        return super().wrap_model(unit, model)
+
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        self.below.backward(unit, loss, boundary, options)
+        if not boundary:
+            *_, last = unit.named_parameters().values()
+            self.kept.setdefault(last, last.data.clone())
+            last.data.mul_(1 + 2**-22)
+
+    def give_back(self):
+        for parameter, data in self.kept.items():
+            parameter.data.copy_(data)
+        self.kept.clear()
+
+
+class GathersLate(Averages):
+    """Other ranks than the first have no weights before their first forward."""
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        super().wrap_model(unit, model)
+        parameters = list(model.parameters()) if self.run.world.rank else []
+        late = [(parameter, parameter.detach().clone()) for parameter in parameters]
+        for parameter in parameters:
+            parameter.data.zero_()
+
+        def gather(*_):
+            while late:
+                parameter, data = late.pop()
+                parameter.data.copy_(data)
+
+        model.register_forward_pre_hook(gather)
+        return model
+
+
+class RemembersRuns(Averages):
+    """Multiplies gradients by the number of runs that the process has had."""
+
+    runs = 0
+
+    def __init__(self, config, run):
+        super().__init__(config, run)
+        RemembersRuns.runs += 1
+        self.factor = RemembersRuns.runs
+
+    def reduce(self, unit):
+        super().reduce(unit)
+        for parameter in unit.named_parameters().values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.factor)
+
+
+class MixesRuns(RemembersRuns):
+    """The same with the runs that are live."""
+
+    @implements(hooks.run_ended)
+    def run_ended(self):
+        RemembersRuns.runs -= 1
+
+
 class AddsWhatThereIs(Averages):
     """Reduces in one buffer the gradients that this rank has, whatever parameters the others' are of."""
 
@@ -388,14 +467,6 @@ class ForgetsItsOptimizer(Averages):
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit, optimizer):
         return evolve(self.below.optimizer_state(unit, optimizer), own={})
-
-
-class DropsTheEmpty(Averages):
-    """Does not offer weights without elements."""
-
-    @implements(hooks.model_state)
-    def model_state(self, unit):
-        return {name: leaf for name, leaf in self.below.model_state(unit).items() if 0 not in leaf.shape}
 
 
 class SavesMemory(Averages):
@@ -463,8 +534,9 @@ class LosesAnElement(Averages):
     @implements(hooks.model_state)
     def model_state(self, unit):
         found = dict(self.below.model_state(unit))
-        data = found["fixed.weight"].shards[0][1]
-        return {**found, "fixed.weight": flat_range(data.view(-1)[1:], data.shape, 1, replicated=True)}
+        name, leaf = next((name, leaf) for name, leaf in found.items() if leaf.global_shape)
+        data = leaf.shards[0][1]
+        return {**found, name: flat_range(data.view(-1)[1:], data.shape, 1, replicated=True)}
 
 
 class DriftsApart(Averages):
