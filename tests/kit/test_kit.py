@@ -93,6 +93,31 @@ def test_worlds_are_numbers(tmp_path: Path) -> None:
     assert "expected numbers joined by commas, such as 1,2; got 'two'" in text
 
 
+def test_settings_reach_the_partners_of_checkpoints(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    partner = ("--accel-partners", "asks-for-a-setting", "--accel-set", "data.use_seedable_sampler=true")
+    level = ("--accel-level", "4", "--accel-world", "1", "-k", "test_cross_resume")
+    found = run_kit(pytester, monkeypatch, site, "native", *level, *partner)
+    assert found.facts["resumes"]["asks-for-a-setting@1"] == {"native@1": "passed"}
+    assert found.facts["resumes"]["native@1"]["asks-for-a-setting@1"] == "passed"
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stack", "failed"), [("warns-itself", {"test_services_answer"}), ("its-vendor-warns", set[str]())]
+)
+def test_only_the_stacks_own_warnings_fail_a_check(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str, failed: set[str]
+) -> None:
+    options = ("--accel-level", "1", "-k", "test_services_answer", "-W", "default")
+    found = run_kit(pytester, monkeypatch, site, stack, *options)
+    assert found.names("failed") == failed, found.text
+    assert found.names("passed") == {"test_services_answer"} - failed
+
+
 # -- known failures --------------------------------------------------------------------------------
 
 BROKEN = "test_1_device.py::test_memory_is_reported_in_bytes"
