@@ -316,8 +316,11 @@ class DrawsAlike(Averages):
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit, model):
-        model.register_forward_pre_hook(lambda *_: torch.manual_seed(0))
+        model.register_forward_pre_hook(self.draw)
         return super().wrap_model(unit, model)
+
+    def draw(self, *_):
+        torch.manual_seed(0)
 
 
 class DrawsApart(Averages):
@@ -330,8 +333,11 @@ class DrawsApart(Averages):
     @implements(hooks.wrap_model)
     def wrap_model(self, unit, model):
         for module in model.children():
-            module.register_forward_pre_hook(lambda *_: torch.rand(self.run.world.rank))
+            module.register_forward_pre_hook(self.draw)
         return super().wrap_model(unit, model)
+
+    def draw(self, *_):
+        torch.rand(self.run.world.rank, device=self.run.device)
 
 
 class PermutesChannels(Averages):
