@@ -168,6 +168,7 @@ PROCESSES = {
         "test_gather_reduce_broadcast_pad",
         "test_objects_travel",
         "test_ranks_that_disagree_are_told_what_each_brought",
+        "test_each_sample_is_read_once_an_epoch",
     },
     "clips-locally": {
         "test_clipping_sees_the_gradient_of_all",
