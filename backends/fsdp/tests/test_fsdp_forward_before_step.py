@@ -53,6 +53,49 @@ def trained(options: dict[str, Any] | None, graph: bool, clips: bool) -> tuple[T
     return torch.stack(seen), found
 
 
+def in_a_pipeline(pipeline: bool) -> list[Tensor]:
+    """The weights after two steps, each of two windows and an evaluation. pipeline: or plain torch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)).double()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(1)).double()
+
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, None]:
+        return model(batch).square().mean(), None
+
+    if not pipeline:
+        for step in range(2):
+            for batch, weight in zip(x[step], (0.5, 0.5, 1.0), strict=True):
+                (loss(net, batch)[0] * weight).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*net.state_dict().values()]
+    stages = FullyShardedDataParallelPlugin(
+        pp_size=2, pp_split_points=["1"], transformer_cls_names_to_wrap=["Linear"]
+    )
+    run = Accelerator(device="cpu", strategy="fsdp", plugins=[stages])
+    model, optimizer = run.prepare(net, optimizer)
+    for step in range(2):
+        run.forward_backward(model, iter(x[step, :2]), loss, microbatches=2)
+        run.forward_backward(model, iter(x[step, 2:]), loss, microbatches=1)
+        run.forward_backward(model, iter(x[step, 2:]), loss, microbatches=1, forward_only=True)
+        run.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = run.get_state_dict(model)
+    weights = [found[name].clone() for name in net.state_dict()]
+    run.end_training()
+    return weights
+
+
+def test_windows_of_a_pipeline_add_up_to_one_step() -> None:
+    """One of another number of micro-batches, or an evaluation, makes torch learn shapes anew."""
+    wanted = in_a_pipeline(pipeline=False)
+    for found in run_processes(in_a_pipeline, True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
 def all_of(cases: list[Case]) -> list[tuple[Tensor, list[Tensor]]]:
     return [trained(*case) for case in cases]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
 from accel_fsdp.schedules import Pipe
-from accel_fsdp.sharded import Sharded, whole
+from accel_fsdp.sharded import Sharded, reshard, whole
 from accel_fsdp.wrapping import blocks, ignored, refuse_unfit, wraps
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ class Pipelined(Sharded):
         """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave."""
         with unit.whole_window(batches, microbatches) as taken:
             scale, divisor = None if forward_only else self._scale(unit), unit.window.divisor
-            return self._pipes[unit].run(taken, forward_loss, scale, divisor)
+            output = self._pipes[unit].run(taken, forward_loss, scale, divisor)
+        if forward_only:
+            reshard(unit)  # gradients may wait for their step, and model.parameters() are to have them
+        return output
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:

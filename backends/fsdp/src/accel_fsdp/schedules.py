@@ -96,6 +96,7 @@ class Pipe:
         forward_only = scale is None
         self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
         numbers = torch.arange(len(batches))
+        made = len(self._schedules)
         schedule = self._schedule(batches, forward_only)
         if forward_only and not hasattr(schedule, "eval"):
             raise AccelError(
@@ -105,7 +106,10 @@ class Pipe:
         last = self.rank == self.last
         self.ties.summed &= forward_only
         try:
-            with torch.no_grad() if forward_only else nullcontext():
+            with (
+                torch.no_grad() if forward_only else nullcontext(),
+                self._apart() if len(self._schedules) > made else nullcontext(),
+            ):
                 (schedule.eval if forward_only else schedule.step)(
                     number=numbers, target=numbers if last else None
                 )
@@ -156,6 +160,20 @@ class Pipe:
                 f"pipeline: {self.kind.__name__} cannot run {microbatches} micro-batches: {error}\n"
                 "choose another number of micro-batches a window, or another schedule"
             ) from error
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Gradients that are here already are added afterwards: a schedule that learns shapes drops them."""
+        unit = self.unit()
+        parameters = () if unit is None else unit.named_parameters().values()
+        held = [(each, each.grad) for each in parameters if each.grad is not None]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, before in held:
+                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
 
     def held(self, leaves: Mapping[str, Leaf]) -> dict[str, tuple[Leaf, int, torch.dtype]]:
         """Name -> its leaf here, the rank of the group that has it, its dtype. Collective."""

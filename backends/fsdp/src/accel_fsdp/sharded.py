@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.wrapping import Group
 
-__all__ = ["Sharded"]
+__all__ = ["Sharded", "reshard", "whole"]
 
 
 class Sharded(FullyShardedDataParallel):
@@ -98,7 +98,7 @@ class Sharded(FullyShardedDataParallel):
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # A forward after the backward has gathered weights, which the next one would take as they are.
-            optimizer.register_step_pre_hook(partial(_reshard, unit))
+            optimizer.register_step_pre_hook(partial(reshard, unit))
             for unused in followed(unit.wrapped):
                 optimizer.register_step_pre_hook(unused.refuse_unreduced)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
@@ -132,13 +132,13 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        _reshard(unit)
+        reshard(unit)
         state: Mapping[str, Leaf] = self.below.model_state(unit)
         return state
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        _reshard(unit)
+        reshard(unit)
         state: OptimizerState = self.below.optimizer_state(unit, optimizer)
         return state
 
@@ -156,7 +156,7 @@ class Sharded(FullyShardedDataParallel):
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
-        _reshard(unit)
+        reshard(unit)
         # No set: gathering is collective, and all ranks go by one order.
         wanted = [unit.named_parameters()[name] for name in names]
         return _whole(unit.models, wanted, writeback=writeback)
@@ -214,7 +214,8 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _reshard(unit: Unit, *call: Any) -> None:
+def reshard(unit: Unit, *call: Any) -> None:
+    """Let weights go that a forward has left gathered. call: what a hook is given."""
     for model in unit.models:
         for module in _sharded(model):
             module.reshard()
