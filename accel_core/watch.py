@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from attrs import frozen
+
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -258,17 +260,16 @@ class Watch:
             if self._store.check(["over"]):
                 self._leave()
                 break
-            frames = list(_frames(self._main))
-            self._note(frames)
+            seen = _seen(self._main)
+            self._note(seen.position)
             asked = self._store.add("asked", 0)
             if asked != self._heard:
                 self._heard = asked
-                self._answer(self._state(frames))
-            elif _in_collective(frames) and self._stood() - self._told > TELL_SECONDS:
-                self._speak(frames)
+                self._answer(self._state(seen))
+            elif seen.in_collective and self._stood() - self._told > TELL_SECONDS:
+                self._speak(seen)
 
-    def _note(self, frames: Sequence[FrameType]) -> None:
-        position = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+    def _note(self, position: tuple[Any, ...]) -> None:
         used, now = time.process_time(), time.monotonic()
         idle = used - self._used < IDLE * LOOK_SECONDS
         if position != self._position or not idle:
@@ -279,18 +280,17 @@ class Watch:
         """Seconds that this rank has not moved."""
         return time.monotonic() - self._since
 
-    def _state(self, frames: Sequence[FrameType]) -> dict[str, Any]:
-        where, operation = place(frames)
-        stuck = operation is not None and _waits_for_ranks(frames) and self._stood() >= STUCK_SECONDS
-        return {"where": where, "operation": operation, "stuck": stuck}
+    def _state(self, seen: _Seen) -> dict[str, Any]:
+        stuck = seen.waits_for_ranks and self._stood() >= STUCK_SECONDS
+        return {"where": seen.where, "operation": seen.operation, "stuck": stuck}
 
     def _answer(self, state: Mapping[str, Any]) -> None:
         self._store.set(f"where/{self._rank}", json.dumps({**state, "asked": self._heard}))
 
-    def _speak(self, frames: Sequence[FrameType]) -> None:
+    def _speak(self, seen: _Seen) -> None:
         """Name the ranks that are not where this one waits; one rank speaks for all."""
         self._told = self._stood()
-        mine = self._state(frames)
+        mine = self._state(seen)
         self._answer(mine)
         if self._store.add(f"speaker/{int(time.time() / TELL_SECONDS)}", 1) > 1:
             return
@@ -322,6 +322,29 @@ def listed(ranks: Mapping[int, Mapping[str, Any]]) -> str:
     """Ranks, each with where it is."""
     shown = [f"rank {rank} ({said.get('where', 'does not answer')})" for rank, said in ranks.items()]
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+@frozen
+class _Seen:
+    """Where a thread was. It holds no frame: that would keep alive what a function had, such as a model."""
+
+    position: tuple[Any, ...]
+    where: str
+    operation: str | None
+    waits_for_ranks: bool
+    in_collective: bool
+
+
+def _seen(thread: int | None) -> _Seen:
+    frames = list(_frames(thread))
+    where, operation = place(frames)
+    return _Seen(
+        position=tuple((id(frame.f_code), frame.f_lasti) for frame in frames),
+        where=where,
+        operation=operation,
+        waits_for_ranks=operation is not None and _waits_for_ranks(frames),
+        in_collective=_in_collective(frames),
+    )
 
 
 def place(frames: Sequence[FrameType]) -> tuple[str, str | None]:

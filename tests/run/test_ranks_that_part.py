@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 
 import pytest
@@ -246,3 +248,19 @@ def test_a_rank_that_is_interrupted_in_its_loop_ends_the_others(tmp_path, operat
     assert other == "interrupted"
     assert said.startswith("backward: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")
+
+
+class Held:
+    """What a function has."""
+
+
+def looked_at():
+    held = Held()
+    with ThreadPoolExecutor(1) as other:
+        return weakref.ref(held), other.submit(watch._seen, threading.get_ident()).result()
+
+
+def test_what_a_rank_was_seen_in_keeps_nothing_of_it_alive():
+    held, seen = looked_at()
+    assert held() is None
+    assert "test_ranks_that_part.py" in seen.where
