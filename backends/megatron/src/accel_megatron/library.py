@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel_core import Run
     from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["Layout", "enter", "leave", "quiet", "unusable"]
+__all__ = ["Layout", "enter", "leave", "own_streams", "quiet", "unusable"]
 
 
 @frozen
@@ -100,6 +100,13 @@ def _initialize(run: Run, layout: Layout) -> None:
     # so the seed is rank 0's, though nobody may have set one.
     seed = run.collectives("control").broadcast_object(torch.initial_seed() % 2**31)
     model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+
+
+@contextmanager
+def own_streams(device: torch.device) -> Iterator[None]:
+    """Keep the streams of this process, which `enter` seeds alike on data-parallel ranks."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        yield
 
 
 def leave(user: object) -> None:

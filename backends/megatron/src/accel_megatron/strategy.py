@@ -145,7 +145,8 @@ class Megatron(MegatronState):
             name: each.detach() for name, each in unit.models[0].named_parameters()
         }  # before they are cast
         if new:
-            self._build(unit)
+            with library.own_streams(self.run.device):
+                self._build(unit)
         engine = self.engines[unit]
         if unit.optimizers and unit not in self.steppers:
             by_conditions(self.config, unit)
