@@ -121,7 +121,8 @@ class Flat(FullyShardedDataParallel):
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            optimizer.register_step_pre_hook(partial(_free, unit))
+            modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
+            optimizer.register_step_pre_hook(partial(_free, modules))
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
 
@@ -267,16 +268,13 @@ def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, input
         wrapper._handle.flat_param.grad = kept.pop(wrapper)
 
 
-def _free(unit: Unit, *call: Any) -> None:
+def _free(modules: Sequence[FSDP], *call: Any) -> None:
     """Before a step: what a forward after the backward has gathered would be taken by the next one."""
-    for model in unit.wrapped:
-        for module in FSDP.fsdp_modules(model):
-            handle: Any = module._handle
-            begun = (
-                handle and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
-            )
-            if begun and not handle.needs_unshard():
-                handle.reshard(True)
+    for module in modules:
+        handle: Any = module._handle
+        begun = handle and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
+        if begun and not handle.needs_unshard():
+            handle.reshard(True)
 
 
 def _is_gathered(module: FSDP) -> bool:

@@ -98,7 +98,8 @@ class Sharded(FullyShardedDataParallel):
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             # A forward after the backward has gathered weights, which the next one would take as they are.
-            optimizer.register_step_pre_hook(partial(reshard, unit))
+            modules = [module for model in unit.models for module in _sharded(model)]
+            optimizer.register_step_pre_hook(partial(_reshard, modules))
             for unused in followed(unit.wrapped):
                 optimizer.register_step_pre_hook(unused.refuse_unreduced)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
@@ -214,11 +215,15 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def reshard(unit: Unit, *call: Any) -> None:
-    """Let weights go that a forward has left gathered. call: what a hook is given."""
+def reshard(unit: Unit) -> None:
+    """Let weights go that a forward has left gathered."""
     for model in unit.models:
-        for module in _sharded(model):
-            module.reshard()
+        _reshard(_sharded(model))
+
+
+def _reshard(modules: Sequence[FSDPModule], *call: Any) -> None:
+    for module in modules:
+        module.reshard()
 
 
 @contextmanager
