@@ -130,6 +130,13 @@ def _refuse_missing(target: tuple[str, ...], module: bool) -> None:
     if not module and not Path(target[0]).is_file():
         about = f"there is no script {target[0]} in {Path.cwd()}"
         raise LaunchError(f"{about}\nname a Python file, or a module with -m", exit_code=2)
-    if not module and b"\0" in Path(target[0]).read_bytes():  # such as an archive of zipapp
+    if module:
+        return
+    try:
+        archive = b"\0" in Path(target[0]).read_bytes()  # such as one of zipapp
+    except OSError as error:
+        about = f"{target[0]} cannot be read: {error.strerror}"
+        raise LaunchError(f"{about}\nlet this user read it, or name another file", exit_code=2) from error
+    if archive:
         about = f"{target[0]} is no Python source"
         raise LaunchError(f"{about}\nname a Python file, or a module with -m", exit_code=2)

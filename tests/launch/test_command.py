@@ -183,6 +183,11 @@ def test_an_archive_is_no_script(tmp_path):
     assert refused(tmp_path, "app.pyz", code=2).startswith("accel: app.pyz is no Python source\n")
 
 
+def test_a_script_that_cannot_be_read_is_refused(tmp_path):
+    unreadable = "/proc/self/mem"  # not even by root
+    assert refused(tmp_path, unreadable, code=2).startswith(f"accel: {unreadable} cannot be read: ")
+
+
 def test_nothing_to_launch(tmp_path):
     assert refused(tmp_path, "-n", "2", code=2).startswith("accel: nothing to launch\n")
 
