@@ -214,11 +214,16 @@ def _of_class(value: Any) -> dict[str, list[Any]] | None:
     """Tag and body of an enum's member or a named tuple whose class a reader can find by its name."""
     kind = type(value)
     home = [kind.__module__, kind.__qualname__]
-    if isinstance(value, Enum) and value.name in kind.__members__ and _class_at(*home) is kind:
-        return {"$enum": [*home, value.name]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields") and _class_at(*home) is kind:
-        return {"$named": [*home, list(value)]}
-    return None
+    fields = getattr(kind, "_fields", None)
+    if isinstance(value, Enum):
+        body = {"$enum": [*home, value.name]} if kind.__members__.get(value.name) is value else None
+    elif isinstance(value, tuple) and fields is not None:
+        # A subclass may have more attributes, which its items do not hold.
+        whole = len(fields) == len(value) and not getattr(value, "__dict__", None)
+        body = {"$named": [*home, list(value)]} if whole else None
+    else:
+        return None
+    return body if _class_at(*home) is kind else None
 
 
 def _class_at(module: str, name: str) -> Any:
@@ -257,7 +262,10 @@ def _instead_of(value: Any) -> str:
     if isinstance(value, Enum):
         return "define the enum at the top level of a module, or let state_dict() return its member's .value"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return "define the named tuple at the top level of a module, or let state_dict() return its _asdict()"
+        return (
+            "define the named tuple at the top level of a module, without attributes beside its fields, or let"
+            " state_dict() return its _asdict()"
+        )
     return _REMEDY
 
 

@@ -206,6 +206,18 @@ def test_a_class_that_cannot_be_found_by_its_name_is_refused():
             encode(value, "state")
 
 
+class Noted(Best):
+    """Instances have room for attributes, as those of NamedTuple itself have not."""
+
+
+def test_a_named_tuple_with_attributes_beside_its_fields_is_refused():
+    noted = Noted(0.5, 3)
+    assert there_and_back(noted) == noted
+    noted.seen = True
+    with pytest.raises(CheckpointError, match="Noted is not plain data\n.*without attributes beside its fields"):
+        encode(noted, "state")
+
+
 @pytest.mark.parametrize("value", [Phase.DECAY, Best(0.5, 3)], ids=["enum", "named tuple"])
 def test_a_class_that_the_program_has_not_imported_is_named_and_not_imported(value):
     ((tag, body),) = encode(value, "state").items()
