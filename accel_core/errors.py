@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "LaunchError",
     "PluginError",
+    "module_that_raised",
 ]
 
 
@@ -102,3 +103,11 @@ class CollectiveError(AccelError):
         super().__init__(message)
         self.operation = operation
         self.found = tuple(found)
+
+
+def module_that_raised(error: BaseException) -> str:
+    """The name of the module whose code raised it; "" for an error that was never raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
-from accel_core.errors import CollectiveError
+from accel_core.errors import CollectiveError, module_that_raised
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -92,11 +92,10 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
 
 def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
     """What an error of torch's own collectives means; None if it is no error of a lost connection."""
-    first, trace = str(error).partition("\n")[0], error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    if _watch is None or run.world.store is None or not LOST.search(first) or not where.startswith(WAITING):
+    first = str(error).partition("\n")[0]
+    if _watch is None or run.world.store is None or not LOST.search(first):
+        return None
+    if not module_that_raised(error).startswith(WAITING):
         return None
     store, others = _under(_watch.prefix, run.world.store), set(range(run.world.size)) - {run.world.rank}
     try:

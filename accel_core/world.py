@@ -98,17 +98,13 @@ class World:
             )
         told = next((name for name in LOCAL_SIZES if name in environment), None)
         local_size = min(number(told, None), size) if told else size
-        if not local_size:
-            raise LaunchError(
-                f"{told}=0, and this is rank {rank} of {size}: its node has one rank at least\n"
-                f"set LOCAL_WORLD_SIZE to the number of ranks on this node, or unset {told}"
-            )
-        local_rank = number(_local_rank_name(environment), rank % local_size)
-        if size > 1 and (local_rank >= local_size if told else local_rank != rank):
+        local_rank = number(_local_rank_name(environment), rank % max(local_size, 1))
+        if not local_size or (size > 1 and (local_rank >= local_size if told else local_rank != rank)):
             found = f"{told}={local_size}" if told else "no variable that says how many ranks a node has"
             raise LaunchError(
                 f"rank {rank} of {size} has the local rank {local_rank}, and there is {found}\n"
-                "set LOCAL_WORLD_SIZE to the number of ranks on this node, as `accel launch` and torchrun do"
+                "set LOCAL_WORLD_SIZE to the number of ranks on this node, as `accel launch` and torchrun do,"
+                f" or unset {told or 'RANK and WORLD_SIZE'}"
             )
         return cls(
             rank=rank,

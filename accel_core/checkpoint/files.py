@@ -24,7 +24,7 @@ from attrs import frozen
 from cattrs import Converter
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from accel_core.errors import CheckpointError
+from accel_core.errors import CheckpointError, module_that_raised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +50,9 @@ BLOCK_BYTES: Final = 4 << 20
 OPEN_FILES: Final = 64
 """How many data files are held open: a checkpoint of many ranks has more than a process may open."""
 _memory: Final = threading.local()
-_seeking: Final = threading.Lock()
 """Of each thread, the `block` that it reads into."""
+_seeking: Final = threading.Lock()
+"""Held while a handle is moved and read, on systems that read nowhere else."""
 _ALIGNMENT: Final = 64
 
 _SAFETENSORS: Final[Mapping[str, str]] = {
@@ -277,11 +278,7 @@ def understanding(path: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        reader = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-        if not reader.startswith("accel_core.checkpoint."):
+        if not module_that_raised(error).startswith("accel_core.checkpoint."):
             raise
         raise damaged(path, f"it cannot be understood ({error!r})") from error
 

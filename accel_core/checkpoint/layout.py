@@ -113,12 +113,10 @@ class Layout:
 
 def _joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes of the tensors, in order. Small ones are joined, for each part that is written costs time."""
-    for (dtype, small, _), group in groupby(
-        tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device)
-    ):
-        joined = (
-            small and dtype.is_floating_point and dtype.itemsize > 1
-        )  # torch copies no int4, warns of some
+    alike = groupby(tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device))
+    for (dtype, small, _), group in alike:
+        # Of others, torch copies some not at all (int4), and some with a warning.
+        joined = small and dtype.is_floating_point and dtype.itemsize > 1
         while several := [*islice(group, _TOGETHER if joined else 1)]:
             yield bytes_of(_flatten_dense_tensors(several) if joined else several[0])
 
