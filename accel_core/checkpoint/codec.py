@@ -263,8 +263,8 @@ def _instead_of(value: Any) -> str:
         return "define the enum at the top level of a module, or let state_dict() return its member's .value"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return (
-            "define the named tuple at the top level of a module, without attributes beside its fields, or let"
-            " state_dict() return its _asdict()"
+            "define the named tuple at the top level of a module, without attributes beside its fields,"
+            " or let state_dict() return its _asdict()"
         )
     return _REMEDY
 

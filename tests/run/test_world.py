@@ -347,7 +347,8 @@ def test_a_task_of_several_nodes_that_nobody_told_how_many_are_beside_it_is_refu
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
 def test_a_node_of_no_ranks_is_refused(name):
-    with pytest.raises(LaunchError, match=rf"rank 0 of 1 has the local rank 0, and there is {name}=0\n.*unset {name}"):
+    told = rf"rank 0 of 1 has the local rank 0, and there is {name}=0\n.*unset {name}"
+    with pytest.raises(LaunchError, match=told):
         World.from_environment({"RANK": "0", "WORLD_SIZE": "1", name: "0"})
 
 
