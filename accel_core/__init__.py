@@ -9,23 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_core import hookspecs as hooks
-    from accel_core import ops
-    from accel_core.accelerator import Accelerator
-    from accel_core.binding import no_op
-    from accel_core.carrying import has_state
+    from accel_core._version import __version__ as __version__
+    from accel_core.accelerator import ops
+    from accel_core.accelerator.accelerator import Accelerator
+    from accel_core.accelerator.local_sgd import LocalSGD
+    from accel_core.accelerator.memory import find_executable_batch_size, is_out_of_memory, release_memory
+    from accel_core.accelerator.progress import progress
     from accel_core.checkpoint.contents import CheckpointContents
-    from accel_core.checkpoint.leaf import (
-        Entry,
-        Leaf,
-        OptimizerState,
-        TensorTemplate,
-        flat_range,
-        leaf_of,
-        whole,
-    )
-    from accel_core.config.options import option
-    from accel_core.config.schema import (
+    from accel_core.checkpoint.own_state import refuse_own_state
+    from accel_core.contract import hooks
+    from accel_core.contract.card import API_VERSION, CAPABILITIES, Card
+    from accel_core.contract.config import (
         AutocastKwargs,
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
@@ -38,8 +32,25 @@ if TYPE_CHECKING:
         RunConfig,
         TorchDynamoPlugin,
     )
+    from accel_core.contract.hooks import Job, StepOutput, implements
+    from accel_core.contract.mesh import Mesh, MeshDim, arrange
+    from accel_core.contract.options import option
+    from accel_core.contract.state import (
+        Entry,
+        Leaf,
+        OptimizerState,
+        TensorTemplate,
+        flat_range,
+        leaf_of,
+        whole,
+    )
+    from accel_core.contract.unit import Unit, Window
+    from accel_core.contract.world import Collectives, Topology, World
     from accel_core.data.loader import PreparedLoader
     from accel_core.data.skipping import skip_first_batches
+    from accel_core.defaults.precision import get_grad_scaler, get_mixed_precision_context_manager
+    from accel_core.distributed.logging import MultiProcessAdapter, get_logger
+    from accel_core.distributed.random import set_seed, synchronize_rng_state
     from accel_core.errors import (
         AccelError,
         CheckpointError,
@@ -48,59 +59,51 @@ if TYPE_CHECKING:
         LaunchError,
         PluginError,
     )
-    from accel_core.hookspecs import API_VERSION, Job, StepOutput, implements
-    from accel_core.known import install_hint
-    from accel_core.local_sgd import LocalSGD
-    from accel_core.logging import MultiProcessAdapter, get_logger
-    from accel_core.memory import find_executable_batch_size, is_out_of_memory, release_memory
-    from accel_core.mesh import Mesh, MeshDim, arrange
-    from accel_core.native.own import refuse_own_state
-    from accel_core.native.precision import get_grad_scaler, get_mixed_precision_context_manager
-    from accel_core.notebook import notebook_launcher
-    from accel_core.plugins import CAPABILITIES, Card, plugin_status
-    from accel_core.progress_bar import progress
-    from accel_core.proxies import PreparedOptimizer, PreparedScheduler
-    from accel_core.random import set_seed, synchronize_rng_state
-    from accel_core.run import Run
-    from accel_core.tracking import GeneralTracker
-    from accel_core.unit import Unit, Window
-    from accel_core.world import Collectives, Topology, World
-
-__version__ = "0.1.0"
+    from accel_core.launch.notebook import notebook_launcher
+    from accel_core.plugins.binding import no_op
+    from accel_core.plugins.discovery import plugin_status
+    from accel_core.plugins.known import install_hint
+    from accel_core.runtime.run import Run
+    from accel_core.runtime.tracking import GeneralTracker
+    from accel_core.training.prior_state import has_state
+    from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 _HOMES = {
-    "accelerator": "Accelerator",
-    "binding": "no_op",
-    "carrying": "has_state",
+    "_version": "__version__",
+    "accelerator.accelerator": "Accelerator",
+    "accelerator.local_sgd": "LocalSGD",
+    "accelerator.memory": "find_executable_batch_size is_out_of_memory release_memory",
+    "accelerator.progress": "progress",
     "checkpoint.contents": "CheckpointContents",
-    "checkpoint.leaf": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
-    "config.options": "option",
-    "config.schema": (
+    "checkpoint.own_state": "refuse_own_state",
+    "contract.card": "API_VERSION CAPABILITIES Card",
+    "contract.config": (
         "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin "
         "InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration Proposal RunConfig "
         "TorchDynamoPlugin"
     ),
+    "contract.hooks": "Job StepOutput implements",
+    "contract.mesh": "Mesh MeshDim arrange",
+    "contract.options": "option",
+    "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
+    "contract.unit": "Unit Window",
+    "contract.world": "Collectives Topology World",
     "data.loader": "PreparedLoader",
     "data.skipping": "skip_first_batches",
+    "defaults.precision": "get_grad_scaler get_mixed_precision_context_manager",
+    "distributed.logging": "MultiProcessAdapter get_logger",
+    "distributed.random": "set_seed synchronize_rng_state",
     "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError",
-    "hookspecs": "API_VERSION Job StepOutput implements",
-    "known": "install_hint",
-    "local_sgd": "LocalSGD",
-    "logging": "MultiProcessAdapter get_logger",
-    "memory": "find_executable_batch_size is_out_of_memory release_memory",
-    "mesh": "Mesh MeshDim arrange",
-    "native.own": "refuse_own_state",
-    "native.precision": "get_grad_scaler get_mixed_precision_context_manager",
-    "notebook": "notebook_launcher",
-    "plugins": "CAPABILITIES Card plugin_status",
-    "progress_bar": "progress",
-    "proxies": "PreparedOptimizer PreparedScheduler",
-    "random": "set_seed synchronize_rng_state",
-    "run": "Run",
-    "tracking": "GeneralTracker",
-    "unit": "Unit Window",
-    "world": "Collectives Topology World",
+    "launch.notebook": "notebook_launcher",
+    "plugins.binding": "no_op",
+    "plugins.discovery": "plugin_status",
+    "plugins.known": "install_hint",
+    "runtime.run": "Run",
+    "runtime.tracking": "GeneralTracker",
+    "training.prior_state": "has_state",
+    "training.proxies": "PreparedOptimizer PreparedScheduler",
 }
+_MODULES = {"hooks": "contract.hooks", "ops": "accelerator.ops"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
@@ -174,8 +177,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("hooks", "ops"):
-        value: Any = import_module(f"accel_core.{'hookspecs' if name == 'hooks' else name}")
+    if name in _MODULES:
+        value: Any = import_module(f"accel_core.{_MODULES[name]}")
     elif name in _HOME:
         value = getattr(import_module(f"accel_core.{_HOME[name]}"), name)
     else:

@@ -14,10 +14,10 @@ from timeit import repeat
 
 from arena import HERE, Row, table
 
-from accel_core import hookspecs
-from accel_core.binding import LAYERS, Binder, Steps
-from accel_core.hookspecs import implements
-from accel_core.plugins import discover
+from accel_core.contract import hooks as hookspecs
+from accel_core.contract.hooks import implements
+from accel_core.plugins.binding import LAYERS, Binder, Steps
+from accel_core.plugins.discovery import discover
 
 
 def measure(peers: str | None = None, count: int = 15) -> list[Row]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from toys import card_source, write_distribution
 
-from accel_core.plugins import Record, discover
+from accel_core.plugins.discovery import Record, discover
 
 # A slow machine is no finding, and what one commit passes the next one must not fail by chance:
 # `pytest --hypothesis-profile default` looks for more.

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError, run_processes
 
 NO_ACCELERATOR = 2
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ class NotHereError(Exception):
 def accelerator(device: str, **options: Any) -> Any:
     """An Accelerator on the device, which is simulated first if it is `sim`."""
     if device == "sim":
-        from accel_core.testing.simulated.device import simulate
+        from accel_testing.simulated.device import simulate
 
         simulate("sim")
     from accel_core import Accelerator
@@ -147,7 +147,7 @@ def step_without_waits(device: str, precision: str) -> str:
 
 def batches_without_waits(device: str) -> str:
     """Batches that workers read are pinned, and their copies are not waited for."""
-    from accel_core.data.moving import can_pin
+    from accel_core.distributed.nested import can_pin
 
     run = accelerator(device)
     if not can_pin(run.device):

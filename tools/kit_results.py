@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from accel_core.known import known_plugins
+from accel_core.plugins.known import known_plugins
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 LEVELS = ("packaging", "device", "training", "processes", "checkpoints")

@@ -1,4 +1,4 @@
-"""Write the plugins of this repository into `accel_core/known.yaml`, for install hints.
+"""Write the plugins of this repository into `accel_core/plugins/known.yaml`, for install hints.
 
 `python tools/known.py` rewrites the generated part; `--check` only says whether it is fresh.
 Reads each workspace member's pyproject and the cards its entry points name; imports no torch.

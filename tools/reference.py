@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SPECS = Path("accel_core/hookspecs.py")
+SPECS = Path("accel_core/contract/hooks.py")
 KINDS = {
     "owner": "owner",
     "owner_per_step": "owner, per step",
@@ -171,10 +171,10 @@ def _described(name: str, node: ast.stmt | None) -> Iterator[str]:
 def _options(root: Path) -> Iterator[str]:
     """A table for each config class: option, type, default, help."""
     yield from ("## Options", "")
-    files = [root / "accel_core/config/schema.py"]
+    files = [root / "accel_core/contract/config.py"]
     files += sorted(
         file
-        for part in ("accel_core/native", "backends", "contrib")
+        for part in ("accel_core/defaults", "backends", "contrib")
         for file in (root / part).rglob("*.py")
         if "tests" not in file.relative_to(root).parts
     )

@@ -1,1 +1,3 @@
-"""What `Accelerator` is put together from: a topic a file, each method a line or a few over the run."""
+"""What users hold: the Accelerator, and helpers around its loop."""
+
+from __future__ import annotations

@@ -7,34 +7,34 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from accel_core.config.options import remember_given
+from accel_core.accelerator.checkpointing import States
+from accel_core.accelerator.processes import Ranks
+from accel_core.accelerator.profiler import profiling
+from accel_core.accelerator.training import Training
+from accel_core.contract.options import remember_given
 from accel_core.data.loader import PreparedLoader
 from accel_core.data.skipping import skip_first_batches
 from accel_core.errors import ConfigError
-from accel_core.explaining import explain
-from accel_core.facade.ranks import Ranks
-from accel_core.facade.states import States
-from accel_core.facade.training import Training
-from accel_core.prepare import prepare
-from accel_core.profiling import profiling
-from accel_core.run import Run
-from accel_core.step import Accumulation
-from accel_core.tracking import sort_out
+from accel_core.runtime.explain import explain
+from accel_core.runtime.run import Run
+from accel_core.runtime.tracking import sort_out
+from accel_core.training.prepare import prepare
+from accel_core.training.step import Accumulation
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.config.schema import (
+    from accel_core.contract.config import (
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
         ProfileKwargs,
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from accel_core.proxies import PreparedOptimizer, PreparedScheduler
-    from accel_core.tracking import GeneralTracker
+    from accel_core.runtime.tracking import GeneralTracker
+    from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 __all__ = ["Accelerator"]
 

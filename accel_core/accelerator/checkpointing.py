@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_core.checkpoint.file import save as write_object
+from accel_core.checkpoint.paths import local_path
 from accel_core.errors import CheckpointError
-from accel_core.paths import local_path
-from accel_core.saving import save as write_object
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from accel_core.run import Run
+    from accel_core.runtime.run import Run
 
 __all__ = ["States"]
 
@@ -188,7 +188,7 @@ class States:
         Raises:
             CheckpointError: they could not be written; an earlier save is still there.
         """
-        from accel_core import weights  # late: start-up need not wait for it
+        from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
         weights.save_model(
             self.run,
@@ -207,7 +207,7 @@ class States:
         checkpoints hold every rank's.
         unwrap: False gives what the wrapped model's own `state_dict` gives.
         """
-        from accel_core import weights  # late: start-up need not wait for it
+        from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
         return weights.state_dict(self.run, model) if unwrap else model.state_dict()
 
@@ -223,7 +223,7 @@ class States:
             dtype: of floating-point weights; default: their own.
             to: device; default: where they cost least.
         """
-        from accel_core import weights  # late: start-up need not wait for it
+        from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
         return ((names[0], tensor) for names, tensor in weights.weights_of(self.run, model, dtype, to))
 
@@ -240,6 +240,6 @@ class States:
         Raises:
             AccelError: it has no such parameter.
         """
-        from accel_core import weights  # late: start-up need not wait for it
+        from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
         return weights.full_parameters(self.run, model, names, writeback=writeback)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core.errors import AccelError, ConfigError
-from accel_core.plugins import offering
-from accel_core.step import quiet
+from accel_core.plugins.discovery import offering
+from accel_core.training.step import quiet
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -19,13 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-    from accel_core.accelerator import Accelerator
-    from accel_core.world import Collectives
+    from accel_core.accelerator.accelerator import Accelerator
 
-__all__ = ["LocalSGD", "average"]
-
-BUCKET_BYTES: Final = 256 * 2**20
-"""Weights are averaged in copies of about this size: a whole copy might not fit beside the model."""
+__all__ = ["LocalSGD"]
 
 
 class LocalSGD:
@@ -101,20 +95,3 @@ class LocalSGD:
             scale = torch.tensor(scaler.get_scale())
             self.unit.run.collectives("control").all_reduce(scale, "min")
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale.item()})
-
-
-def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
-    """The mean over the group, of those that train: one all_reduce for each bucket of a dtype and device."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    filled: Counter[Any] = Counter()
-    for parameter in parameters:
-        if parameter.requires_grad:
-            kind = parameter.dtype, parameter.device
-            kinds.setdefault((*kind, filled[kind] // BUCKET_BYTES), []).append(parameter.detach())
-            filled[kind] += parameter.nbytes
-    for tensors in kinds.values():
-        flat = group.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(
-            tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-        )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from accel_core.contract.run import live
 from accel_core.errors import AccelError
-from accel_core.run import live
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from accel_core import ops
+from accel_core.accelerator import ops
+from accel_core.distributed.collectives import Reduction
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.runtime.run import Run
 
 __all__ = ["Ranks"]
 
@@ -100,7 +101,7 @@ class Ranks:
         """
         return ops.gather_for_metrics(input_data, use_gather_object=use_gather_object, run=self.run)
 
-    def reduce(self, tensor: Any, reduction: ops.Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Each tensor of a nested structure reduced over the ranks with a loss of their own, times `scale`.
 
         Collective. Shapes must be equal on all ranks, and stay; the tensors given are not changed.

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import profiler
 
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError
-from accel_core.plugins import near
 
 if TYPE_CHECKING:
-    from accel_core.config.schema import ProfileKwargs
-    from accel_core.run import Run
+    from accel_core.contract.config import ProfileKwargs
+    from accel_core.contract.run import Run
 
 __all__ = ["profiling"]
 
@@ -41,7 +41,7 @@ def _activity(name: str) -> profiler.ProfilerActivity:
     known = {each.name.lower(): each for each in profiler.supported_activities()}
     if name.lower() not in known:
         raise ConfigError(
-            f"profile.activities: torch cannot record {name!r} here{near(name, known)}\n"
+            f"profile.activities: torch cannot record {name!r} here{did_you_mean(name, known)}\n"
             f"choose among {', '.join(sorted(known))}, or leave it unset"
         )
     found: profiler.ProfilerActivity = known[name.lower()]

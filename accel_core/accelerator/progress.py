@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import TypeVar
 
-from accel_core.world import World
+from accel_core.contract.world import World
 
 __all__ = ["progress"]
 

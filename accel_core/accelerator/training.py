@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import step
 from accel_core.data.uneven import check_unit
+from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError
-from accel_core.native.precision import autocast
-from accel_core.step import Accumulation
+from accel_core.training import step
+from accel_core.training.step import Accumulation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core.config.schema import AutocastKwargs
-    from accel_core.hookspecs import StepOutput
-    from accel_core.run import Run
-    from accel_core.unit import Unit, Window
+    from accel_core.contract.config import AutocastKwargs
+    from accel_core.contract.hooks import StepOutput
+    from accel_core.contract.unit import Unit, Window
+    from accel_core.runtime.run import Run
 
 __all__ = ["Training"]
 

@@ -19,7 +19,7 @@ from accel_core.checkpoint.codec import require_plain
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.unit import Unit
+    from accel_core.contract.unit import Unit
 
 __all__ = ["Account", "account", "outline", "owner_of", "restore_extra"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.world import Collectives
+    from accel_core.contract.world import Collectives
 
 __all__ = ["agree"]
 

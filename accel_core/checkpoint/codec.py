@@ -14,7 +14,7 @@ import operator
 import sys
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
@@ -30,31 +30,14 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from accel_core.distributed.tensor_bytes import DTYPES, bytes_of, name_of, tensor_from
 from accel_core.errors import CheckpointError
 
-__all__ = [
-    "DTYPES",
-    "bytes_of",
-    "bytes_within",
-    "decode",
-    "encode",
-    "key_of",
-    "key_text",
-    "name_of",
-    "not_plain",
-    "require_plain",
-    "tensor_from",
-]
+__all__ = ["decode", "encode", "key_of", "key_text", "not_plain", "require_plain"]
 
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
 
-DTYPES: Final = {
-    name: value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and not (name := str(value)[6:]).startswith(("bits", "q"))
-}
-"""torch's names without the prefix: float32, bfloat16, ..."""
 
 Store = Callable[[str, Tensor], str]
 """(path in the state, tensor) -> the key under which the tensor is stored elsewhere."""
@@ -66,11 +49,6 @@ _REMEDY: Final = (
 _FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 """What a defaultdict may fill itself with."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The name torch gives a dtype, without the prefix."""
-    return str(dtype).removeprefix("torch.")
 
 
 def not_plain(tensor: Tensor) -> str:
@@ -93,40 +71,6 @@ def require_plain(what: str, tensor: Tensor) -> None:
             f"{what} is {odd} and cannot be stored\n"
             "make it an ordinary tensor, or a buffer with persistent=False that the model makes anew"
         )
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements, row-major: a view of its memory where that is possible.
-
-    Any dtype, device and strides. The view keeps what it reads alive; nobody else should write.
-    """
-    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return data.reshape(-1).view(torch.uint8).numpy().data
-
-
-def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -> Tensor:
-    """A tensor over the bytes of a writable buffer, from `start` on.
-
-    Raises:
-        ValueError: the buffer is too short.
-    """
-    size = bytes_within(len(buffer), dtype, shape, start)
-    if size == 0:
-        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
-    data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=start)
-    return data.view(DTYPES[dtype]).reshape(tuple(shape))
-
-
-def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> int:
-    """How many bytes such a tensor has.
-
-    Raises:
-        ValueError: from `start` on, `length` bytes do not hold it.
-    """
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if min(shape, default=0) < 0 or start < 0 or start + size > length:
-        raise ValueError(f"{dtype} of shape {list(shape)} at {start} does not fit into {length} bytes")
-    return size
 
 
 def encode(value: Any, path: str, store: Store | None = None) -> Any:

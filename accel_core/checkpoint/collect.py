@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import field, frozen
 from xxhash import xxh3_64_hexdigest
 
+from accel_core.checkpoint.account import account
 from accel_core.checkpoint.codec import encode, require_plain
+from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.files import as_json
-from accel_core.checkpoint.leaf import Entry, Leaf, whole
 from accel_core.checkpoint.plan import Declared, Key, declare
+from accel_core.contract.state import Entry, Leaf, whole
+from accel_core.distributed.streams import states
 from accel_core.errors import CheckpointError
-from accel_core.native.account import account
-from accel_core.native.state import model_state
-from accel_core.streams import states
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_core.run import Run
-    from accel_core.unit import Unit
-    from accel_core.world import Collectives
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
+    from accel_core.contract.world import Collectives
 
 __all__ = [
     "NEVER_RESTORED",

@@ -21,11 +21,11 @@ from accel_core.checkpoint.commit import (
     replaced,
 )
 from accel_core.checkpoint.files import as_json, manifest_of, write_manifest
-from accel_core.checkpoint.flight import Share
 from accel_core.checkpoint.layout import Layout
-from accel_core.checkpoint.leaf import Leaf, whole
+from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.pending_save import Share
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.paths import local_path
+from accel_core.contract.state import Leaf, whole
 
 __all__ = ["CheckpointContents"]
 

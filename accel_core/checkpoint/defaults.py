@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from accel_core import hookspecs as hooks
-from accel_core.checkpoint.codec import DTYPES, decode, encode, key_of, key_text, require_plain
-from accel_core.checkpoint.leaf import Leaf, OptimizerState, leaf_of
+from accel_core.checkpoint.codec import decode, encode, key_of, key_text, require_plain
+from accel_core.checkpoint.own_state import own_state
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
+from accel_core.contract.state import Leaf, OptimizerState, leaf_of
+from accel_core.distributed.tensor_bytes import DTYPES
 from accel_core.errors import CheckpointError
-from accel_core.hookspecs import implements
-from accel_core.native.own import own_state
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.leaf import Json, TensorTemplate
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.contract.state import Json, TensorTemplate
+    from accel_core.contract.unit import Unit
 
 __all__ = ["BaseState", "model_state"]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from accel_core.checkpoint.commit import locate
 from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.weights import bytes_in, weights_in, write_weights
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import CheckpointError
-from accel_core.plugins import near
-from accel_core.weights import bytes_in, weights_in, write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,8 @@ def export(
         units = checkpoint.state["units"]
         if unit is not None and unit not in units:
             raise CheckpointError(
-                f"{folder} has no unit {unit!r}{near(unit, units)}\nit has {', '.join(units) or 'none'}",
+                f"{folder} has no unit {unit!r}{did_you_mean(unit, units)}"
+                f"\nit has {', '.join(units) or 'none'}",
                 path=str(folder),
             )
         chosen = {unit: target} if unit is not None else {name: target / name for name in units}

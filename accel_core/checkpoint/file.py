@@ -12,8 +12,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from accel_core.checkpoint.paths import local_path
 from accel_core.errors import CheckpointError
-from accel_core.paths import local_path
 
 __all__ = ["load", "not_written", "save", "write_whole"]
 

@@ -106,7 +106,7 @@ def as_json(value: Any) -> bytes:
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
     """The head of a data file of these named tensors, in this order, and where in the file each starts."""
-    from accel_core.checkpoint.codec import name_of
+    from accel_core.distributed.tensor_bytes import name_of
 
     header: dict[str, Any] = {}
     starts = [0]
@@ -188,7 +188,7 @@ class DataFile:
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
         """A tensor of the bytes from `start` on, in memory of its own."""
-        from accel_core.checkpoint.codec import bytes_within, tensor_from
+        from accel_core.distributed.tensor_bytes import bytes_within, tensor_from
 
         memory = bytearray(bytes_within(self.record.size, dtype, shape, start))
         self.read(start, memoryview(memory))

@@ -11,11 +11,11 @@ from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.commit import carry_back, holders, locate
 from accel_core.checkpoint.files import UnreadableError
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.checkpoint.series import candidates, folder_of, number_in
+from accel_core.checkpoint.retention import candidates, folder_of, number_in
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["find"]
 

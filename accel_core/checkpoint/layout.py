@@ -11,14 +11,14 @@ from attrs import define, field
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from accel_core.checkpoint.codec import bytes_of, name_of
 from accel_core.checkpoint.files import as_json, lay_out
 from accel_core.checkpoint.replicas import SMALL_BYTES, Replicas
 from accel_core.checkpoint.staging import staged, staging_device
+from accel_core.distributed.tensor_bytes import bytes_of, name_of
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.leaf import Leaf
     from accel_core.checkpoint.plan import Box, Declared, Key
+    from accel_core.contract.state import Leaf
 
 __all__ = ["Layout"]
 

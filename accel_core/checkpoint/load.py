@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from attrs import field, frozen
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from accel_core.checkpoint.account import owner_of, restore_extra
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.codec import DTYPES, bytes_of, name_of
 from accel_core.checkpoint.collect import (
     class_of,
     entry_key,
@@ -26,25 +24,24 @@ from accel_core.checkpoint.collect import (
 )
 from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.find import find
-from accel_core.checkpoint.leaf import Entry, Leaf
 from accel_core.checkpoint.optimizers import restore_optimizers
-from accel_core.checkpoint.plan import refuse
+from accel_core.checkpoint.problems import Problems
 from accel_core.checkpoint.read import Checkpoint, fill
-from accel_core.checkpoint.series import history
+from accel_core.checkpoint.retention import history
+from accel_core.contract.state import Entry, Leaf
+from accel_core.distributed.streams import check, reseed, restore, states
+from accel_core.distributed.tensor_bytes import bytes_of
+from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
-from accel_core.native.account import owner_of, restore_extra
-from accel_core.streams import check, reseed, restore, states
-from accel_core.watch import assemble
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files import Manifest
     from accel_core.checkpoint.read import Stored
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
 
-__all__ = ["Problems", "Restoration", "derived_seed", "load"]
+__all__ = ["Restoration", "derived_seed", "load"]
 
-logger = logging.getLogger(__name__)
 
 Action = tuple[str, Callable[[], object]]
 """What is restored, in words, and how."""
@@ -100,54 +97,6 @@ def _load(
     restoration = agree(control, compared)
     agree(control, restoration.apply)
     return checkpoint.folder, checkpoint.manifest
-
-
-@frozen
-class Problems:
-    """Differences between a checkpoint and a run. Where loading is not strict, only `fatal` ones count."""
-
-    folder: Path
-    strict: bool
-    found: list[str] = field(factory=list)
-    fatal: list[str] = field(factory=list)
-
-    def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
-        """Name what only one side has."""
-        saved, here = dict.fromkeys(saved), dict.fromkeys(here)
-        lacks, extra = "missing in the checkpoint", "unexpected, the run has no such state"
-        self.found.extend(f"{lacks}: {what}{name}" for name in here if name not in saved)
-        self.found.extend(f"{extra}: {what}{name}" for name in saved if name not in here)
-
-    def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
-        """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
-        there, here = ([*stored.shape], stored.layout), ([*leaf.global_shape], leaf.layout)
-        if there != here:
-            for word, one, other, noted in zip(
-                ("shape", "layout"), there, here, (self.found, self.fatal), strict=True
-            ):
-                if one != other:
-                    noted.append(f"{what} has {word} {one} in the checkpoint, {other} here")
-        for dtype in {tensor.dtype for _, tensor in leaf.shards}:
-            if dtype != (saved := DTYPES[stored.dtype]) and not _holds(dtype, saved):
-                loss = f"{name_of(dtype)} here would lose digits"
-                self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
-        return there == here
-
-    def warn(self, what: str) -> None:
-        """Log what is left out, though nothing is wrong."""
-        logger.warning("%s: %s", self.folder, what)
-
-    def settle(self) -> None:
-        """Raises CheckpointError if there are problems that count; the others are logged."""
-        remedy = "prepare what was prepared when it was saved"
-        refuse(
-            [*self.fatal, *(self.found if self.strict else ())],
-            f"the checkpoint {self.folder} does not fit this run; nothing was loaded",
-            remedy if self.fatal else f"{remedy}, or load what fits with strict=False",
-            path=str(self.folder),
-        )
-        for each in self.found:
-            self.warn(each)
 
 
 class Restoration:
@@ -409,20 +358,6 @@ def _alike(one: Stored, other: Stored) -> bool:
     return (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout) and bytes_of(
         one.tensor()
     ) == bytes_of(other.tensor())
-
-
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every number of the other dtype is one of this."""
-    try:
-        return torch.promote_types(other, dtype) == dtype
-    except RuntimeError:  # torch promotes no float8, and no unsigned integers of several bytes
-        if dtype.is_floating_point and other.is_floating_point:
-            mine, its = torch.finfo(dtype), torch.finfo(other)
-            return mine.eps <= its.eps and mine.max >= its.max and mine.tiny <= its.tiny
-        if dtype.is_floating_point or other.is_floating_point or dtype.is_complex or other.is_complex:
-            return False
-        low, high = torch.iinfo(other).min, torch.iinfo(other).max
-        return torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
 
 
 def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> CheckpointError:

@@ -12,17 +12,17 @@ from attrs import frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
-from accel_core.checkpoint.leaf import TensorTemplate
+from accel_core.checkpoint.own_state import own_state, restore_own_state
 from accel_core.checkpoint.read import fill
+from accel_core.contract.state import TensorTemplate
 from accel_core.errors import CheckpointError
-from accel_core.native.own import own_state, restore_own_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.load import Problems
+    from accel_core.checkpoint.problems import Problems
     from accel_core.checkpoint.read import Checkpoint, Stored
-    from accel_core.unit import Unit
+    from accel_core.contract.unit import Unit
 
 __all__ = ["restore_optimizers"]
 

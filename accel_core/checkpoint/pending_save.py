@@ -34,7 +34,7 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from accel_core.checkpoint.place import Place
+    from accel_core.checkpoint.target import Place
 
 __all__ = ["Flight", "Share"]
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel_core.checkpoint.codec import name_of
-from accel_core.checkpoint.leaf import Leaf
+from accel_core.contract.state import Leaf
+from accel_core.distributed.tensor_bytes import name_of
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:

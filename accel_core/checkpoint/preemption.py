@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["Preemption"]
 

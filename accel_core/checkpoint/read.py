@@ -14,11 +14,12 @@ from attrs import field, frozen
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from accel_core.checkpoint.codec import DTYPES, bytes_within, decode
+from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.files import MANIFEST, DataFile, damaged
-from accel_core.checkpoint.leaf import Kind, Leaf, whole
-from accel_core.checkpoint.opened import Opened
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
+from accel_core.checkpoint.reader import Opened
+from accel_core.contract.state import Kind, Leaf, whole
+from accel_core.distributed.tensor_bytes import DTYPES, bytes_within
 from accel_core.errors import CheckpointError
 
 __all__ = ["Checkpoint", "Stored", "fill"]

@@ -13,12 +13,12 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.codec import bytes_of
 from accel_core.checkpoint.plan import Box, Declared, Key, refuse
+from accel_core.distributed.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.leaf import Leaf
-    from accel_core.world import Collectives
+    from accel_core.contract.state import Leaf
+    from accel_core.contract.world import Collectives
 
 __all__ = ["Replicas", "checksums", "compare_replicas"]
 

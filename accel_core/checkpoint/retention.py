@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from accel_core.checkpoint.commit import discard
 from accel_core.checkpoint.files import Manifest, manifest_if_any
-from accel_core.paths import local_path
+from accel_core.checkpoint.paths import local_path
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["candidates", "folder_of", "history", "next_number", "number_in", "retain"]
 

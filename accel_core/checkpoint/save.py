@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
-from accel_core import __version__
+from accel_core._version import __version__
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.collect import (
     Collected,
@@ -23,17 +23,17 @@ from accel_core.checkpoint.collect import (
     without_collecting_garbage,
 )
 from accel_core.checkpoint.files import as_json
-from accel_core.checkpoint.flight import Flight, Share
 from accel_core.checkpoint.layout import Layout
-from accel_core.checkpoint.place import Place
+from accel_core.checkpoint.pending_save import Flight, Share
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import Replicas
+from accel_core.checkpoint.target import Place
+from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
-from accel_core.watch import assemble
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
-    from accel_core.world import Collectives
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import Collectives
 
 __all__ = ["Saver", "save"]
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from accel_core.data.moving import can_pin
+from accel_core.distributed.nested import can_pin
 
 __all__ = ["staged", "staging_device"]
 

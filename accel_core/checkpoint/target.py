@@ -23,11 +23,11 @@ from accel_core.checkpoint.commit import (
     publish,
     replaced,
 )
-from accel_core.checkpoint.series import folder_of, next_number, retain
+from accel_core.checkpoint.retention import folder_of, next_number, retain
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
-    from accel_core.world import Collectives
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import Collectives
 
 __all__ = ["Place"]
 

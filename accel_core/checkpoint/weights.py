@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accel_core.checkpoint.account import account, outline
 from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.codec import require_plain
 from accel_core.checkpoint.commit import workshop
+from accel_core.checkpoint.file import not_written, write_whole
 from accel_core.checkpoint.files import sync_folder, write_file
+from accel_core.checkpoint.paths import local_path
+from accel_core.contract.suggest import did_you_mean
+from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError, CheckpointError, ConfigError
-from accel_core.native.account import account, outline
-from accel_core.paths import local_path
-from accel_core.plugins import near
-from accel_core.saving import not_written, write_whole
-from accel_core.watch import assemble
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
 
 __all__ = [
     "bytes_in",
@@ -80,7 +80,8 @@ def full_parameters(
     if unknown := sorted({*wanted}.difference(known)):
         raise AccelError(
             f"full_parameters: the {type(module).__name__} has no parameter {unknown[0]!r}"
-            f"{near(unknown[0], known)}\nuse the names that named_parameters() of your own model gives"
+            f"{did_you_mean(unknown[0], known)}"
+            "\nuse the names that named_parameters() of your own model gives"
         )
     canonical = [prefix + name for name in wanted]
     once = list(dict.fromkeys(unit.aliases.get(name, name) for name in canonical))

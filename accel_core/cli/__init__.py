@@ -12,7 +12,7 @@ import click
 from accel_core.errors import AccelError, LaunchError
 
 if TYPE_CHECKING:
-    from accel_core.plugins import Record
+    from accel_core.plugins.discovery import Record
 
 __all__ = ["Group", "accel", "main"]
 
@@ -38,9 +38,9 @@ class Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            from accel_core.plugins import near
+            from accel_core.contract.suggest import did_you_mean
 
-            ctx.fail(f"No such command {args[0]!r}{near(args[0], self.list_commands(ctx))}")
+            ctx.fail(f"No such command {args[0]!r}{did_you_mean(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
 
@@ -58,7 +58,7 @@ class _Lazy(Group):
         record = _commands().get(cmd_name)
         if record is None or record.card is None:
             return None
-        from accel_core.plugins import load
+        from accel_core.plugins.discovery import load
 
         command = load(record, record.card.implementation or "")
         return command
@@ -71,7 +71,7 @@ class _Lazy(Group):
 
 
 def _commands() -> dict[str, Record]:
-    from accel_core.plugins import discover
+    from accel_core.plugins.discovery import discover
 
     found = {record.name: record for record in discover().of("command") if record.status == "available"}
     # One that is called after a command of ours adds to that; `checkpoint-FORMAT` is a format.

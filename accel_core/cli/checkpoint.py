@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from accel_core.checkpoint.paths import local_path
 from accel_core.cli.plugins import aligned
 from accel_core.errors import CheckpointError, PluginError
-from accel_core.paths import local_path
-from accel_core.plugins import discover, load
+from accel_core.plugins.discovery import discover, load
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files import DataFile
-    from accel_core.checkpoint.opened import Opened
+    from accel_core.checkpoint.reader import Opened
 
 __all__ = ["checkpoint"]
 
@@ -59,7 +59,7 @@ def list_(folder: Path, as_json: bool) -> None:
     VALID looks at what describes the data and at the sizes of files; verify reads every byte.
     """
     from accel_core.checkpoint.files import MANIFEST
-    from accel_core.checkpoint.opened import Opened
+    from accel_core.checkpoint.reader import Opened
 
     if (folder / MANIFEST).exists():
         parameters = list(_parameters(Opened.open(folder)))
@@ -86,7 +86,7 @@ def _inside(folder: Path) -> list[Path]:
 
 def _describe(folder: Path) -> dict[str, Any]:
     from accel_core.checkpoint.files import read_manifest
-    from accel_core.checkpoint.opened import Opened
+    from accel_core.checkpoint.reader import Opened
 
     row: dict[str, Any] = {**dict.fromkeys((*_COLUMNS, "bytes")), "name": folder.name, "path": str(folder)}
     row |= {"time": "", "valid": "yes"}
@@ -156,7 +156,7 @@ def _problems_now(folder: Path) -> list[str]:
     from rich.progress import track
 
     from accel_core.checkpoint.files import DataFile, read_manifest
-    from accel_core.checkpoint.opened import Opened
+    from accel_core.checkpoint.reader import Opened
 
     problems: list[str] = []
     files: list[DataFile] = []
@@ -241,7 +241,7 @@ def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> Non
 
 def _hand_over(form: str, *words: str | Path) -> None:
     """To the command plugin `checkpoint-FORM`, a group that has `import` and `export`."""
-    from accel_core.known import absence
+    from accel_core.plugins.known import absence
 
     discovery, name = discover(), f"checkpoint-{form}"
     record = discovery.get(name)

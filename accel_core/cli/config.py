@@ -13,8 +13,9 @@ import click
 
 from accel_core.cli import Group
 from accel_core.cli.plugins import aligned
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError
-from accel_core.plugins import discover, near
+from accel_core.plugins.discovery import discover
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
@@ -41,7 +42,7 @@ def check(file: str | None, as_json: bool) -> None:
     except ConfigError as error:
         problems = list(error.problems)
     else:
-        from accel_core.launching import Launch, mistakes
+        from accel_core.launch.plan import Launch, mistakes
 
         problems = mistakes(resolved, discover())
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
@@ -57,7 +58,7 @@ def check(file: str | None, as_json: bool) -> None:
 @_json
 def show(file: str | None, as_json: bool) -> None:
     """Print each value and where it comes from."""
-    from accel_core.launching import Launch
+    from accel_core.launch.plan import Launch
 
     resolved = _load(file)
     rows, notes = list(_rows(resolved)), [*resolved.notes, *Launch(resolved, discover()).doubts()]
@@ -104,7 +105,7 @@ def schema(section: str | None) -> None:
     sections: Mapping[str, Any] = {n: part for n, part in whole["properties"].items() if "properties" in part}
     if section is not None and section not in sections:
         raise ConfigError(
-            f"no section {section!r} can be described here{near(section, sections)}\n"
+            f"no section {section!r} can be described here{did_you_mean(section, sections)}\n"
             f"sections: {', '.join(sorted(sections))}"
         )
     print(json.dumps(whole if section is None else sections[section], indent=1))
@@ -141,7 +142,7 @@ def init(defaults: bool, output: str, force: bool) -> None:
         raise ConfigError(f"{output} exists already\nuse --force to overwrite it, or --output FILE")
     if not defaults:
         from accel_core.config.resolve import load
-        from accel_core.launching import Launch
+        from accel_core.launch.plan import Launch
 
         unset = load(discovery=discover(), environment={}, directory=os.devnull)  # where no file lies
         click.echo(f"This machine: {Launch(unset, discover()).hardware()}")

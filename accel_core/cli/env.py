@@ -11,8 +11,8 @@ from typing import Final
 
 import click
 
-from accel_core.config.options import MASK, may_be_secret
-from accel_core.plugins import Record, discover, load
+from accel_core.contract.options import MASK, may_be_secret
+from accel_core.plugins.discovery import Record, discover, load
 
 __all__ = ["env"]
 

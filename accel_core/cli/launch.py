@@ -12,7 +12,7 @@ import click
 from accel_core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
-    from accel_core.launching import Launch
+    from accel_core.launch.plan import Launch
 
 __all__ = ["launch"]
 
@@ -36,18 +36,18 @@ class _LaunchCommand(click.Command):
         return rest
 
     def _advise(self, flag: str, ctx: click.Context) -> str:
-        from accel_core.known import old_flag
-        from accel_core.plugins import near
+        from accel_core.contract.suggest import did_you_mean
+        from accel_core.plugins.known import old_flag
 
         known = [spelling for option in self.get_params(ctx) for spelling in option.opts]
         old = old_flag(flag)
-        hint = f": {old}" if old else near(flag, known) or "; `accel launch --help` lists them all"
+        hint = f": {old}" if old else did_you_mean(flag, known) or "; `accel launch --help` lists them all"
         return f"{flag} is no flag of accel launch{hint}"
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from accel_core.config.options import section_class
         from accel_core.config.reader import CORE
-        from accel_core.plugins import discover
+        from accel_core.contract.options import section_class
+        from accel_core.plugins.discovery import discover
 
         sections = {name: cls for name, kind in CORE.items() if (cls := section_class(kind))}
         rows = [(name, (cls.__doc__ or "").partition(" Section")[0]) for name, cls in sections.items()]
@@ -59,8 +59,8 @@ class _LaunchCommand(click.Command):
 
 def _own_flags() -> list[click.Parameter]:
     """A flag for each option of section `launch` and of the top level; all others have dotted ones."""
-    from accel_core.config.options import describe, options_of
-    from accel_core.config.schema import LaunchConfig, RunConfig
+    from accel_core.contract.config import LaunchConfig, RunConfig
+    from accel_core.contract.options import describe, options_of
 
     top = {name: it for name, (it, _) in options_of(RunConfig).items() if describe(it).help}
     options = {f"launch.{name}": it for name, (it, _) in options_of(LaunchConfig).items()} | top
@@ -90,9 +90,9 @@ def launch(
     config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
-    from accel_core.launching import plan
-    from accel_core.native.meeting import require_place
-    from accel_core.worker import command
+    from accel_core.launch.plan import plan
+    from accel_core.launch.rendezvous import require_place
+    from accel_core.launch.worker import command
 
     flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
     planned = plan(flags=flags, file=config)

@@ -14,10 +14,12 @@ import click
 from attrs import asdict, filters
 
 from accel_core.cli import Group
-from accel_core.cli.new import new
+from accel_core.contract.card import SLOTS
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import AccelError, PluginError
-from accel_core.known import install_hint
-from accel_core.plugins import SLOTS, Discovery, Record, discover, implementation, load, near
+from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load
+from accel_core.plugins.known import install_hint
+from accel_testing.new import new
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -120,7 +122,7 @@ def _find(name: str) -> Record:
     discovery = discover()
     record = discovery.get(name)
     if record is None:
-        hint = near(name, [each.name for each in discovery.records])
+        hint = did_you_mean(name, [each.name for each in discovery.records])
         raise PluginError(f"no plugin {name!r} is installed{hint}\n`accel plugins` lists them", plugin=name)
     return record
 
@@ -175,14 +177,14 @@ def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
 
     `sim` in it is a simulated device, for machines that have none.
     """
-    from accel_core.testing.simulated import CARD
+    from accel_testing.simulated import CARD
 
     for name in stack.split("+"):
         if name != CARD.name:
             _find(name)
     if find_spec("pytest") is None:
         raise AccelError(f"the conformance tests need pytest\n{install_hint('.[testing]')}")
-    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "--accel-stack", stack]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "--accel-stack", stack]
     if world:
         command += ["--accel-world", world]
     # Neither the settings nor the cache of a project that happens to lie around.

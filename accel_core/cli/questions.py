@@ -8,14 +8,14 @@ from typing import Any, Final
 import click
 from attrs import Attribute, frozen
 
-from accel_core.config.options import default_of, describe, options_of, section_class
 from accel_core.config.reader import Reader
-from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Text
 from accel_core.config.structure import MismatchError, convert, members, plain
-from accel_core.known import absence
-from accel_core.plugins import Discovery, Slot
-from accel_core.stack import unknown_device
+from accel_core.contract.card import Slot
+from accel_core.contract.config import RunConfig
+from accel_core.contract.options import default_of, describe, options_of, section_class
+from accel_core.plugins.discovery import Discovery
+from accel_core.plugins.known import absence, unknown_device
 
 __all__ = ["MEETING", "Answer", "ask", "render"]
 

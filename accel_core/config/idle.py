@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.config.options import Path, default_of, describe, options_of
 from accel_core.config.sources import spell
+from accel_core.contract.options import Path, default_of, describe, options_of
+from accel_core.plugins.discovery import Discovery, Record
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
+    from accel_core.config.sources import Given
 
-__all__ = ["idle_options", "idle_profile"]
+__all__ = ["auto_may_take", "idle_options", "idle_profile", "unused_sections"]
 
 UNSCALED: Final = ("no", "fp32", "bf16")
 """Precisions of core that scale no loss; others answer for themselves."""
@@ -61,3 +63,47 @@ def _differs(section: Any, name: str) -> bool:
         return False
     value = getattr(section, found[0].name)
     return value not in ("no", None) and value != default_of(found[0], section)
+
+
+SETTING: Final[Mapping[str, str]] = {
+    "device": "device",
+    "precision": "mixed_precision",
+    "strategy": "strategy",
+    "launcher": "launch.launcher",
+    "extension": "extensions",
+    "tracker": "log_with",
+}
+"""The option that names a plugin of a slot."""
+
+TYPED: Final = ("environment", "flag")
+"""Sources that speak of this very run, where a file may serve several."""
+
+
+def unused_sections(
+    resolved: Resolved, used: Collection[str], discovery: Discovery
+) -> Iterator[tuple[Record, Given, str]]:
+    """(plugin, an option given for it, the setting that chooses it) for each plugin not among `used`."""
+    found: dict[str, Given] = {}
+    for path, given in resolved.settings.items():
+        if path[0] not in used and (path[0] not in found or given.source in TYPED):
+            found[path[0]] = given
+    for name, given in found.items():
+        record = discovery.get(name)
+        if record is not None and record.slot in SETTING:  # else a section of core, or `strategies`
+            yield record, given, _setting(record, resolved, given.source == "flag")
+
+
+def _setting(record: Record, resolved: Resolved, as_flag: bool) -> str:
+    """What a user writes to choose the plugin beside those that are chosen already."""
+    path, config = SETTING[record.slot], resolved.config
+    several = {"extension": config.extensions, "tracker": config.log_with}
+    names = [*several.get(record.slot, ()), record.name]
+    if as_flag:
+        return f"--{path.removeprefix('launch.').replace('_', '-')} {','.join(names)}"
+    return f"{path}: [{', '.join(names)}]" if record.slot in several else f"{path}: {record.name}"
+
+
+def auto_may_take(record: Record, resolved: Resolved) -> bool:
+    """Whether the same file chooses the plugin on a machine that has it."""
+    asked = {"device": resolved.config.device, "strategy": resolved.config.strategy}.get(record.slot)
+    return asked == "auto" and record.card is not None and record.card.priority is not None

@@ -9,10 +9,10 @@ from typing import Any, Final, get_args
 
 from attrs import NOTHING, Attribute
 
-from accel_core.config.options import describe, options_of, section_class
 from accel_core.config.reader import CORE, Reader
-from accel_core.config.schema import RunConfig
 from accel_core.config.structure import is_union, members, plain, shape
+from accel_core.contract.config import RunConfig
+from accel_core.contract.options import describe, options_of, section_class
 
 __all__ = ["class_schema", "whole_schema"]
 

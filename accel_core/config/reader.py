@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from attrs import Attribute, define, evolve, field
 
-from accel_core import known
-from accel_core.config.options import Path, describe, is_secret, options_of, said, section_class
-from accel_core.config.schema import RunConfig
 from accel_core.config.sources import Given, Problem, Text, show, spell
+from accel_core.contract.config import RunConfig
+from accel_core.contract.options import Path, describe, is_secret, options_of, said, section_class
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins import Discovery, Record, load, near
+from accel_core.plugins import known
+from accel_core.plugins.discovery import Discovery, Record, load
 
 __all__ = ["ALIASES", "CORE", "Reader", "load_class"]
 
@@ -280,7 +281,7 @@ class Reader:
         for it in known.known_plugins():
             if name in it.keys and self.discovery.get(it.name) is None:
                 owners.append(f"{it.name} (not installed; {known.install_hint(it.folder)})")
-        close = near(name, mine)
+        close = did_you_mean(name, mine)
         return f"; it is an option of {' and '.join(owners)}" if owners and not close else close
 
 

@@ -16,13 +16,13 @@ from typing import Any, Final
 from attrs import NOTHING, evolve, field, frozen
 
 from accel_core.config import sources
-from accel_core.config.options import Path, options_of, section_class
 from accel_core.config.reader import ALIASES, CORE, Reader, load_class
-from accel_core.config.schema import RunConfig
 from accel_core.config.sources import HANDOVER_VARIABLE, Given, Problem, spell
+from accel_core.contract.config import RunConfig
+from accel_core.contract.options import Path, options_of, section_class
 from accel_core.errors import ConfigError
-from accel_core.known import absence
-from accel_core.plugins import Discovery, Record
+from accel_core.plugins.discovery import Discovery, Record
+from accel_core.plugins.known import absence
 
 __all__ = ["HANDOVER_VARIABLE", "Resolved", "find_file", "load", "outside"]
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from attrs import frozen
 
-from accel_core.config.options import Path
+from accel_core.contract.options import Path
 from accel_core.errors import ConfigError
 
 __all__ = [

@@ -20,9 +20,9 @@ import attrs
 from cattrs import BaseValidationError, Converter
 from cattrs.gen import make_mapping_structure_fn
 
-from accel_core.config.options import describe, is_secret, masked, options_of
 from accel_core.config.sources import Text, decimal, show
-from accel_core.plugins import near
+from accel_core.contract.options import describe, is_secret, masked, options_of
+from accel_core.contract.suggest import did_you_mean
 
 __all__ = ["MismatchError", "convert", "flat", "is_union", "members", "plain", "shape", "shown", "writable"]
 
@@ -249,7 +249,7 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
     names = [_NAMES.get(each, each.__name__) for each in accepted if isinstance(each, type)]
     if words:
         names.append(f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0]))
-    hint = near(raw, [str(word) for word in words]) if isinstance(raw, str) else ""
+    hint = did_you_mean(raw, [str(word) for word in words]) if isinstance(raw, str) else ""
     if isinstance(raw, bool) and (str in accepted or words):
         hint = "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
     elif isinstance(raw, Text):  # has no quotes, where the text of a file has

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import yaml
 
-from accel_core.config.options import Path
 from accel_core.config.sources import Given, Keys, Problem, decimal
+from accel_core.contract.options import Path
 
 __all__ = ["read_yaml", "value_of"]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import Factory, field, frozen
 from attrs.converters import optional
 
-from accel_core.config.options import Remembering, changed, option
-from accel_core.plugins import near
+from accel_core.contract.options import Remembering, changed, option
+from accel_core.contract.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from accel_core.plugins import Slot
+    from accel_core.contract.card import Slot
 
 __all__ = [
     "AutocastKwargs",
@@ -128,7 +128,7 @@ class ProfileKwargs(KwargsHandler):
             self.activities != (), "activities is empty: nothing would be recorded; unset it for all there is"
         )
         for name in self.schedule_option or ():
-            _require(name in SCHEDULE, f"schedule_option has no {name!r}{near(name, SCHEDULE)}")
+            _require(name in SCHEDULE, f"schedule_option has no {name!r}{did_you_mean(name, SCHEDULE)}")
 
 
 @frozen(kw_only=True)

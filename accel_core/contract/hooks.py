@@ -44,14 +44,12 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.leaf import Entry, Json, Leaf, OptimizerState, TensorTemplate
-    from accel_core.config.schema import InitProcessGroupKwargs, RunConfig
-    from accel_core.mesh import Mesh, MeshDim
-    from accel_core.unit import Unit
-    from accel_core.world import Collectives, Topology, World
+    from accel_core.contract.config import InitProcessGroupKwargs, RunConfig
+    from accel_core.contract.mesh import Mesh, MeshDim
+    from accel_core.contract.state import Entry, Json, Leaf, OptimizerState, TensorTemplate
+    from accel_core.contract.unit import Unit
+    from accel_core.contract.world import Collectives, Topology, World
 
-API_VERSION: Final = "1.0"
-"""major.minor of this contract; not of any package. Majors N and N-1 are served."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 
 from attrs import Factory, evolve, field, frozen
 
+from accel_core.contract.world import Topology
 from accel_core.errors import ConfigError
-from accel_core.world import Topology
 
 __all__ = ["Mesh", "MeshDim", "arrange"]
 

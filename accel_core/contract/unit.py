@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core.binding import Hooks, Steps
-    from accel_core.mesh import Mesh
-    from accel_core.run import Run
-    from accel_core.streams import Stream
+    from accel_core.contract.mesh import Mesh
+    from accel_core.contract.run import Run
+    from accel_core.distributed.streams import Stream
+    from accel_core.plugins.binding import Hooks, Steps
 
 __all__ = ["Unit", "Window", "own_name"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["DOING", "Collectives", "Topology", "World"]
+__all__ = ["DOING", "Collectives", "Topology", "World", "refuse_lonely_tasks"]
 
 DOING: Final[ContextVar[object]] = ContextVar("DOING", default="")
 """What this thread uses collectives for; its `str`, asked for only when they fail, says so to people."""
@@ -184,3 +184,40 @@ class Collectives(Protocol):
 
     def barrier(self) -> None:
         """Return once every rank of the group is here."""
+
+
+TASK_COUNTS: Final = (
+    "SLURM_STEP_NUM_TASKS",  # of a step: SLURM_NTASKS is the job's, in its batch script too, which runs once
+    "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "PMI_SIZE",  # MPICH, Intel MPI
+    "MV2_COMM_WORLD_SIZE",  # MVAPICH2
+    "JSM_NAMESPACE_SIZE",  # jsrun
+    "FLUX_JOB_SIZE",
+)
+
+TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
+"""Of launchers that tell tasks no count: any but 0 is one of several."""
+
+
+def refuse_lonely_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
+    """Refuse to be one of several tasks of a scheduler that know nothing of each other.
+
+    nodes: that this task's launcher was told of, for each of which there may be one task.
+
+    Raises:
+        LaunchError: a scheduler started several tasks, and torchrun's variables are not set.
+    """
+    if "WORLD_SIZE" in environment:
+        return
+    numbers = {name: int(text) for name, text in environment.items() if text.isdecimal()}
+    tasks = next(((name, numbers[name]) for name in TASK_COUNTS if numbers.get(name, 0) > 1), None)
+    rank = next((name for name in TASK_RANKS if numbers.get(name, 0) > 0), None)
+    if tasks[1] == nodes if tasks else rank is None or nodes > 1:
+        return
+    found = f"{tasks[1]} tasks ({tasks[0]})" if tasks else f"several tasks ({rank}={numbers[rank or '']})"
+    each = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
+    raise LaunchError(
+        f"the scheduler started {found}, and each would {each}: WORLD_SIZE is not set\n"
+        "start one task a node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
+        "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
+    )

@@ -15,14 +15,14 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from accel_core.checkpoint.codec import bytes_of, name_of, tensor_from
-from accel_core.data.order import COMPLETE
 from accel_core.data.position import Drawn, Progress
+from accel_core.data.sharding import COMPLETE
+from accel_core.distributed.exchange import calling
+from accel_core.distributed.tensor_bytes import bytes_of, name_of, tensor_from
 from accel_core.errors import CollectiveError
-from accel_core.exchange import calling
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["SOURCE", "Round", "dispatched"]
 

@@ -7,8 +7,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from accel_core.data.dispatch import Round
-from accel_core.data.order import COMPLETE, cut, with_last
 from accel_core.data.position import Progress
+from accel_core.data.sharding import COMPLETE, cut, with_last
 
 __all__ = ["announce", "dealt", "own", "remove", "whole_rounds"]
 

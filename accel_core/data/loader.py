@@ -11,21 +11,23 @@ import torch
 from attrs import evolve
 from torch.utils.data import DataLoader
 
-from accel_core.data import settings
+from accel_core.data import options
 from accel_core.data.dispatch import SOURCE, dispatched
-from accel_core.data.draw import decode, encode, unmoved
-from accel_core.data.feed import IndexFeed, ShardedIterable
-from accel_core.data.moving import can_pin, mover
-from accel_core.data.order import COMPLETE, Deal
+from accel_core.data.iteration import announce, dealt, own, remove, whole_rounds
 from accel_core.data.position import Cursor, Position, Progress
-from accel_core.data.reading import announce, dealt, own, remove, whole_rounds
+from accel_core.data.prefetch import mover
+from accel_core.data.sampler import IndexFeed
+from accel_core.data.sharding import COMPLETE, Deal
+from accel_core.data.shuffling import decode, encode, unmoved
+from accel_core.data.stateful import ShardedIterable
 from accel_core.data.uneven import refusing
+from accel_core.distributed.logging import get_logger
+from accel_core.distributed.nested import can_pin
+from accel_core.distributed.random import synchronize_rng_states
 from accel_core.errors import CheckpointError
-from accel_core.logging import get_logger
-from accel_core.random import synchronize_rng_states
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["PreparedLoader", "prepare_loader"]
 
@@ -69,21 +71,21 @@ class PreparedLoader(DataLoader[Any]):
         self._synchronized = tuple(name for name in run.config.rng_types if name != "generator")
         self._cursor = Cursor()
         self._skip = self._skipped = 0
-        deal, draw = settings.deal_of(loader, run), settings.draw_of(loader, run)
+        deal, draw = options.deal_of(loader, run), options.draw_of(loader, run)
         self._own_deal, self._draw = deal, draw
-        self._dispatches = settings.dispatches(loader, run)
+        self._dispatches = options.dispatches(loader, run)
         self._reads = not self._dispatches or run.collectives("control").rank == SOURCE
-        self._inner = settings.inner_of(loader, run)
+        self._inner = options.inner_of(loader, run)
         """The user's loader, of the user's class, with our order in place of its own."""
         self._inner.__dict__["_iterator"] = None
         self._feed: IndexFeed | None = None
         """One for this loader's life: workers that persist keep the first that they were given."""
-        self._kind = settings.kind_of(loader, self._inner)
-        if not settings.is_iterable(loader):
-            self._feed = feed = settings.feed_of(loader, draw, deal, self._dispatches)
+        self._kind = options.kind_of(loader, self._inner)
+        if not options.is_iterable(loader):
+            self._feed = feed = options.feed_of(loader, draw, deal, self._dispatches)
             self._inner.__dict__["sampler" if feed.single else "batch_sampler"] = feed
         elif deal.readers > 1 or self._dispatches:
-            shards = settings.shards_of(loader, deal, self._dispatches, self._kind == "stateful")
+            shards = options.shards_of(loader, deal, self._dispatches, self._kind == "stateful")
             self._inner.__dict__.update(shards)
         self._serves_one = self._kind == "stateful" or self._persists
         self._seeded = False
@@ -159,7 +161,7 @@ class PreparedLoader(DataLoader[Any]):
         if name in _OWN or name.startswith("__") or (inner := self.__dict__.get("_inner")) is None:
             return
         if hasattr(type(inner), name) or not hasattr(type(self), name):
-            setattr(inner, name, settings.shared(self, name, value) if self._sharded else value)
+            setattr(inner, name, options.shared(self, name, value) if self._sharded else value)
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next iteration. Not needed: epochs count, and reshuffle, by themselves.
@@ -245,7 +247,7 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        settings.refuse_recut(self, self._draw, self._own_deal)
+        options.refuse_recut(self, self._draw, self._own_deal)
         self._skipped, self._skip = self._skip, 0
         skip = self._skipped * self._units_per_round()
         if self._serves_one:
@@ -448,5 +450,5 @@ def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = T
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    settings.check(loader, run)
+    options.check(loader, run)
     return PreparedLoader(loader, run, device_placement)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from accel_core.data.draw import Draw
-from accel_core.data.feed import IndexFeed, ShardedIterable, ShareCollate, ShareWorker
-from accel_core.data.order import Deal
 from accel_core.data.position import Kind
-from accel_core.data.stateful import is_stateful, stateful
+from accel_core.data.sampler import IndexFeed, ShareCollate, ShareWorker
+from accel_core.data.sharding import Deal
+from accel_core.data.shuffling import Draw
+from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
+from accel_core.distributed.exchange import calling
 from accel_core.errors import ConfigError
-from accel_core.exchange import calling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = [
     "check",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import Factory, asdict, define, field, frozen
 
-from accel_core.data.order import LAST, UNSHARED, Deal
+from accel_core.data.sharding import LAST, UNSHARED, Deal
 from accel_core.errors import AccelError, CheckpointError
 
 __all__ = ["Cursor", "Drawn", "Kind", "Position", "Progress"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.data.order import with_last
+from accel_core.data.sharding import with_last
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
-__all__ = ["Mover", "can_pin", "mover"]
+__all__ = ["Mover", "mover"]
 
 Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
@@ -49,18 +49,6 @@ def mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover 
             yield placed
 
     return place
-
-
-@cache
-def can_pin(device: torch.device) -> bool:
-    """Whether torch pins memory for this kind of device."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return False
-    try:
-        return torch.empty(1, device="cpu").pin_memory().is_pinned()
-    except RuntimeError:  # also NotImplementedError: devices without say it in either way
-        return False
 
 
 def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, batch: Any) -> Any:

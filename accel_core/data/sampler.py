@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from attrs import define, field, frozen
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from accel_core.data.draw import Draw
-from accel_core.data.order import COMPLETE, Deal, cut, opening
 from accel_core.data.position import Progress
-from accel_core.data.stateful import StatefulShares, is_stateful
+from accel_core.data.sharding import COMPLETE, Deal, cut
+from accel_core.data.shuffling import Draw
+from accel_core.data.stateful import Shares
 
-__all__ = ["IndexFeed", "ShardedIterable", "ShareCollate", "ShareWorker", "Shares"]
-
-Shares: TypeAlias = tuple[list[Any], int]
-"""Batches of one round, and how many samples of the round are real (see `Deal.shares`)."""
+__all__ = ["IndexFeed", "ShareCollate", "ShareWorker"]
 
 
 @define(eq=False, kw_only=True)
@@ -70,34 +67,6 @@ class IndexFeed:
             return head, cut(items, size, drop_last=deal.drop_last)
         head, batches = self.draw.open(progress, deal.wanted and deal.batches)
         return head if deal.batch_size is None else list(chain(*head)), batches
-
-
-class ShardedIterable(IterableDataset[Any]):
-    """A reader's share of an iterable dataset: reads all of it, keeps every readers-th batch.
-
-    Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
-    round for a process that reads for all; collated by `ShareCollate`.
-    skip: batches that the next iteration leaves out, of all readers.
-    """
-
-    def __init__(
-        self, dataset: IterableDataset[Any], deal: Deal, batch_size: int, *, everyone: bool, stateful: bool
-    ) -> None:
-        self.dataset, self.deal, self.batch_size = dataset, deal, batch_size
-        self.everyone, self.stateful, self.skip = everyone, stateful, 0
-
-    def __iter__(self) -> Iterator[Shares]:
-        skip, self.skip = self.skip, 0
-        source = iter(self.dataset)
-        if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
-            return StatefulShares(self, source)
-        head, samples = opening(source, self.deal.wanted, skip * self.batch_size)
-        return self.share(samples, head)
-
-    def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
-        """The shares of these samples."""
-        batches = cut(samples, self.batch_size, drop_last=self.deal.drop_last)
-        return self.deal.shares(batches, head, everyone=self.everyone)
 
 
 @frozen

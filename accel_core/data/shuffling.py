@@ -17,8 +17,8 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from accel_core.data.order import opening
 from accel_core.data.position import Progress
+from accel_core.data.sharding import opening
 
 __all__ = ["Draw", "decode", "encode", "unmoved"]
 

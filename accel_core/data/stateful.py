@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from accel_core.data.sharding import Deal, cut, opening
 from accel_core.errors import ConfigError
-from accel_core.known import install_hint
+from accel_core.plugins.known import install_hint
 
-if TYPE_CHECKING:
-    from accel_core.data.feed import ShardedIterable, Shares
-
-__all__ = ["StatefulShares", "is_stateful", "stateful"]
+__all__ = ["ShardedIterable", "Shares", "StatefulShares", "is_stateful", "stateful"]
 
 
 def is_stateful(thing: object) -> bool:
@@ -101,3 +99,35 @@ class StatefulShares(Iterator["Shares"]):
 
 def _state(thing: Any) -> Any:
     return copy.deepcopy(thing.state_dict()) if is_stateful(thing) else None
+
+
+Shares: TypeAlias = tuple[list[Any], int]
+"""Batches of one round, and how many samples of the round are real (see `Deal.shares`)."""
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """A reader's share of an iterable dataset: reads all of it, keeps every readers-th batch.
+
+    Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
+    round for a process that reads for all; collated by `ShareCollate`.
+    skip: batches that the next iteration leaves out, of all readers.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset[Any], deal: Deal, batch_size: int, *, everyone: bool, stateful: bool
+    ) -> None:
+        self.dataset, self.deal, self.batch_size = dataset, deal, batch_size
+        self.everyone, self.stateful, self.skip = everyone, stateful, 0
+
+    def __iter__(self) -> Iterator[Shares]:
+        skip, self.skip = self.skip, 0
+        source = iter(self.dataset)
+        if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
+            return StatefulShares(self, source)
+        head, samples = opening(source, self.deal.wanted, skip * self.batch_size)
+        return self.share(samples, head)
+
+    def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
+        """The shares of these samples."""
+        batches = cut(samples, self.batch_size, drop_last=self.deal.drop_last)
+        return self.deal.shares(batches, head, everyone=self.everyone)

@@ -13,9 +13,9 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from torch import nn
 
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
     from accel_core.data.loader import PreparedLoader
-    from accel_core.run import Run
-    from accel_core.unit import Unit
 
 __all__ = ["check_unit", "refusing"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accel_core.hookspecs import API_VERSION
-from accel_core.plugins import Card
+from accel_core.contract.card import API_VERSION, Card
 
 DEVICE = Card(
     name="native",
@@ -20,7 +19,7 @@ DEVICE = Card(
         "process_per_device",
         "collectives.torch",
     },
-    implementation="accel_core.native.device:NativeDevice",
+    implementation="accel_core.defaults.device:NativeDevice",
 )
 SINGLE = Card(
     name="single",
@@ -29,14 +28,14 @@ SINGLE = Card(
     api_version=API_VERSION,
     distributed_type="NO",
     offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights"},
-    implementation="accel_core.native.strategy:Single",
+    implementation="accel_core.defaults.strategy:Single",
 )
 FP32 = Card(
     name="fp32",
     slot="precision",
     summary="Parameters and arithmetic as the user made them (mixed_precision: 'no').",
     api_version=API_VERSION,
-    implementation="accel_core.native.precision:Unchanged",
+    implementation="accel_core.defaults.precision:Unchanged",
 )
 FP16 = Card(
     name="fp16",
@@ -44,7 +43,7 @@ FP16 = Card(
     summary="Autocast to float16 with a loss scaler.",
     api_version=API_VERSION,
     needs={"fp16"},
-    implementation="accel_core.native.precision:Float16",
+    implementation="accel_core.defaults.precision:Float16",
 )
 BF16 = Card(
     name="bf16",
@@ -52,7 +51,7 @@ BF16 = Card(
     summary="Autocast to bfloat16.",
     api_version=API_VERSION,
     needs={"bf16"},
-    implementation="accel_core.native.precision:BFloat16",
+    implementation="accel_core.defaults.precision:BFloat16",
 )
 TORCHRUN = Card(
     name="torchrun",
@@ -60,12 +59,12 @@ TORCHRUN = Card(
     summary="Workers on this node under torch's elastic agent.",
     api_version=API_VERSION,
     priority=0,
-    implementation="accel_core.native.launcher:TorchrunLauncher",
+    implementation="accel_core.launch.launcher:TorchrunLauncher",
 )
 JSONL = Card(
     name="jsonl",
     slot="tracker",
     summary="A file of JSON lines in the project's folder.",
     api_version=API_VERSION,
-    implementation="accel_core.native.tracker:JsonLines",
+    implementation="accel_core.defaults.tracker:JsonLines",
 )

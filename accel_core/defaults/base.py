@@ -15,30 +15,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_core import hookspecs as hooks
-from accel_core import local_sgd
-from accel_core.binding import no_op
+from accel_core.checkpoint.defaults import BaseState
+from accel_core.contract import hooks
+from accel_core.contract.hooks import StepOutput, implements
+from accel_core.contract.mesh import Mesh, arrange
+from accel_core.contract.world import Collectives, Topology
+from accel_core.defaults.device import local_device
+from accel_core.distributed import process_group
+from accel_core.distributed.collectives import average
+from accel_core.distributed.nested import send_to_device
+from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
-from accel_core.hookspecs import StepOutput, implements
-from accel_core.mesh import Mesh, arrange
-from accel_core.native import process_group
-from accel_core.native.compiling import compile_model, run_eagerly, uncompiled
-from accel_core.native.device import local_device
-from accel_core.native.state import BaseState
-from accel_core.nested import send_to_device
-from accel_core.plugins import offering
-from accel_core.random import seed_process
-from accel_core.world import Collectives, Topology
+from accel_core.plugins.binding import no_op
+from accel_core.plugins.discovery import offering
+from accel_core.training.compile import compile_model, run_eagerly, uncompiled
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core.config.schema import InitProcessGroupKwargs
-    from accel_core.hookspecs import Point
-    from accel_core.mesh import MeshDim
-    from accel_core.run import Run
-    from accel_core.unit import Unit
-    from accel_core.world import World
+    from accel_core.contract.config import InitProcessGroupKwargs
+    from accel_core.contract.hooks import Point
+    from accel_core.contract.mesh import MeshDim
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
+    from accel_core.contract.world import World
 
 __all__ = ["Base"]
 
@@ -276,7 +276,7 @@ class Base(BaseState):
     @implements(hooks.average_parameters)
     def average_parameters(self, unit: Unit) -> None:
         group = self.run.collectives(self.run.topology.loss_dim)
-        local_sgd.average(unit.named_parameters().values(), group)
+        average(unit.named_parameters().values(), group)
 
     # -- device services -------------------------------------------------------------------------
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import hookspecs as hooks
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
+from accel_core.contract.world import LOCAL_RANKS
 from accel_core.errors import ConfigError, LaunchError
-from accel_core.hookspecs import implements
-from accel_core.world import LOCAL_RANKS
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
-    from accel_core.world import World
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import World
 
 __all__ = ["NativeDevice", "local_device"]
 

@@ -11,20 +11,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp import GradScaler
 
-from accel_core import hookspecs as hooks
-from accel_core.checkpoint.leaf import Entry
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
+from accel_core.contract.run import current
+from accel_core.contract.state import Entry
 from accel_core.errors import AccelError, ConfigError
-from accel_core.hookspecs import implements
-from accel_core.run import current
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core.binding import Hooks
-    from accel_core.config.schema import AutocastKwargs
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.config import AutocastKwargs
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
+    from accel_core.plugins.binding import Hooks
 
 __all__ = [
     "BFloat16",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core import hookspecs as hooks
-from accel_core.hookspecs import implements
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
 
 __all__ = ["Single"]
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from accel_core import hookspecs as hooks
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
 from accel_core.errors import ConfigError
-from accel_core.hookspecs import implements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from accel_core.config.schema import RunConfig
-    from accel_core.run import Run
+    from accel_core.contract.config import RunConfig
+    from accel_core.contract.run import Run
 
 __all__ = ["JsonLines"]
 

@@ -12,55 +12,39 @@ if there is only one.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel_core.exchange import Call, calling, live
-from accel_core.nested import (
-    concatenate,
-    convert_outputs_to_fp32,
-    convert_to_fp32,
-    find_batch_size,
-    is_torch_tensor,
+from accel_core.distributed.exchange import Call, calling, live
+from accel_core.distributed.nested import (
     leaves,
-    listify,
     rebuild,
     recursively_apply,
-    send_to_device,
     slice_tensors,
 )
-from accel_core.saving import load
-from accel_core.saving import save as _write
 
 if TYPE_CHECKING:
-    from accel_core.packing import Plan
-    from accel_core.run import Run
+    from torch import nn
+
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import Collectives
+    from accel_core.distributed.packing import Plan
 
 __all__ = [
+    "average",
     "broadcast",
     "broadcast_object_list",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "find_batch_size",
     "gather",
     "gather_for_metrics",
     "gather_object",
-    "is_torch_tensor",
-    "listify",
-    "load",
     "pad_across_processes",
-    "recursively_apply",
     "reduce",
-    "save",
-    "send_to_device",
-    "slice_tensors",
     "split_between_processes",
     "wait_for_everyone",
 ]
@@ -249,22 +233,6 @@ def wait_for_everyone(*, run: Run | None = None) -> None:
         call.all_objects(None)
 
 
-def save(
-    obj: Any,
-    f: str | os.PathLike[str] | IO[bytes],
-    save_on_each_node: bool = False,
-    safe_serialization: bool = False,
-    *,
-    run: Run | None = None,
-) -> None:
-    """Write `obj` on the main process (or that of each node); a file is replaced only when complete.
-
-    Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors.
-    """
-    if live(run).world.first_of_disk(each_node=save_on_each_node):
-        _write(obj, f, safe_serialization=safe_serialization)
-
-
 @contextmanager
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, run: Run | None = None
@@ -356,3 +324,24 @@ def _cut_objects(gathered: Any, length: int) -> Any:
     if isinstance(gathered, dict):
         return {key: _cut_objects(value, length) for key, value in gathered.items()}
     return gathered[:length]
+
+
+BUCKET_BYTES: Final = 256 * 2**20
+"""Weights are averaged in copies of about this size: a whole copy might not fit beside the model."""
+
+
+def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
+    """The mean over the group, of those that train: one all_reduce for each bucket of a dtype and device."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    filled: Counter[Any] = Counter()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            kind = parameter.dtype, parameter.device
+            kinds.setdefault((*kind, filled[kind] // BUCKET_BYTES), []).append(parameter.detach())
+            filled[kind] += parameter.nbytes
+    for tensors in kinds.values():
+        flat = group.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(
+            tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        )

@@ -17,13 +17,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from accel_core.contract.world import DOING
+from accel_core.distributed.nested import describe, leaves, walk
+from accel_core.distributed.packing import ALIGNMENT, Plan, digest, plan
 from accel_core.errors import CollectiveError
-from accel_core.nested import describe, leaves, walk
-from accel_core.packing import ALIGNMENT, Plan, digest, plan
-from accel_core.world import DOING
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["Call", "calling", "live"]
 
@@ -41,7 +41,7 @@ def live(run: Run | None) -> Run:
     """The run that was given, else the only live one."""
     if run is not None:
         return run
-    from accel_core.run import current
+    from accel_core.contract.run import current
 
     return current()
 

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from accel_core.contract.world import World
 from accel_core.errors import ConfigError
-from accel_core.world import World
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -72,6 +72,6 @@ class MultiProcessAdapter(_Adapter):
 
 
 def _wait() -> None:
-    runs: Any = sys.modules.get("accel_core.run")  # where nobody imported it, nobody is connected
+    runs: Any = sys.modules.get("accel_core.runtime.run")  # where nobody imported it, nobody is connected
     for run in runs.live()[:1] if runs else ():
         run.collectives("control").barrier()

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from accel_core.contract.world import DOING
+from accel_core.distributed.threads import let_threads_finish
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
-from accel_core.native.threads import let_threads_finish
-from accel_core.world import DOING
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch import Tensor
 
-    from accel_core.config.schema import InitProcessGroupKwargs
-    from accel_core.world import World
+    from accel_core.contract.config import InitProcessGroupKwargs
+    from accel_core.contract.world import World
 
 __all__ = ["Alone", "TorchCollectives", "control_group", "create", "destroy", "shared"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.contract.world import World
+from accel_core.distributed.exchange import calling, live
+from accel_core.distributed.streams import reseed
 from accel_core.errors import ConfigError
-from accel_core.exchange import calling, live
-from accel_core.streams import reseed
-from accel_core.world import World
 
 if TYPE_CHECKING:
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
 
 __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
@@ -86,7 +86,7 @@ def synchronize_rng_states(
 
 
 def _only_run() -> Run | None:
-    module = sys.modules.get("accel_core.run")
+    module = sys.modules.get("accel_core.runtime.run")
     live = list(module._live) if module is not None else []
     return live[0] if len(live) == 1 else None
 

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_core.exchange import calling
+from accel_core.distributed.exchange import calling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
 
 __all__ = ["Stream", "check", "fork", "forward_context", "reseed", "restore", "states"]
 

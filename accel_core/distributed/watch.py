@@ -28,8 +28,8 @@ from accel_core.errors import CollectiveError, module_that_raised
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from accel_core.run import Run
-    from accel_core.world import World
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import World
 
 __all__ = ["assemble", "lost_peer", "start", "stop"]
 
@@ -46,7 +46,7 @@ IDLE: Final = 0.05
 LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer", re.IGNORECASE)
 """As torch's backends say that they lost another rank."""
 LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
-COLLECTIVES: Final = "accel_core.native.process_group"
+COLLECTIVES: Final = "accel_core.distributed.process_group"
 WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops")
 """Modules whose functions wait for nothing but other ranks, and devices that wait for those."""
 

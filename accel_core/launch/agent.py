@@ -26,14 +26,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from accel_core.errors import LaunchError
-from accel_core.native.failure import AGENT_KILLS_AFTER, first_failure
-from accel_core.native.meeting import address_towards
-from accel_core.worker import mark_of
+from accel_core.launch.failure import AGENT_KILLS_AFTER, first_failure
+from accel_core.launch.rendezvous import address_towards
+from accel_core.launch.worker import mark_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
-    from accel_core.hookspecs import Job
+    from accel_core.contract.hooks import Job
 
 __all__ = ["Agent", "Gathering", "Meeting", "meet"]
 

@@ -9,61 +9,28 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from accel_core import hookspecs as hooks
 from accel_core.config.resolve import HANDOVER_VARIABLE
+from accel_core.contract import hooks
+from accel_core.contract.hooks import Job, implements
+from accel_core.contract.world import refuse_lonely_tasks
 from accel_core.errors import LaunchError
-from accel_core.hookspecs import Job, implements
-from accel_core.native.meeting import interface_towards, meeting_point
-from accel_core.worker import guard
+from accel_core.launch.rendezvous import interface_towards, meeting_point
+from accel_core.launch.worker import guard
 
-__all__ = ["TorchrunLauncher", "refuse_lonely_tasks"]
+__all__ = ["TorchrunLauncher"]
 
 NOISY: Final = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
-TASK_COUNTS: Final = (
-    "SLURM_STEP_NUM_TASKS",  # of a step: SLURM_NTASKS is the job's, in its batch script too, which runs once
-    "OMPI_COMM_WORLD_SIZE",  # Open MPI
-    "PMI_SIZE",  # MPICH, Intel MPI
-    "MV2_COMM_WORLD_SIZE",  # MVAPICH2
-    "JSM_NAMESPACE_SIZE",  # jsrun
-    "FLUX_JOB_SIZE",
-)
-TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
-"""Of launchers that tell tasks no count: any but 0 is one of several."""
 PATIENCE: Final = 900
 """Seconds that nodes wait for each other."""
 
 _inherited: list[BaseException | None] = []
 """In a fork: the last error of the notebook, whose traceback holds what the fork may not free."""
-
-
-def refuse_lonely_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
-    """Refuse to be one of several tasks of a scheduler that know nothing of each other.
-
-    nodes: that this task's launcher was told of, for each of which there may be one task.
-
-    Raises:
-        LaunchError: a scheduler started several tasks, and torchrun's variables are not set.
-    """
-    if "WORLD_SIZE" in environment:
-        return
-    numbers = {name: int(text) for name, text in environment.items() if text.isdecimal()}
-    tasks = next(((name, numbers[name]) for name in TASK_COUNTS if numbers.get(name, 0) > 1), None)
-    rank = next((name for name in TASK_RANKS if numbers.get(name, 0) > 0), None)
-    if tasks[1] == nodes if tasks else rank is None or nodes > 1:
-        return
-    found = f"{tasks[1]} tasks ({tasks[0]})" if tasks else f"several tasks ({rank}={numbers[rank or '']})"
-    each = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
-    raise LaunchError(
-        f"the scheduler started {found}, and each would {each}: WORLD_SIZE is not set\n"
-        "start one task a node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
-        "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
-    )
 
 
 class TorchrunLauncher:
@@ -109,7 +76,7 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from accel_core.native.agent import STOPPED, Agent, meet
+    from accel_core.launch.agent import STOPPED, Agent, meet
 
     _quiet_agent()
     handover = job.environment.get(HANDOVER_VARIABLE)

@@ -47,7 +47,7 @@ def notebook_launcher(
         LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
             the message holds the first failing rank's traceback.
     """
-    from accel_core.launching import plan
+    from accel_core.launch.plan import plan
 
     given = {
         "launch.processes_per_node": num_processes,

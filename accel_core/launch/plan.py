@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from accel_core.config.idle import idle_options
+from accel_core.config.idle import auto_may_take, idle_options, unused_sections
 from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import Problem
+from accel_core.contract.hooks import Job
+from accel_core.contract.suggest import did_you_mean
+from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
-from accel_core.hookspecs import Job
-from accel_core.plugins import Discovery, discover, implementation, near
-from accel_core.plugins import load as load_plugin
-from accel_core.stack import auto_may_take, strategy_to_name, unknown_device, unused_sections
-from accel_core.world import World
+from accel_core.plugins.discovery import Discovery, _light, discover, environment_of, implementation
+from accel_core.plugins.known import strategy_to_name, unknown_device
 
 if TYPE_CHECKING:
-    from accel_core.binding import Hooks
-    from accel_core.config.schema import RunConfig
-    from accel_core.plugins import Record
+    from accel_core.contract.config import RunConfig
+    from accel_core.plugins.binding import Hooks
+    from accel_core.plugins.discovery import Record
 
-__all__ = ["Launch", "environment_of", "mistakes", "plan"]
+__all__ = ["Launch", "mistakes", "plan"]
 
 
 def plan(**given: Any) -> Launch:
@@ -75,7 +75,7 @@ class Launch:
 
     def line(self, processes: int | str) -> str:
         """What starts, in one line: what was asked for, and nothing that the script may still choose."""
-        from accel_core import __version__
+        from accel_core._version import __version__
 
         config, launch = self.config, self.config.launch
         count = f"{processes} process{'' if processes == 1 else 'es'}"
@@ -123,12 +123,12 @@ class Launch:
         streams = ["generator", "torch", "python", "numpy", *(it.name for it in self.discovery.of("device"))]
         for name in self.config.rng_types:
             if name not in streams:
-                yield f"rng_types: {name!r} is no built-in stream{near(name, streams)}"
+                yield f"rng_types: {name!r} is no built-in stream{did_you_mean(name, streams)}"
         for option, word, known in self._torchs_words():
             if find_spec("torch") is None:
                 yield f"{option}: {word!r} was not looked up; torch is not installed here"
             elif word not in (names := known()):
-                yield f"{option}: torch here has no {word!r}{near(word, names)}"
+                yield f"{option}: torch here has no {word!r}{did_you_mean(word, names)}"
 
     def _torchs_words(self) -> Iterator[tuple[str, str, Callable[[], list[str]]]]:
         """(option, word, what lists all such words) for each word whose meaning torch decides."""
@@ -213,7 +213,7 @@ class Launch:
 
     def launcher(self) -> Hooks:
         """The hooks of the launcher plugin that the config names; PluginError if it cannot be used."""
-        from accel_core.binding import Binder
+        from accel_core.plugins.binding import Binder
 
         record = self.discovery.get(self.config.launch.launcher)
         assert record is not None
@@ -280,20 +280,6 @@ def _removed_by_signals(folder: str) -> Iterator[None]:
     finally:
         for each in mine:
             signal.signal(each, signal.SIG_DFL)
-
-
-def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:
-    """What the plugin's vendor library wants to find in the environment."""
-    light = _light(record)
-    found: Mapping[str, str] = {}
-    return light.launch_environment(config, world) if hasattr(light, "launch_environment") else found
-
-
-def _light(record: Record) -> Any:
-    """An instance of the card's `launch` class, or None."""
-    if record.card is None or record.card.launch is None or record.status != "available":
-        return None
-    return load_plugin(record, record.card.launch)()
 
 
 def _activities() -> list[str]:

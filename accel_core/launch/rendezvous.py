@@ -8,9 +8,9 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from accel_core.config.schema import host_and_port
+from accel_core.contract.config import host_and_port
+from accel_core.contract.hooks import Job
 from accel_core.errors import LaunchError
-from accel_core.hookspecs import Job
 
 __all__ = ["address_towards", "interface_towards", "meeting_point", "require_place"]
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import pluggy
 from attrs import frozen
 
-from accel_core import hookspecs
-from accel_core.combining import ANSWERS, Implementation, wrap
+from accel_core.contract import hooks as hookspecs
+from accel_core.contract.hooks import Spec
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
-from accel_core.hookspecs import Spec
-from accel_core.plugins import near
+from accel_core.plugins.combining import ANSWERS, Implementation, wrap
 
 __all__ = ["LAYERS", "Binder", "Hooks", "Registered", "Steps", "no_op"]
 
@@ -150,7 +150,7 @@ class Binder:
 
     def _check(self, refuse: _Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
         if hook not in self.specs:
-            raise refuse(hook, f"there is no such hook{near(hook, self.specs)}")
+            raise refuse(hook, f"there is no such hook{did_you_mean(hook, self.specs)}")
         spec = self.specs[hook]
         order = [word for word in ("tryfirst", "trylast", "wrapper", "hookwrapper") if mark.get(word)]
         if order:
@@ -167,7 +167,9 @@ class Binder:
         taken = _parameters(refuse, hook, method)
         for parameter in taken:
             if parameter not in wanted:
-                raise refuse(hook, f"the spec has no parameter {parameter!r}{near(parameter, wanted)}")
+                raise refuse(
+                    hook, f"the spec has no parameter {parameter!r}{did_you_mean(parameter, wanted)}"
+                )
         if taken == wanted:
             return method
         return _with_parameters(hook, wanted, taken, method)
@@ -275,7 +277,7 @@ class Hooks:
             raise AttributeError(hook)
         specs = self._binder.specs
         if hook not in specs:
-            raise AttributeError(f"there is no hook {hook!r}{near(hook, specs)}")
+            raise AttributeError(f"there is no hook {hook!r}{did_you_mean(hook, specs)}")
         found = self.implementations(hook)
         if not found and specs[hook].kind == "owner":
             stack = " + ".join(plugin.name for plugin in self._registered) or "an empty stack"

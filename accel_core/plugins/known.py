@@ -13,9 +13,21 @@ from typing import Any
 
 from attrs import frozen
 
-from accel_core.plugins import Discovery, Slot, near
+from accel_core.contract.card import Slot
+from accel_core.contract.suggest import did_you_mean
+from accel_core.plugins.discovery import Discovery
 
-__all__ = ["Known", "absence", "absent_device", "install_hint", "known_plugin", "known_plugins", "old_flag"]
+__all__ = [
+    "Known",
+    "absence",
+    "absent_device",
+    "install_hint",
+    "known_plugin",
+    "known_plugins",
+    "old_flag",
+    "strategy_to_name",
+    "unknown_device",
+]
 
 
 @frozen(kw_only=True)
@@ -49,7 +61,7 @@ def absence(name: str, slot: Slot, discovery: Discovery) -> str:
     elif missing is not None:
         remedy = f"; {install_hint(missing.folder)}"
     else:
-        remedy = near(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
+        remedy = did_you_mean(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
     return f"no {slot} {name!r} is installed{remedy}"
 
 
@@ -60,7 +72,7 @@ def absent_device(kind: str, discovery: Discovery) -> str:
         return f"; {install_hint(missing.folder)}"
     if usual is not None:
         return f"; write {usual}, or auto"
-    return near(kind, ["auto", "cpu", *(record.name for record in discovery.of("device"))])
+    return did_you_mean(kind, ["auto", "cpu", *(record.name for record in discovery.of("device"))])
 
 
 def install_hint(path: str) -> str:
@@ -102,5 +114,32 @@ def _option_of_family(name: str) -> str | None:
 def _data() -> dict[str, Any]:
     import yaml
 
-    found: dict[str, Any] = yaml.safe_load(files("accel_core").joinpath("known.yaml").read_text("utf-8"))
+    found: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("known.yaml").read_text("utf-8"))
     return found
+
+
+def strategy_to_name(discovery: Discovery) -> str:
+    """What to do where `strategy: auto` finds none: name one that is usable here, else install one."""
+    here = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
+    if here:
+        verb = "is" if len(here) == 1 else "are"
+        return f"{', '.join(here)} {verb} installed and taken only when named: --strategy {here[0]}"
+    return next(install_hint(known.folder) for known in known_plugins() if known.slot == "strategy")
+
+
+def unknown_device(asked: str, discovery: Discovery) -> str:
+    """Why no device of that name can be meant; empty if an installed plugin or torch knows it."""
+    kind = asked.partition(":")[0]
+    record = discovery.get(kind)
+    if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
+        return ""
+    try:
+        import torch
+
+        torch.get_device_module(kind)
+    except ImportError:
+        return ""  # only torch could say so
+    except (RuntimeError, AttributeError):
+        about = f"{kind!r} is neither an installed device plugin nor a device type of this torch"
+        return about + absent_device(kind, discovery)
+    return ""

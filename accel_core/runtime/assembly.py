@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from accel_core.binding import Binder, Hooks, Registered
+from accel_core.contract.hooks import DUTIES
+from accel_core.contract.stack import Chosen
+from accel_core.contract.suggest import did_you_mean
+from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
-from accel_core.hookspecs import DUTIES
-from accel_core.launching import environment_of
-from accel_core.native.base import Base
-from accel_core.plugins import discover, implementation, load, near
-from accel_core.stack import Chosen
+from accel_core.plugins.binding import Binder, Hooks, Registered
+from accel_core.plugins.discovery import discover, environment_of, implementation, load
 
 if TYPE_CHECKING:
-    from accel_core.plugins import Card
-    from accel_core.run import Run
-    from accel_core.stack import Stack
-    from accel_core.tracking import GeneralTracker
+    from accel_core.contract.card import Card
+    from accel_core.contract.run import Run
+    from accel_core.contract.stack import Stack
+    from accel_core.runtime.tracking import GeneralTracker
 
 __all__ = [
     "Assembly",
@@ -95,7 +95,7 @@ class Assembly:
             for duty in claim.call(self._run.config):
                 if duty not in DUTIES:
                     raise PluginError(
-                        f"{claim.plugin}: unknown duty {duty!r}{near(duty, DUTIES)}\n"
+                        f"{claim.plugin}: unknown duty {duty!r}{did_you_mean(duty, DUTIES)}\n"
                         f"`owns` may name {', '.join(DUTIES)}",
                         plugin=claim.plugin,
                     )
@@ -199,5 +199,5 @@ def check_device(run: Run) -> None:
             origin = run.resolved.origins.get("rng_types", "default")
             raise ConfigError(
                 f"rng_types: there is no random stream {stream!r} ({origin}) on {run.device}"
-                f"{near(stream, known)}\nchoose among {', '.join(known)}"
+                f"{did_you_mean(stream, known)}\nchoose among {', '.join(known)}"
             )

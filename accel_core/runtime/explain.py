@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
     from accel_core.data.loader import PreparedLoader
-    from accel_core.run import Run
-    from accel_core.unit import Unit
 
 __all__ = ["explain"]
 

@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.utils.data import get_worker_info
 
-from accel_core import watch
 from accel_core.config.structure import flat
+from accel_core.distributed import watch
+from accel_core.distributed.process_group import shared
 from accel_core.errors import AccelError, ConfigError
-from accel_core.native.process_group import shared
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
 
-    from accel_core.mesh import Mesh
-    from accel_core.run import Run
+    from accel_core.contract.mesh import Mesh
+    from accel_core.contract.run import Run
 
 __all__ = ["join", "leave"]
 

@@ -10,33 +10,33 @@ import atexit
 import os
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from accel_core.assembly import (
+from accel_core.checkpoint import unheard
+from accel_core.config.idle import idle_profile
+from accel_core.config.resolve import Resolved, load
+from accel_core.contract.run import live_runs
+from accel_core.contract.stack import Stack
+from accel_core.contract.unit import Unit, Window
+from accel_core.contract.world import Collectives, World, refuse_lonely_tasks
+from accel_core.distributed.watch import lost_peer
+from accel_core.errors import AccelError, CheckpointError, CollectiveError, ConfigError
+from accel_core.plugins.binding import Hooks, Steps
+from accel_core.plugins.discovery import discover
+from accel_core.runtime.assembly import (
     Assembly,
     apply_launch_environment,
     check_device,
     check_refusals,
     restore_environment,
 )
-from accel_core.binding import Hooks, Steps
-from accel_core.checkpoint import unheard
-from accel_core.config.idle import idle_profile
-from accel_core.config.resolve import Resolved, load
-from accel_core.errors import AccelError, CheckpointError, CollectiveError, ConfigError
-from accel_core.joining import join, leave
-from accel_core.native.launcher import refuse_lonely_tasks
-from accel_core.pairing import Homes
-from accel_core.plugins import discover
-from accel_core.stack import Stack, choose
-from accel_core.tracking import Trackers
-from accel_core.unit import Unit, Window
-from accel_core.watch import lost_peer
-from accel_core.world import Collectives, World
+from accel_core.runtime.join import join, leave
+from accel_core.runtime.parameters import Homes
+from accel_core.runtime.selection import choose
+from accel_core.runtime.tracking import Trackers
 
 if TYPE_CHECKING:
     import torch
@@ -45,20 +45,18 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.preemption import Preemption
     from accel_core.checkpoint.save import Saver
-    from accel_core.config.schema import RunConfig
+    from accel_core.contract.card import Card
+    from accel_core.contract.config import RunConfig
+    from accel_core.contract.mesh import Mesh
     from accel_core.data.loader import PreparedLoader
-    from accel_core.mesh import Mesh
-    from accel_core.plugins import Card
-    from accel_core.proxies import PreparedOptimizer
-    from accel_core.step import Accumulation
-    from accel_core.tracking import GeneralTracker
+    from accel_core.runtime.tracking import GeneralTracker
+    from accel_core.training.proxies import PreparedOptimizer
+    from accel_core.training.step import Accumulation
 
-__all__ = ["Run", "current", "live"]
+__all__ = ["Run"]
 
 PATIENCE_SECONDS: Final = 60.0
 """How long a process that failed waits for its last save."""
-
-_live: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class Run:
@@ -157,7 +155,7 @@ class Run:
             notes = (*self.resolved.notes, *self.stack.notes)
             sys.stderr.writelines(f"accel: {note}\n" for note in notes)
         self.hooks.run_started(self.run_id, self.config)
-        _live.add(self)
+        live_runs.add(self)
 
     # -- what others ask -------------------------------------------------------------------------
 
@@ -271,7 +269,7 @@ class Run:
         self.trained = []
         for _, optimizer in self.optimizers:
             optimizer.__dict__["step"] = _ended
-        _live.discard(self)
+        live_runs.discard(self)
         steps: list[Callable[[], object]] = [] if self.preemption is None else [self.preemption.end]
         steps += [observer.call for observer in self.hooks.implementations("run_ended")]
         steps += [partial(_release, unit) for unit in self.units]
@@ -347,26 +345,6 @@ def _release(unit: Unit) -> None:
             unit.detach.pop()()
 
 
-def live() -> list[Run]:
-    """The runs of this process that have not ended."""
-    return list(_live)
-
-
-def current() -> Run:
-    """The only live run.
-
-    Raises:
-        AccelError: there is none, or several.
-    """
-    runs = live()
-    if len(runs) == 1:
-        return runs[0]
-    if not runs:
-        raise AccelError("there is no Accelerator yet\nmake one first: accelerator = Accelerator()")
-    listed = ", ".join(sorted(str(run.stack) for run in runs))
-    raise AccelError(f"there are {len(runs)} live runs ({listed})\nsay which: pass run=accelerator.run")
-
-
 def _decide(
     python: Mapping[str, object],
     objects: Sequence[object],
@@ -388,7 +366,7 @@ def _release_at_exit() -> None:
     # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
     # After an exception the group is left alone: ending it might wait for ranks that never come.
     failed, lost = getattr(sys, "last_value", None) is not None, False
-    for run in list(_live):
+    for run in list(live_runs):
         if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
             continue
         try:

@@ -2,111 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
-from accel_core.config.idle import idle_options
+from accel_core.config.idle import TYPED, auto_may_take, idle_options, unused_sections
+from accel_core.contract.card import CAPABILITIES, Slot
+from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
-from accel_core.known import absence, absent_device, install_hint, known_plugins
-from accel_core.plugins import CAPABILITIES, Discovery, Record, Slot
+from accel_core.plugins.discovery import Discovery
+from accel_core.plugins.known import (
+    absence,
+    strategy_to_name,
+    unknown_device,
+)
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
-    from accel_core.config.sources import Given
-    from accel_core.plugins import Card
 
-__all__ = [
-    "Chosen",
-    "Stack",
-    "auto_may_take",
-    "choose",
-    "strategy_to_name",
-    "unknown_device",
-    "unused_sections",
-]
-
-SETTING: Final[Mapping[str, str]] = {
-    "device": "device",
-    "precision": "mixed_precision",
-    "strategy": "strategy",
-    "launcher": "launch.launcher",
-    "extension": "extensions",
-    "tracker": "log_with",
-}
-"""The option that names a plugin of a slot."""
-
-TYPED: Final = ("environment", "flag")
-"""Sources that speak of this very run, where a file may serve several."""
-
-
-@frozen
-class Chosen:
-    """A plugin of the stack, and why it is in it."""
-
-    record: Record
-    why: str
-
-    @property
-    def name(self) -> str:
-        """The plugin's name."""
-        return self.record.name
-
-    @property
-    def card(self) -> Card:
-        """The plugin's card; a chosen plugin always has one."""
-        assert self.record.card is not None
-        return self.record.card
-
-
-@frozen(kw_only=True)
-class Stack:
-    """The plugins of a run, chosen but not yet loaded."""
-
-    device: Chosen
-    precision: Chosen
-    strategies: Mapping[str, Chosen]
-    """Alias -> strategy plugin; a strategy asked for by its own name is its own alias."""
-    default: str
-    """Alias of the strategy of units that name none."""
-    extensions: tuple[Chosen, ...] = ()
-    trackers: tuple[Chosen, ...] = field(default=())
-    notes: tuple[str, ...] = ()
-    """Sections of a file that this stack does not use, and options that do nothing in it."""
-
-    @property
-    def strategy(self) -> Chosen:
-        """The default strategy."""
-        return self.strategies[self.default]
-
-    @property
-    def offers(self) -> frozenset[str]:
-        """The capability words of the whole default stack, by its cards."""
-        cards = [
-            self.device.card,
-            self.precision.card,
-            self.strategy.card,
-            *(e.card for e in self.extensions),
-        ]
-        return frozenset().union(*(card.offers for card in cards))
-
-    def members(self) -> Iterator[Chosen]:
-        """Every chosen plugin, bottom layer first."""
-        yield self.device
-        yield self.precision
-        yield from self.strategies.values()
-        yield from self.extensions
-        yield from self.trackers
-
-    def __str__(self) -> str:
-        parts = [
-            self.device.name,
-            self.strategy.name,
-            self.precision.name,
-            *(e.name for e in self.extensions),
-        ]
-        return " + ".join(parts)
+__all__ = ["choose"]
 
 
 def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
@@ -247,33 +162,6 @@ class _Chooser:
         return Chosen(top[0], f"auto: usable, and of the highest priority ({highest})")
 
 
-def strategy_to_name(discovery: Discovery) -> str:
-    """What to do where `strategy: auto` finds none: name one that is usable here, else install one."""
-    here = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
-    if here:
-        verb = "is" if len(here) == 1 else "are"
-        return f"{', '.join(here)} {verb} installed and taken only when named: --strategy {here[0]}"
-    return next(install_hint(known.folder) for known in known_plugins() if known.slot == "strategy")
-
-
-def unknown_device(asked: str, discovery: Discovery) -> str:
-    """Why no device of that name can be meant; empty if an installed plugin or torch knows it."""
-    kind = asked.partition(":")[0]
-    record = discovery.get(kind)
-    if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
-        return ""
-    try:
-        import torch
-
-        torch.get_device_module(kind)
-    except ImportError:
-        return ""  # only torch could say so
-    except (RuntimeError, AttributeError):
-        about = f"{kind!r} is neither an installed device plugin nor a device type of this torch"
-        return about + absent_device(kind, discovery)
-    return ""
-
-
 def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
     import torch
 
@@ -285,30 +173,6 @@ def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
             f"device: {kind} ({origin}): torch {torch.__version__} knows this device type, but finds no such"
             " device here\nchoose device: cpu, or auto"
         )
-
-
-def unused_sections(
-    resolved: Resolved, used: Collection[str], discovery: Discovery
-) -> Iterator[tuple[Record, Given, str]]:
-    """(plugin, an option given for it, the setting that chooses it) for each plugin not among `used`."""
-    found: dict[str, Given] = {}
-    for path, given in resolved.settings.items():
-        if path[0] not in used and (path[0] not in found or given.source in TYPED):
-            found[path[0]] = given
-    for name, given in found.items():
-        record = discovery.get(name)
-        if record is not None and record.slot in SETTING:  # else a section of core, or `strategies`
-            yield record, given, _setting(record, resolved, given.source == "flag")
-
-
-def _setting(record: Record, resolved: Resolved, as_flag: bool) -> str:
-    """What a user writes to choose the plugin beside those that are chosen already."""
-    path, config = SETTING[record.slot], resolved.config
-    several = {"extension": config.extensions, "tracker": config.log_with}
-    names = [*several.get(record.slot, ()), record.name]
-    if as_flag:
-        return f"--{path.removeprefix('launch.').replace('_', '-')} {','.join(names)}"
-    return f"{path}: [{', '.join(names)}]" if record.slot in several else f"{path}: {record.name}"
 
 
 def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> Iterator[str]:
@@ -324,12 +188,6 @@ def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> It
             yield f"{about}: its options do nothing; `{setting}` chooses it"
     if problems:
         raise ConfigError("\n".join(problems), problems=problems)
-
-
-def auto_may_take(record: Record, resolved: Resolved) -> bool:
-    """Whether the same file chooses the plugin on a machine that has it."""
-    asked = {"device": resolved.config.device, "strategy": resolved.config.strategy}.get(record.slot)
-    return asked == "auto" and record.card is not None and record.card.priority is not None
 
 
 def _refuse_unmet_needs(stack: Stack) -> None:

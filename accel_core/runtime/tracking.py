@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from accel_core import hookspecs as hooks
-from accel_core.config.options import masked
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
+from accel_core.contract.options import masked
+from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import AccelError, ConfigError
-from accel_core.hookspecs import implements
-from accel_core.plugins import near
 
 if TYPE_CHECKING:
-    from accel_core.combining import Implementation
-    from accel_core.run import Run
+    from accel_core.contract.run import Run
+    from accel_core.plugins.combining import Implementation
 
 __all__ = ["GeneralTracker", "Trackers", "sort_out"]
 
@@ -142,7 +142,7 @@ class Trackers:
         for name in named:
             if name not in self.names:
                 raise ConfigError(
-                    f"{where}: this run has no tracker {name!r}{near(name, self.names)}\n"
+                    f"{where}: this run has no tracker {name!r}{did_you_mean(name, self.names)}\n"
                     f"it has {', '.join(self.names) or 'none'}; name it in Accelerator(log_with=...)"
                 )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.nested import convert_to_fp32
+from accel_core.distributed.nested import convert_to_fp32
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from accel_core.config.schema import TorchDynamoPlugin
+    from accel_core.contract.config import TorchDynamoPlugin
 
 __all__ = ["compile_model", "inside", "run_eagerly", "uncompiled"]
 

@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.autocasting import attach
-from accel_core.binding import LAYERS
-from accel_core.carrying import carry
+from accel_core.contract.hooks import PHASES
+from accel_core.contract.unit import own_name
 from accel_core.data.loader import prepare_loader
+from accel_core.distributed.streams import fork, forward_context
+from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError, ConfigError
-from accel_core.hookspecs import PHASES
-from accel_core.native.compiling import inside
-from accel_core.pairing import check_schedulers, paired
-from accel_core.proxies import PreparedOptimizer, PreparedScheduler
-from accel_core.streams import fork, forward_context
-from accel_core.unit import own_name
-from accel_core.watch import assemble
+from accel_core.plugins.binding import LAYERS
+from accel_core.training.autocast import attach
+from accel_core.training.compile import inside
+from accel_core.training.pairing import check_schedulers, paired
+from accel_core.training.prior_state import carry
+from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core.pairing import Group
-    from accel_core.run import Run
-from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.training.pairing import Group
+from accel_core.contract.unit import Unit
 
 __all__ = ["prepare"]
 

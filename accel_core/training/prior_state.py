@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.leaf import TensorTemplate
+from accel_core.checkpoint.defaults import BaseState
+from accel_core.contract.state import TensorTemplate
 from accel_core.errors import AccelError
-from accel_core.native.state import BaseState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.unit import Unit
+    from accel_core.contract.unit import Unit
 
 __all__ = ["carry", "has_state"]
 

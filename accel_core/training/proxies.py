@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel_core import step
 from accel_core.errors import AccelError
+from accel_core.training import step
 
 if TYPE_CHECKING:
-    from accel_core.unit import Unit
+    from accel_core.contract.unit import Unit
 
 __all__ = ["PreparedOptimizer", "PreparedScheduler"]
 

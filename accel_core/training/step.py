@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core.run import Run
-    from accel_core.unit import Unit
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
 
 __all__ = [
     "Accumulation",
@@ -234,7 +234,7 @@ def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
     _tell_lost(run, "backward", error)
 
 
-def _tell_lost(run: Run, operation: str, error: RuntimeError) -> None:
+def _tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
     lost = run.lost_peer(operation, error)
     if lost is not None:
         raise lost from error

@@ -19,7 +19,7 @@ from kill_job import fork_ranks
 from torch import nn
 
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
-from accel_core.checkpoint import flight, save
+from accel_core.checkpoint import pending_save, save
 from accel_core.checkpoint.files import read_manifest
 
 
@@ -60,21 +60,21 @@ class Job:
 @contextmanager
 def writers_wait():
     """Every file waits until the yielded event is set."""
-    gate, write = threading.Event(), flight.write_file
+    gate, write = threading.Event(), pending_save.write_file
 
     def gated(path, parts):
         assert gate.wait(30)
         return write(path, parts)
 
-    flight.write_file = gated
+    pending_save.write_file = gated
     try:
         yield gate
     finally:
         gate.set()
-        flight.write_file = write
+        pending_save.write_file = write
 
 
-def interrupting(path, parts, write=flight.write_file, told=[]):  # noqa: B006 - once a process
+def interrupting(path, parts, write=pending_save.write_file, told=[]):  # noqa: B006 - once a process
     """Interrupts the main thread once that has come to the end of its training."""
     while not told and not _is_in(sys._current_frames()[threading.main_thread().ident], "end_training"):
         time.sleep(0.01)
@@ -90,7 +90,7 @@ def _is_in(frame, function: str) -> bool:
     return frame is not None
 
 
-def slow(path, parts, write=flight.write_file):
+def slow(path, parts, write=pending_save.write_file):
     time.sleep(0.2)
     return write(path, parts)
 
@@ -103,9 +103,9 @@ def one_fails(folder: str, how: str) -> list[str]:
     """What each call says after rank 1 could not write."""
     job, target = Job(), Path(folder) / "here"
     job.accelerator.save_state(target, step=1)
-    write = flight.write_file
+    write = pending_save.write_file
     if job.rank == 1:
-        flight.write_file = full
+        pending_save.write_file = full
     if how == "wait":
         said = [job.said(lambda: job.accelerator.save_state(target, step=2))]
     else:
@@ -116,7 +116,7 @@ def one_fails(folder: str, how: str) -> list[str]:
             "end": job.accelerator.end_training,
         }
         said = [job.said(calls[how])]
-    flight.write_file = write
+    pending_save.write_file = write
     if how != "end":
         job.accelerator.save_state(target, step=4)
         job.accelerator.end_training()
@@ -137,7 +137,7 @@ def _die_or_tell(folder: Path) -> None:
     job, target = Job(seconds=3), folder / "here"
     job.accelerator.save_state(target, step=1)
     if job.rank == 1:
-        flight.write_file = lambda path, parts: os.kill(os.getpid(), signal.SIGKILL)
+        pending_save.write_file = lambda path, parts: os.kill(os.getpid(), signal.SIGKILL)
     job.accelerator.save_state(target, step=2, wait=False)
     said = job.said(job.accelerator.wait_for_checkpoint)
     (folder / "said").write_text(json.dumps(said))
@@ -194,20 +194,20 @@ def drifted(folder: str, what: str) -> tuple[str, str]:
 def pair_saves(folder: str, count: int) -> tuple[int, list[str]]:
     """How many keys saves leave in the store, and the largest vote (bytes)."""
     job, sizes = Job(), []
-    tell = flight.Flight._tell
+    tell = pending_save.Flight._tell
 
     def measured(self, what, said):
-        sizes.append(len(flight.as_json(said)))
+        sizes.append(len(pending_save.as_json(said)))
         tell(self, what, said)
 
-    flight.Flight._tell = measured
+    pending_save.Flight._tell = measured
     before = job.accelerator.run.world.store.num_keys()
     for _ in range(count):
         job.accelerator.save_state(Path(folder) / "here", wait=False)
         job.accelerator.wait_for_checkpoint()
     job.accelerator.wait_for_everyone()
     left = job.accelerator.run.world.store.num_keys() - before
-    flight.Flight._tell = tell
+    pending_save.Flight._tell = tell
     job.accelerator.end_training()
     return left, max(sizes)
 
@@ -272,7 +272,7 @@ def waited_for_on_a_terminal(folder: str) -> str:
     """What a terminal shows while a save under way is waited for."""
     job, shown = Job(), io.StringIO()
     shown.isatty = lambda: True
-    flight.PROGRESS_SECONDS = 0.01
+    pending_save.PROGRESS_SECONDS = 0.01
     with writers_wait() as gate, redirect_stderr(shown):
         job.accelerator.save_state(Path(folder) / "here", wait=False)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel_core.testing import simulated
+from accel_testing import simulated
 
 
 def steps(folder: str, device: str, resume: bool) -> tuple[str, list[float]]:

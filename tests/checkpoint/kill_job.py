@@ -23,7 +23,7 @@ from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration
 from accel_core.checkpoint import commit
-from accel_core.testing.processes import _free_port
+from accel_testing.processes import _free_port
 
 INPUTS = torch.ones(4, 64)
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, CheckpointError, Entry, Leaf, OptimizerState
-from accel_core.checkpoint import flight
+from accel_core.checkpoint import pending_save
 from accel_core.checkpoint.load import load
 from accel_core.checkpoint.save import save
-from accel_core.combining import Implementation
+from accel_core.plugins.combining import Implementation
 
 
 class Job:
@@ -180,7 +180,7 @@ def message_of(folder: str, trouble: str) -> tuple[str, list[str]]:
             def full(*_):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            flight.write_file = full
+            pending_save.write_file = full
         elif trouble == "window":
             job.unit.window.boundary = False
         elif trouble == "folder":

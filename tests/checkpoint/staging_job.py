@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core.testing import simulated
+from accel_testing import simulated
 
 PIECE_BYTES = 256
 
@@ -46,12 +46,12 @@ def stage() -> None:
 
 def pieces() -> list[tuple[bool, int, int]]:
     """Of awkward tensors: whether their bytes arrive, waits for pieces, and waits for anything else."""
-    from accel_core.testing.simulated.device import simulate
+    from accel_testing.simulated.device import simulate
 
     module = simulate("sim")
     stage()
-    from accel_core.checkpoint.codec import bytes_of
     from accel_core.checkpoint.staging import staged, staging_device
+    from accel_core.distributed.tensor_bytes import bytes_of
 
     whole = torch.arange(1000, dtype=torch.float32)
     awkward = [

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from accel_core import CheckpointError
-from accel_core.checkpoint import flight
-from accel_core.checkpoint.codec import bytes_of
-from accel_core.testing.processes import run_processes
+from accel_core.checkpoint import pending_save
+from accel_core.distributed.tensor_bytes import bytes_of
+from accel_testing.processes import run_processes
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_the_next_save_waits_for_the_one_before(job, tmp_path):
 @pytest.mark.parametrize("call", ["save_state", "wait_for_checkpoint", "end_training"])
 def test_what_went_wrong_is_raised_once(tmp_path, monkeypatch, call):
     job = async_job.Job()
-    monkeypatch.setattr(flight, "write_file", async_job.full)
+    monkeypatch.setattr(pending_save, "write_file", async_job.full)
     job.accelerator.save_state(tmp_path / "here", wait=False)
     act = getattr(job.accelerator, call)
     arguments = [tmp_path / "here"] if call == "save_state" else []

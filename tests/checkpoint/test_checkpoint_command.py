@@ -21,7 +21,7 @@ from accel_core.checkpoint import export as exporting
 from accel_core.checkpoint.files import _sealed
 from accel_core.checkpoint.read import Stored
 from accel_core.errors import CheckpointError
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 COMMAND = """
 import click

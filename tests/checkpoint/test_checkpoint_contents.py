@@ -7,8 +7,8 @@ import ranks_job
 import torch
 
 from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
-from accel_core.checkpoint.opened import Opened
-from accel_core.testing.processes import run_processes
+from accel_core.checkpoint.reader import Opened
+from accel_testing.processes import run_processes
 
 
 @pytest.fixture

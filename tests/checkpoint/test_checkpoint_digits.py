@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from digits_job import SAVE_EVERY, train
 
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError, run_processes
 
 STEPS = 70  # one process: an epoch has 57 batches, two: 29
 

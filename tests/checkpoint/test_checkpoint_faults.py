@@ -30,7 +30,7 @@ from accel_core.checkpoint.export import export
 from accel_core.checkpoint.files import DataFile
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.errors import CheckpointError
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "state.json"]
 

@@ -14,8 +14,8 @@ import torch
 from test_checkpoint_async import at_exit
 
 from accel_core import Accelerator, CheckpointError, GeneralTracker
-from accel_core.checkpoint import flight
-from accel_core.testing.processes import run_processes
+from accel_core.checkpoint import pending_save
+from accel_testing.processes import run_processes
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_progress_of_a_save_that_has_its_name_by_now_is_shown(job, tmp_path, mon
     job.accelerator.save_state(tmp_path / "here", wait=False)
     save = job.accelerator.run.saver._flight
     job.accelerator.wait_for_checkpoint()
-    monkeypatch.setattr(flight.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(pending_save.sys.stderr, "isatty", lambda: True, raising=False)
     save._show_progress()
 
 
@@ -156,7 +156,7 @@ def test_what_fails_at_the_end_of_a_run_leaves_nothing_else_undone(tmp_path, mon
     trackers = [Tracker("one", ConnectionError("night")), Tracker("two", OSError("disk")), Tracker("three")]
     job = async_job.Job(log_with=trackers, mixed_precision="bf16")
     job.accelerator.init_trackers("project")
-    monkeypatch.setattr(flight, "write_file", async_job.full)
+    monkeypatch.setattr(pending_save, "write_file", async_job.full)
     job.accelerator.save_state(tmp_path / "here", wait=False)
     with pytest.raises(CheckpointError, match="No space left") as raised:
         job.accelerator.end_training()

@@ -8,7 +8,7 @@ from pathlib import Path
 import kill_job
 import pytest
 
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 @pytest.fixture

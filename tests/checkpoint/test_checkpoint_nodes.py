@@ -14,7 +14,7 @@ import nodes_job
 import pytest
 from command import ACCEL, clean_environment
 
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError, run_processes
 
 pytestmark = pytest.mark.together
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, CheckpointContents, ProjectConfiguration, saving
+from accel_core import Accelerator, CheckpointContents, ProjectConfiguration
+from accel_core.checkpoint import file
 from accel_core.errors import CheckpointError
 
 URLS = [
@@ -36,7 +37,7 @@ CALLS = {
     "load_state": lambda accelerator, path: accelerator.load_state(path, missing_ok=True),
     "save_model": lambda accelerator, path: accelerator.save_model(accelerator.model, path),
     "save": lambda accelerator, path: accelerator.save({}, path),
-    "load": lambda accelerator, path: saving.load(path),
+    "load": lambda accelerator, path: file.load(path),
     "contents": lambda accelerator, path: CheckpointContents.read(path),
 }
 
@@ -66,7 +67,7 @@ def test_home_is_expanded_everywhere(accelerator, tmp_path):
     accelerator.load_state("~/state/")
     accelerator.save_model(accelerator.model, "~/weights/")
     accelerator.save({"a": torch.ones(1)}, "~/object")
-    assert saving.load("~/object").keys() == {"a"}
+    assert file.load("~/object").keys() == {"a"}
     contents = CheckpointContents.read("~/state")
     contents.write("~/copy/")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "object", "state", "weights"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import preemption_job
 import pytest
 
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 def run(function, folder, *args, world=2):

@@ -11,7 +11,7 @@ import torch
 
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.load import derived_seed
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 

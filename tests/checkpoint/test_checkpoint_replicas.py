@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_core.checkpoint.codec import bytes_of
 from accel_core.checkpoint.replicas import Replicas, checksums, sums
+from accel_core.distributed.tensor_bytes import bytes_of
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn),

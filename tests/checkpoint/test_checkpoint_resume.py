@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from accel_core import Accelerator
-from accel_core.checkpoint import flight
+from accel_core.checkpoint import pending_save
 from accel_core.checkpoint.commit import begin, finish, new_save_id, partial_folder
 from accel_core.checkpoint.load import _joined, load
 from accel_core.checkpoint.save import save
@@ -868,7 +868,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(prepared, tmp_
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(flight, "write_manifest", full)
+    monkeypatch.setattr(pending_save, "write_manifest", full)
     with pytest.raises(CheckpointError, match="rank 0: OSError: .* No space left"):
         run.accelerator.save_state(tmp_path / "here")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]

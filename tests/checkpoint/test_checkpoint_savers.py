@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.checkpoint import commit, flight
+from accel_core.checkpoint import commit, pending_save
 from accel_core.checkpoint.contents import CheckpointContents
 from accel_core.errors import CheckpointError
 
@@ -63,7 +63,7 @@ def saver():
 @pytest.fixture
 def held(monkeypatch):
     """Saves stand still before they write, until this is set."""
-    event, begun, write = threading.Event(), threading.Event(), flight.Share.write
+    event, begun, write = threading.Event(), threading.Event(), pending_save.Share.write
 
     def wait(share, folder):
         if threading.current_thread() is not threading.main_thread():
@@ -71,7 +71,7 @@ def held(monkeypatch):
             event.wait(30)
         return write(share, folder)
 
-    monkeypatch.setattr(flight.Share, "write", wait)
+    monkeypatch.setattr(pending_save.Share, "write", wait)
     event.begun = begun
     yield event
     event.set()
@@ -94,7 +94,7 @@ STOPS = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from accel_core.checkpoint import flight
+from accel_core.checkpoint import pending_save as flight
 from test_checkpoint_savers import Saver
 write = flight.Share.write
 def stop(share, folder):
@@ -129,13 +129,13 @@ def test_a_save_that_is_thought_dead_and_is_not_fails_and_the_old_one_stays(save
 
 def test_a_file_that_vanishes_before_the_commit_costs_that_save_only(saver, tmp_path, monkeypatch):
     saver.save(tmp_path / "here", 1)
-    write = flight.write_manifest
+    write = pending_save.write_manifest
 
     def remove(folder, content):
         write(folder, content)
         (folder / "state.json").unlink()
 
-    monkeypatch.setattr(flight, "write_manifest", remove)
+    monkeypatch.setattr(pending_save, "write_manifest", remove)
     with pytest.raises(CheckpointError, match=r"state.json is gone since it was written"):
         saver.save(tmp_path / "here", 2)
     assert value_in(tmp_path / "here") == 1

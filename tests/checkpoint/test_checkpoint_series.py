@@ -15,9 +15,9 @@ import series_job
 from series_job import Job
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.checkpoint import commit, flight, place, save
+from accel_core.checkpoint import commit, pending_save, save, target
 from accel_core.errors import CheckpointError
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_the_old_one_stays_until_the_new_one_is_complete(job, folder, monkeypatc
         assert names(folder)[-1] == "checkpoint_0"
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(flight, "write_manifest", full)
+    monkeypatch.setattr(pending_save, "write_manifest", full)
     with pytest.raises(CheckpointError, match="No space left"):
         first.save(2)
     assert names(folder) == ["checkpoint_0"]
@@ -410,7 +410,7 @@ def test_two_that_went_on_from_one_checkpoint_keep_each_others(job, folder):
 def test_a_number_that_was_taken_meanwhile_is_not_overwritten(job, folder, monkeypatch):
     first, second = job(), job()
     first.save(1)
-    monkeypatch.setattr(place, "next_number", lambda run: 0)
+    monkeypatch.setattr(target, "next_number", lambda run: 0)
     with pytest.raises(CheckpointError, match="has appeared while this save was written: another run saves"):
         second.save(2)
     assert names(folder) == ["checkpoint_0"]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core import flat_range
-from accel_core.testing.processes import run_processes
-from accel_core.testing.simulated import write_distribution
+from accel_testing.processes import run_processes
+from accel_testing.simulated import write_distribution
 
 WAYS = [("whole", 1), ("whole", 2), ("shards", 2), ("shards", 3), ("tensor", 2), ("flat", 1), ("flat", 3)]
 

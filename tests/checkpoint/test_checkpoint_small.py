@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.checkpoint.codec import bytes_of
 from accel_core.checkpoint.files import DataFile
 from accel_core.checkpoint.layout import _joined
+from accel_core.distributed.tensor_bytes import bytes_of
 
 DTYPES = (
     torch.float32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import staging_job
 
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 def test_the_bytes_of_any_tensors_arrive_and_the_host_waits_once_a_piece():

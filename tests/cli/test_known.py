@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from accel_core.cli.launch import launch
-from accel_core.config.options import options_of, section_class
 from accel_core.config.reader import CORE
-from accel_core.known import known_plugin, known_plugins, old_flag
+from accel_core.contract.options import options_of, section_class
+from accel_core.plugins.known import known_plugin, known_plugins, old_flag
 
 GENERATOR = Path(__file__).parents[2] / "tools" / "known.py"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from command import accel
 
-from accel_core.cli.new import RENDERED, render
-from accel_core.testing import conform
-from accel_core.testing.simulated import write_distribution
+from accel_testing import conform
+from accel_testing.new import RENDERED, render
+from accel_testing.simulated import write_distribution
 
 
 @pytest.mark.parametrize("slot", RENDERED)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen, make_class
 
 from accel_core import Card, KwargsHandler, Proposal, RunConfig, option
-from accel_core.plugins import Discovery, Record
+from accel_core.plugins.discovery import Discovery, Record
 
 if TYPE_CHECKING:
     import nowhere  # type: ignore[import-not-found]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_core import ConfigError, GradientAccumulationPlugin, GradScalerKwargs, RunConfig
-from accel_core.config.options import options_of, section_class
 from accel_core.config.resolve import load
 from accel_core.config.structure import convert
+from accel_core.contract.options import options_of, section_class
 
 OPTIONS = {
     "device": st.sampled_from(["cpu", "toy", "no", "3"]),

@@ -15,9 +15,9 @@ from command import accel
 from config_toys import record
 
 from accel_core import ConfigError, option
-from accel_core.config.options import is_secret, may_be_secret
 from accel_core.config.resolve import load
-from accel_core.plugins import Discovery
+from accel_core.contract.options import is_secret, may_be_secret
+from accel_core.plugins.discovery import Discovery
 
 SECRET = "s3cr3t"
 

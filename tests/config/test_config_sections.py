@@ -10,11 +10,12 @@ import config_toys
 import pytest
 from config_toys import configured_by
 
-from accel_core import ConfigError, PluginError, known
+from accel_core import ConfigError, PluginError
 from accel_core.config.reader import load_class
 from accel_core.config.sources import Text
 from accel_core.config.structure import convert, plain
-from accel_core.known import Known, install_hint
+from accel_core.plugins import known
+from accel_core.plugins.known import Known, install_hint
 
 
 @pytest.fixture

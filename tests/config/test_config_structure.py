@@ -12,9 +12,9 @@ from config_toys import Compression, Policy, ShardConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_core.config.options import options_of
 from accel_core.config.sources import Text
 from accel_core.config.structure import MismatchError, convert, plain
+from accel_core.contract.options import options_of
 
 REFUSED = [
     ("false", bool),

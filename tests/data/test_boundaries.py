@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from accel_core import Accelerator, AccelError, Topology, skip_first_batches
-from accel_core.data.draw import Draw, unmoved
 from accel_core.data.loader import prepare_loader
 from accel_core.data.position import Progress
+from accel_core.data.shuffling import Draw, unmoved
 
 EPOCHS = 3
 

@@ -14,7 +14,7 @@ from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, rea
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accel_core import Accelerator, CollectiveError, ConfigError, DataLoaderConfiguration
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 class OfSize(BatchSampler):

@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, DataLoaderConfiguration
 from accel_core.data import loader as loading
-from accel_core.data import moving
+from accel_core.data import prefetch
 from accel_core.data.loader import prepare_loader
-from accel_core.testing.processes import run_processes
+from accel_core.distributed.nested import can_pin
+from accel_testing.processes import run_processes
 
 
 def recorded(monkeypatch, data, *, workers, **options):
@@ -40,7 +41,7 @@ def recorded(monkeypatch, data, *, workers, **options):
         events.append(f"moves {batch}")
         return batch
 
-    monkeypatch.setattr(moving, "_stream", lambda _: Stream())
+    monkeypatch.setattr(prefetch, "_stream", lambda _: Stream())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
     (run,) = world(device="meta", move=move, **options)
     loader = prepare_loader(DataLoader(data, 2, num_workers=workers, collate_fn=plain), run)
@@ -75,11 +76,11 @@ def test_what_is_read_in_this_process_is_not_read_before_its_time(monkeypatch):
 
 
 def test_a_device_that_torch_does_not_compute_on_has_no_stream():
-    assert moving._stream(torch.device("meta")) is None
+    assert prefetch._stream(torch.device("meta")) is None
 
 
 def on_a_simulated_device(workers):
-    from accel_core.testing.simulated.device import simulate
+    from accel_testing.simulated.device import simulate
 
     simulate("sim")
     options = DataLoaderConfiguration(non_blocking=True)
@@ -150,4 +151,4 @@ def test_what_workers_read_for_a_device_that_torch_pins_for_is_pinned_and_not_wa
 
 
 def test_nothing_is_pinned_for_a_device_that_is_not_torchs_accelerator():
-    assert not moving.can_pin(torch.device("meta"))
+    assert not can_pin(torch.device("meta"))

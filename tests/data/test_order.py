@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.data.order import COMPLETE, UNSHARED, Deal, cut, opening, with_last
+from accel_core.data.sharding import COMPLETE, UNSHARED, Deal, cut, opening, with_last
 
 
 def dealt(length, batch_size, readers, **rule):

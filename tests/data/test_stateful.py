@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator, CheckpointError, ConfigError, DataLoaderConfiguration, skip_first_batches
 from accel_core.data.loader import prepare_loader
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 pytestmark = [
     pytest.mark.together,

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, DataLoaderConfiguration
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 def uneven():

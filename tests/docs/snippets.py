@@ -23,7 +23,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from accel_core.cli.new import render
+from accel_testing.new import render
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(?P<words>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -9,10 +9,11 @@ import sys
 from snippets import ROOT
 
 import accel_core
-from accel_core import CAPABILITIES, Accelerator, hookspecs
-from accel_core.config.options import options_of
+from accel_core import CAPABILITIES, Accelerator
 from accel_core.config.reader import Reader
-from accel_core.plugins import discover
+from accel_core.contract import hooks
+from accel_core.contract.options import options_of
+from accel_core.plugins.discovery import discover
 
 
 def test_hooks_md_and_the_readmes_diff_are_fresh():
@@ -24,7 +25,7 @@ def test_hooks_md_and_the_readmes_diff_are_fresh():
 
 def test_hooks_md_has_every_hook_with_its_kind_once():
     text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
-    specs = {name: hook.accel_spec for name, hook in vars(hookspecs).items() if hasattr(hook, "accel_spec")}
+    specs = {name: hook.accel_spec for name, hook in vars(hooks).items() if hasattr(hook, "accel_spec")}
     found = re.findall(r"^### (\w+)\n\n\*(\w+)", text, re.MULTILINE)
 
     assert sorted(found) == sorted((name, spec.kind) for name, spec in specs.items())
@@ -33,7 +34,7 @@ def test_hooks_md_has_every_hook_with_its_kind_once():
 def test_hooks_md_lists_the_phases_and_each_capability_word_with_its_promise():
     text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
 
-    assert re.findall(r"^- `(\w+)`$", text, re.MULTILINE) == list(hookspecs.PHASES)
+    assert re.findall(r"^- `(\w+)`$", text, re.MULTILINE) == list(hooks.PHASES)
     assert dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE)) == dict(CAPABILITIES)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import toy_specs
 
-from accel_core.binding import Binder, Hooks
+from accel_core.plugins.binding import Binder, Hooks
 
 
 def stack(**plugins: Any) -> Hooks:

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from accel_core.combining import ANSWERS, Implementation
 from accel_core.config.structure import plain
+from accel_core.contract.card import incompatibility
 from accel_core.errors import PluginError
-from accel_core.plugins import incompatibility
+from accel_core.plugins.combining import ANSWERS, Implementation
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from toys import card_source
 
-from accel_core import patience
+from accel_core.contract.card import API_VERSION, Card
 from accel_core.errors import PluginError
-from accel_core.hookspecs import API_VERSION
-from accel_core.plugins import Card, Record, discover, load
+from accel_core.plugins import timeout
+from accel_core.plugins.discovery import Record, discover, load
 
 
 def test_a_usable_plugin_is_available_under_its_distribution_and_version(toy_plugin):
@@ -65,7 +65,7 @@ def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribu
         entry_points={"accel_core.device": {"pony": "toy_pony:CARD"}},
         modules={"toy_pony": "import time\ntime.sleep(30)\n"},
     )
-    script = "from accel_core.plugins import discover; r = discover().get('pony'); print(r.status, r.reason)"
+    script = "from accel_core.plugins.discovery import discover; r = discover().get('pony'); print(r.status, r.reason)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={"PYTHONPATH": ":".join([str(tmp_path / "site"), *filter(None, sys.path)])},
@@ -79,7 +79,7 @@ def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribu
 
 
 def test_many_that_hang_cost_at_most_twice_one(toy_distribution, monkeypatch):
-    monkeypatch.setattr(patience, "PATIENCE", 0.2)
+    monkeypatch.setattr(timeout, "PATIENCE", 0.2)
     for number in range(6):
         toy_distribution(
             f"accel-pony-{number}",
@@ -90,11 +90,11 @@ def test_many_that_hang_cost_at_most_twice_one(toy_distribution, monkeypatch):
 
     assert {record.status for record in records} == {"broken"}
     waits = [float(re.search(r"longer than (\S+) s", record.reason).group(1)) for record in records]
-    assert sum(waits) < 2 * patience.PATIENCE
+    assert sum(waits) < 2 * timeout.PATIENCE
 
 
 def test_the_traceback_of_a_hanging_import_shows_where(toy_plugin, monkeypatch):
-    monkeypatch.setattr(patience, "PATIENCE", 0.2)
+    monkeypatch.setattr(timeout, "PATIENCE", 0.2)
 
     assert "time.sleep(3)" in toy_plugin("sloth", source="import time\ntime.sleep(3)\n").traceback
 
@@ -111,7 +111,7 @@ def test_a_plugin_for_a_newer_contract_is_incompatible(toy_plugin, written_for, 
 
 
 def test_a_plugin_for_the_contract_before_the_last_is_incompatible(toy_plugin, monkeypatch):
-    monkeypatch.setattr("accel_core.hookspecs.API_VERSION", "3.2")
+    monkeypatch.setattr("accel_core.contract.card.API_VERSION", "3.2")
 
     record = toy_plugin("pony", api_version="'1.9'")
     assert record.reason == "written for API 1.9, this accel-core serves 3.2: upgrade the plugin"
@@ -318,7 +318,7 @@ def test_a_probe_gives_the_reason_why_a_plugin_is_unavailable(toy_plugin):
 )
 def test_a_bad_probe_makes_its_plugin_unavailable(toy_plugin, monkeypatch, probe, reason):
     if "sleep" in probe:
-        monkeypatch.setattr(patience, "PATIENCE", 0.2)
+        monkeypatch.setattr(timeout, "PATIENCE", 0.2)
     record = toy_plugin("pony", probe=probe)
 
     assert (record.status, record.reason) == ("unavailable", reason)
@@ -352,7 +352,7 @@ def pony() -> Record:
 
 
 def test_loading_gives_what_the_path_names(pony):
-    assert load(pony, "accel_core.plugins:Record.origin") is Record.origin
+    assert load(pony, "accel_core.plugins.discovery:Record.origin") is Record.origin
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import frozen_plugin
 import pytest
 
 from accel_core import hooks, implements
-from accel_core.binding import LAYERS, Binder, Steps
-from accel_core.plugins import discover
+from accel_core.plugins.binding import LAYERS, Binder, Steps
+from accel_core.plugins.discovery import discover
 
 torch = pytest.importorskip("torch")
 

@@ -9,9 +9,9 @@ import pytest
 import toy_specs as hooks
 from stacks import stack
 
-from accel_core.binding import LAYERS, Binder, no_op
+from accel_core.contract.hooks import implements
 from accel_core.errors import PluginError
-from accel_core.hookspecs import implements
+from accel_core.plugins.binding import LAYERS, Binder, no_op
 
 # -- owner -----------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ import pytest
 import toy_specs
 from generated import generate_backends
 
-from accel_core.binding import Binder
-from accel_core.hookspecs import implements
-from accel_core.plugins import discover, load
+from accel_core.contract.hooks import implements
+from accel_core.plugins.binding import Binder
+from accel_core.plugins.discovery import discover, load
 
 
 def test_discovery_imports_neither_configs_nor_implementations(tmp_path, monkeypatch):

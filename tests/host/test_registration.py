@@ -8,9 +8,9 @@ import pluggy
 import pytest
 import toy_specs as hooks
 
-from accel_core.binding import Binder
+from accel_core.contract.hooks import implements
 from accel_core.errors import PluginError
-from accel_core.hookspecs import implements
+from accel_core.plugins.binding import Binder
 
 mark = pluggy.HookimplMarker("accel_core")
 

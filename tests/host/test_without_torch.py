@@ -13,9 +13,9 @@ import accel_core
 
 LIGHT = [
     "accel_core",
-    "accel_core.plugins",
-    "accel_core.binding",
-    "accel_core.hookspecs",
+    "accel_core.plugins.discovery",
+    "accel_core.plugins.binding",
+    "accel_core.contract.hooks",
     "accel_core.errors",
 ]
 LIGHT_PACKAGES = ["accel_core.config", "accel_core.cli"]

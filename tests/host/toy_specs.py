@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from accel_core.hookspecs import everyone, everyone_per_step, observer, owner, owner_per_step, wrapper
+from accel_core.contract.hooks import everyone, everyone_per_step, observer, owner, owner_per_step, wrapper
 
 
 @owner

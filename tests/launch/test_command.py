@@ -10,7 +10,7 @@ import pytest
 from command import accel, clean_environment
 
 from accel_core import ConfigError
-from accel_core.launching import plan
+from accel_core.launch.plan import plan
 
 DEVICE = """
 class Launch:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from accel_core.native import threads
+from accel_core.distributed import threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what threads do")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_core.native.failure import first_failure
+from accel_core.launch.failure import first_failure
 
 NOW = 1_000_000
 

@@ -84,7 +84,7 @@ def test_the_agent_stays_quiet(capfd):
 
 
 def test_a_port_may_be_named():
-    from accel_core.testing.processes import _free_port
+    from accel_testing.processes import _free_port
 
     port = _free_port()
 

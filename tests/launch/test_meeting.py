@@ -10,8 +10,9 @@ from threading import Thread
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.native import agent, launcher, meeting
-from accel_core.native.launcher import TorchrunLauncher, refuse_lonely_tasks
+from accel_core.contract.world import refuse_lonely_tasks
+from accel_core.launch import agent, launcher, rendezvous
+from accel_core.launch.launcher import TorchrunLauncher
 
 ADVICE = (
     "check --rendezvous (an address of node 0, a port that is free there), "
@@ -53,14 +54,14 @@ def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
 
 
 def test_a_name_that_no_machine_has_is_said_soon(monkeypatch):
-    monkeypatch.setattr(meeting, "NAME_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "NAME_PATIENCE", 0.0)
 
     with pytest.raises(LaunchError, match="this machine does not know 'no-such-host.invalid'"):
-        meeting.meeting_point(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
+        rendezvous.meeting_point(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
 
 
 def test_an_address_in_brackets_is_the_address():
-    place = meeting.meeting_point(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
+    place = rendezvous.meeting_point(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
 
     assert place == ("::1", 29500)
 

@@ -101,9 +101,9 @@ def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path):
 ONCE = """
 import os
 import time
-from accel_core.config.schema import InitProcessGroupKwargs
-from accel_core.native.process_group import create
-from accel_core.world import World
+from accel_core.contract.config import InitProcessGroupKwargs
+from accel_core.distributed.process_group import create
+from accel_core.contract.world import World
 import torch
 import torch.distributed as dist
 create(World.from_environment(os.environ), {"cpu": "gloo"}, InitProcessGroupKwargs())

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from accel_core.worker import command
+from accel_core.launch.worker import command
 
 SCRIPT = """
 import atexit, sys

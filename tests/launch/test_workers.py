@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command import ACCEL, accel, clean_environment
 
-from accel_core.worker import command
+from accel_core.launch.worker import command
 
 ALL_SEE = """
 import json, os, sys
@@ -116,7 +116,7 @@ if __name__ == "__main__":
 
 MERGED = """
 from accel_core.config.resolve import load
-from accel_core.plugins import discover
+from accel_core.plugins.discovery import discover
 resolved = load(discovery=discover())
 print(resolved.config.gradient_accumulation_steps, resolved.origins["gradient_accumulation_steps"])
 print(resolved.config.data.split_batches, resolved.origins["data.split_batches"])
@@ -163,12 +163,12 @@ raise ValueError("bad batch\\nmore")
 
 def test_an_error_of_ours_is_shown_without_our_own_frames(tmp_path):
     source = """
-from accel_core.world import World
+from accel_core.contract.world import World
 World.from_environment({"RANK": "0"})
 """
     ended = launch(tmp_path, source, "-n", "1")
 
-    assert "accel_core/world.py" not in ended.stderr
+    assert "accel_core/contract/world.py" not in ended.stderr
     assert "line 3, in <module>" in ended.stderr
     assert "rank 0 (local 0) failed: LaunchError: the launcher's variable" in ended.stderr
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_core import Accelerator, InitProcessGroupKwargs
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def ranks(body, *args, world=2, timeout=None, **options):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from accel_core import CollectiveError, ops
-from accel_core.random import synchronize_rng_state
+from accel_core.distributed.random import synchronize_rng_state
 
 pytestmark = pytest.mark.together
 TENSOR = torch.ones(2)

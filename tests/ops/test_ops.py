@@ -11,7 +11,7 @@ from ranks import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import CollectiveError, Topology, ops
-from accel_core.native.process_group import Alone
+from accel_core.distributed.process_group import Alone
 
 
 class Point(NamedTuple):

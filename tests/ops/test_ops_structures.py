@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from ranks import ranks
 
 from accel_core import ops
-from accel_core.nested import describe, leaves, rebuild
+from accel_core.distributed.nested import describe, leaves, rebuild
 
 pytestmark = pytest.mark.together
 

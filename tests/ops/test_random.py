@@ -10,10 +10,10 @@ import torch
 from ranks import ranks
 
 from accel_core import CheckpointError, ConfigError, Topology, World, set_seed
-from accel_core.native.process_group import Alone
-from accel_core.native.state import BaseState
-from accel_core.random import synchronize_rng_state, synchronize_rng_states
-from accel_core.testing import Recorder
+from accel_core.checkpoint.defaults import BaseState
+from accel_core.distributed.process_group import Alone
+from accel_core.distributed.random import synchronize_rng_state, synchronize_rng_states
+from accel_testing import Recorder
 
 np = pytest.importorskip("numpy")
 

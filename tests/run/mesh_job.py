@@ -17,7 +17,7 @@ from accel_core import (
     implements,
     set_seed,
 )
-from accel_core.run import live
+from accel_core.contract.run import live
 
 CARD = """
 from accel_core import Card

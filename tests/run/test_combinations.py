@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.plugins import Card, discover
-from accel_core.testing import conform, run_processes
-from accel_core.testing.simulated import write_distribution
+from accel_core.contract.card import Card
+from accel_core.plugins.discovery import discover
+from accel_testing import conform, run_processes
+from accel_testing.simulated import write_distribution
 
 pytestmark = pytest.mark.together
 
@@ -72,8 +73,8 @@ def trained(folder: Path, device: str, above: str, *options: str, levels: str = 
 
 def refused(device: str, name: str) -> str:
     from accel_core import Accelerator, ConfigError
-    from accel_core.plugins import load
-    from accel_core.testing.simulated.pretence import pretend
+    from accel_core.plugins.discovery import load
+    from accel_testing.simulated.pretence import pretend
 
     pretend(device, COMMUNICATION[device], None)
     record = discover().get(name)

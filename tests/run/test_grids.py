@@ -9,7 +9,7 @@ import grids_job
 import pytest
 import torch
 
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.together, pytest.mark.timeout(300)]
 

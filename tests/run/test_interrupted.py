@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
-from accel_core.checkpoint.place import Place
-from accel_core.world import DOING
+from accel_core.checkpoint.target import Place
+from accel_core.contract.world import DOING
 
 CORE = str(Path(accel_core.__file__).parent)
 SAMPLE = 12

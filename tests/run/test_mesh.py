@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core import ConfigError, Mesh, MeshDim, World, arrange
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from accel_core import Accelerator, watch
+from accel_core import Accelerator
+from accel_core.distributed import watch
 from accel_core.errors import CollectiveError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def trainer():

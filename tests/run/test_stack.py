@@ -10,8 +10,8 @@ from attrs import frozen
 
 from accel_core import Card, ConfigError, InitProcessGroupKwargs, PluginError, option
 from accel_core.config.resolve import load
-from accel_core.plugins import Discovery, Record, discover
-from accel_core.stack import choose
+from accel_core.plugins.discovery import Discovery, Record, discover
+from accel_core.runtime.selection import choose
 
 
 def record(name, slot, *, priority=None, reason=None, **options):
@@ -191,7 +191,7 @@ def test_the_config_object_of_an_extension_chooses_it(toy_plugin, monkeypatch):
 
 def stack_with(source, processes=2, **python):
     """The stack where a strategy and an extension with options are installed beside a usual strategy."""
-    config = "accel_core.config.schema:GradScalerKwargs"
+    config = "accel_core.contract.config:GradScalerKwargs"
     discovery = native_and(
         record("usual", "strategy", priority=100),
         record("rare", "strategy", config=config),
@@ -243,7 +243,7 @@ def test_a_file_may_hold_options_of_what_auto_takes_elsewhere(tmp_path):
             "device",
             priority=100,
             reason="none here",
-            config="accel_core.config.schema:AutocastKwargs",
+            config="accel_core.contract.config:AutocastKwargs",
         )
     )
     (tmp_path / "accel.yaml").write_text("chip: {enabled: true}\n")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, MeshDim, set_seed
-from accel_core.mesh import Mesh, arrange
-from accel_core.testing.processes import run_processes
+from accel_core.contract.mesh import Mesh, arrange
+from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 

@@ -27,10 +27,10 @@ from accel_core import (
     implements,
     ops,
 )
-from accel_core.native.base import Base
-from accel_core.native.device import local_device
-from accel_core.run import current
-from accel_core.testing.processes import ProcessError, _free_port, run_processes
+from accel_core.contract.run import current
+from accel_core.defaults.base import Base
+from accel_core.defaults.device import local_device
+from accel_testing.processes import ProcessError, _free_port, run_processes
 
 
 def ranks():

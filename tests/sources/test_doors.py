@@ -23,7 +23,7 @@ def modules_of_core(source: str) -> Iterator[str]:
 
 
 def is_public(module: str) -> bool:
-    return module == "accel_core" or module.startswith("accel_core.testing")
+    return module == "accel_core" or module.startswith("accel_testing")
 
 
 def test_there_are_packages_to_look_at() -> None:
@@ -40,9 +40,9 @@ def test_a_package_comes_in_by_the_public_doors(source: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from accel_core.run import Run",
-        "import accel_core.unit",
-        "def f():\n    from accel_core.native import base",
+        "from accel_core.runtime.run import Run",
+        "import accel_core.contract.unit",
+        "def f():\n    from accel_core.defaults import base",
     ],
 )
 def test_a_private_door_would_be_seen(line: str) -> None:

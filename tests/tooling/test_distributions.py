@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import accel_core
-from accel_core.plugins import discover
-from accel_core.testing import run_processes
+from accel_core.plugins.discovery import discover
+from accel_testing import run_processes
 
 PLUGINS = {
     "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun", "jsonl"},
@@ -89,8 +89,8 @@ def test_a_distribution_is_typed_and_its_version_is_its_modules(module: str) -> 
 def test_listing_all_plugins_imports_no_torch() -> None:
     code = """
 import sys
-from accel_core.plugins import discover
-from accel_core.testing import run_processes
+from accel_core.plugins.discovery import discover
+from accel_testing import run_processes
 print([record.status for record in discover().records], "torch" in sys.modules)
 """
 

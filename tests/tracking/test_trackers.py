@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker
-from accel_core.testing import ProcessError, run_processes
+from accel_testing import ProcessError, run_processes
 
 
 class Mine(GeneralTracker):

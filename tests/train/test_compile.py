@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from accel_core import TorchDynamoPlugin
-from accel_core.native.compiling import compile_model
+from accel_core.training.compile import compile_model
 
 # Dynamo looks at `.grad` of what flows between blocks; torch's warning of that must not be an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

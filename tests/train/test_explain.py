@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator, GradientAccumulationPlugin
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 
 class Stream(IterableDataset):

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from accel_core import AccelError, GradScalerKwargs
-from accel_core.step import _of_all
-from accel_core.testing import run_processes
+from accel_core.training.step import _of_all
+from accel_testing import run_processes
 
 
 def assert_near(ours, plain, **tolerance):
@@ -222,8 +222,8 @@ def test_gradients_are_divided_before_they_are_changed_or_that_is_refused(
 
 
 def divided_where_gradients_are() -> list[float]:
-    from accel_core.native.base import Base
-    from accel_core.testing.simulated.device import simulate
+    from accel_core.defaults.base import Base
+    from accel_testing.simulated.device import simulate
 
     simulate("sim")
     offloaded, resident = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="sim"))

@@ -10,7 +10,7 @@ import tokens
 import torch
 
 from accel_core import Accelerator, GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 

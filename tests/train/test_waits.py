@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 STEPS = 6
 
 
 def waits(precision, options, strategy="auto"):
     """How often the host waits in each step of an ordinary loop, from the third step on."""
-    from accel_core.testing.simulated.device import simulate
+    from accel_testing.simulated.device import simulate
 
     module = simulate("sim")
     # Torch lets Python have a single device: each rank is a machine of its own.

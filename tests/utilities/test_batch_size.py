@@ -18,8 +18,8 @@ from accel_core import (
     find_executable_batch_size,
     release_memory,
 )
-from accel_core.memory import is_out_of_memory
-from accel_core.testing import ProcessError, run_processes
+from accel_core.accelerator.memory import is_out_of_memory
+from accel_testing import ProcessError, run_processes
 
 
 def fits(limit, tried, error=torch.OutOfMemoryError):

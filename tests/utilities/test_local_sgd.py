@@ -7,8 +7,9 @@ import torch
 from attrs import evolve
 from local_sgd_problem import TIMEOUT, net, ours, plainly
 
-from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD, local_sgd
-from accel_core.testing import ProcessError, run_processes
+from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
+from accel_core.distributed import collectives
+from accel_testing import ProcessError, run_processes
 
 together = pytest.mark.together
 
@@ -152,9 +153,9 @@ class Doubles:
 
 
 def test_weights_are_averaged_in_buckets(monkeypatch):
-    monkeypatch.setattr(local_sgd, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 40)
     weights = [torch.nn.Parameter(torch.full((count,), float(count))) for count in (4, 3, 4, 2)]
     group = Doubles()
-    local_sgd.average(weights, group)
+    collectives.average(weights, group)
     assert group.sizes == [11, 2]
     assert [weight[0].item() for weight in weights] == [8.0, 6.0, 8.0, 4.0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_core import Accelerator, ConfigError, ProfileKwargs
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 @pytest.fixture

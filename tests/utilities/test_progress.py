@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from accel_core import progress
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def test_off_a_terminal_it_is_the_thing_itself(capsys):

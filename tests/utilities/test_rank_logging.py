@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs, get_logger
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 @pytest.fixture

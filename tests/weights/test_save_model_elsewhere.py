@@ -8,7 +8,7 @@ import weights_job
 from safetensors.torch import load_file
 
 from accel_core import Accelerator
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from cuda_machine import Machine
 
-from accel_core.testing import Recorder
 from accel_cuda import machine
+from accel_testing import Recorder
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 STAND_IN = Path(__file__).parent / "stand_in"
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from accel_core import ConfigError, World
-from accel_core.binding import Binder
-from accel_core.testing import Recorder
+from accel_core.plugins.binding import Binder
 from accel_cuda import CudaConfig, affinity, device, machine
 from accel_cuda.device import CudaDevice, verify
+from accel_testing import Recorder
 
 DEVICE = torch.device("cuda", 0)
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, ConfigError, PluginError
-from accel_core.testing import run_processes
 from accel_cuda import CudaConfig, set_numa_affinity
 from accel_cuda.device import verify
 from accel_cuda.machine import gpu_count, probe
+from accel_testing import run_processes
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cuda_machine import Machine
 
-from accel_core.plugins import discover
+from accel_core.plugins.discovery import discover
 from accel_cuda import CudaConfig, machine
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ddp_problem import accelerator, distance, equal, net, train_ours, train_plainly
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from accel_core.testing.processes import run_processes
 from accel_ddp import DistributedDataParallelKwargs, comm_hooks
+from accel_testing.processes import run_processes
 
 POWER = {
     "start_powerSGD_iter": 2,

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import TorchDynamoPlugin
-from accel_core.testing.processes import run_processes
 from accel_ddp import DistributedDataParallelKwargs
+from accel_testing.processes import run_processes
 
 
 class Wide(nn.Module):

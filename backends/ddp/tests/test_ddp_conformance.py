@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 
 @pytest.mark.timeout(300)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ddp_problem import accelerator, net
 
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 HOLDS_ITS_MODEL = """
 import torch

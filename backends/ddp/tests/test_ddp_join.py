@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import AccelError
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError, run_processes
 
 
 def plain_net(seed: int) -> nn.Module:

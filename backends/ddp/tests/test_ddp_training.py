@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_core.testing.processes import run_processes
 from accel_ddp import DistributedDataParallelKwargs
+from accel_testing.processes import run_processes
 
 
 def ours(arguments: dict[str, Any], steps: int, accumulate: int) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from accel_core import (
     GradientAccumulationPlugin,
     LocalSGD,
 )
-from accel_core.testing.processes import run_processes
+from accel_testing.processes import run_processes
 
 BATCHES = 5
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import AccelError, LocalSGD
-from accel_core.testing.processes import run_processes
 from accel_ddp import DistributedDataParallelKwargs
+from accel_testing.processes import run_processes
 
 
 def told(train: Callable[..., Any], accumulation: int = 1, static: bool = False) -> str:

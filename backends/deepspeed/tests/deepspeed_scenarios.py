@@ -205,7 +205,7 @@ SCENARIOS = [
 
 def run_all(stage: int) -> dict[str, Pair | str]:
     """Each scenario in a run of its own, one after the other: what a run leaves behind, the next meets."""
-    from accel_core.run import live
+    from accel_core.contract.run import live
 
     found: dict[str, Pair | str] = {}
     for scenario in SCENARIOS:

@@ -12,10 +12,10 @@ from deepspeed_problem import accelerator
 from torch import nn
 
 from accel_core import Accelerator, AccelError, ConfigError
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
 from accel_deepspeed.gradients import Gradients
 from accel_deepspeed.strategy import DeepSpeed
+from accel_testing import run_processes
 
 
 def refused(stage: int, kind: str) -> str:

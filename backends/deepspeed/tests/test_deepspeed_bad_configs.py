@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, ConfigError
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -151,7 +151,7 @@ def refused(cases: dict[str, tuple[dict[str, Any], list[str]]], dummies: bool) -
     """What is said to each, by one run each; and whether an engine was built."""
     import deepspeed
 
-    from accel_core.run import live
+    from accel_core.contract.run import live
 
     deepspeed.ops.op_builder.cpu.AsyncIOBuilder.is_compatible = lambda *_, **__: False
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: False

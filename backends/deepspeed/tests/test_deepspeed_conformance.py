@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 HALVES = ("mixed_precision[fp16]", "forward_runs_in_the_precision[fp16]", "overflowing_steps_are_skipped[1]")
 

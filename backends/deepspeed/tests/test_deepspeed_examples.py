@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(600)
 

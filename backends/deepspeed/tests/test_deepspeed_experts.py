@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
+from accel_testing import run_processes
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 EXPERTS, STEPS = 4, 3
@@ -124,7 +124,7 @@ REFUSED: dict[Callable[[], None], str] = {
 
 
 def refusals() -> dict[str, str]:
-    from accel_core.run import live
+    from accel_core.contract.run import live
 
     said = {}
     for case in REFUSED:

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel_core import ConfigError
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 WIDTH, LAYERS = 128, 12

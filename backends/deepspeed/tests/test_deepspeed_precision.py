@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, GradScalerKwargs
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin
+from accel_testing import run_processes
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 LENGTH, WORDS, WIDTH = 8, 13, 16

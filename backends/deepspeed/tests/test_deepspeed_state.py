@@ -9,7 +9,7 @@ import deepspeed_state_jobs as jobs
 import pytest
 import torch
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(600)

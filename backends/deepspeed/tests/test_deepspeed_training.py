@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deepspeed_scenarios import SCENARIOS, run_all
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, AccelError
-from accel_core.testing import run_processes
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, select
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -263,7 +263,7 @@ REFUSED: dict[Callable[[], None], str] = {
 
 
 def refusals() -> dict[str, str]:
-    from accel_core.run import live
+    from accel_core.contract.run import live
 
     said = {}
     for case in REFUSED:

@@ -25,10 +25,10 @@ from torch.distributed.fsdp import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.checks import STRATEGIES
 from accel_fsdp.wrapping import groups
+from accel_testing import run_processes
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 3}, "expected one of 1, 2, got 3"),

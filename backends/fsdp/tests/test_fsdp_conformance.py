@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from fsdp_problem import accelerator, net, optimizer_of, plugin, steps_of, train_plainly
 
-from accel_core.testing import conform, run_processes
-from accel_core.testing.simulated import declare
+from accel_testing import conform, run_processes
+from accel_testing.simulated import declare
 
 
 @pytest.mark.slow

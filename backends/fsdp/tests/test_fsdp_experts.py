@@ -9,7 +9,7 @@ import grid_job
 import pytest
 import torch
 
-from accel_core.testing import conform, run_processes
+from accel_testing import conform, run_processes
 
 
 @cache

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_core import Accelerator
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_testing import run_processes
 
 Case = tuple[dict[str, Any], bool, bool]
 """Options, whether the forward has a graph, whether gradients are clipped."""

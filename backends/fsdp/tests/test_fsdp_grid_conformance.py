@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 # Split where the widths of the kit's networks are even; its other networks stay whole.
 PLAN = '{"*": null, "0": rowwise_rep, "3": rowwise_rep, "fixed": colwise_rep}'

@@ -9,8 +9,8 @@ import grid_job
 import pytest
 import torch
 
-from accel_core.testing.processes import run_processes
 from accel_fsdp import tensor_parallel
+from accel_testing.processes import run_processes
 
 PLAN = grid_job.GPT_PLAN
 TIED = {**PLAN, "embedding": "rowwise", "output": "colwise_rep"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 

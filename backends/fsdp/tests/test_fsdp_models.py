@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, ConfigError
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 SGD = torch.optim.SGD

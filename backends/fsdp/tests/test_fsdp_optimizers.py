@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 from accel_core import Accelerator, ConfigError
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_testing import run_processes
 
 ELEMENTWISE = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"]
 VERSIONS = (1, 2)

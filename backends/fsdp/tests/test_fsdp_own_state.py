@@ -9,8 +9,8 @@ import torch
 from fsdp_problem import accelerator
 from torch import Tensor, nn
 
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_testing import run_processes
 
 
 class Tally(nn.Linear):

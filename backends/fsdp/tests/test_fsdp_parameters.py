@@ -13,7 +13,7 @@ from fsdp_problem import MLP, accelerator, distance, loss_of, net, plugin
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 

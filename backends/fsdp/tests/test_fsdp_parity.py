@@ -6,7 +6,7 @@ import parity_job
 import pytest
 import torch
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 REPLICAS = {"dp_replicate_size": 2}
 STAGES = {"pp_size": 2}

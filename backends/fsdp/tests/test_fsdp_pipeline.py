@@ -7,8 +7,8 @@ import pytest
 import torch
 from pipeline_problem import Bare, Gpt, Muddled, Named
 
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_testing import run_processes
 
 SPLIT = {
     "parallelize_plan": {

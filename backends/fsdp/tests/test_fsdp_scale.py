@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import scale_job
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 @pytest.mark.parametrize("world", [8, 64, 1024, pytest.param(4096, marks=pytest.mark.slow)])

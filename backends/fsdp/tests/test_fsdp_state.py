@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_core import Accelerator, CollectiveError
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.experts import Spread
+from accel_testing import run_processes
 
 NAMES = {
     "torch.distributed.fsdp.wrap": ["_Policy", "_recursive_wrap"],

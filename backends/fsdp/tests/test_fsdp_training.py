@@ -26,8 +26,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from accel_core import AccelError, GradScalerKwargs
-from accel_core.testing import run_processes
 from accel_fsdp.precision import SharedScaler
+from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 Trained = tuple[list[float], dict[str, torch.Tensor]]

@@ -12,7 +12,7 @@ from fsdp_problem import accelerator, distance, net, optimizer_of, plugin, steps
 from torch import nn
 
 from accel_core import TorchDynamoPlugin
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 

@@ -11,9 +11,9 @@ from fsdp_problem import TIMEOUT
 from torch import Tensor, nn
 
 from accel_core import Accelerator, AccelError
-from accel_core.testing import run_processes
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.unused import followed
+from accel_testing import run_processes
 
 Used = Sequence[Sequence[int]]
 """Of each step: which heads rank 0 uses, and which rank 1."""

@@ -11,7 +11,7 @@ import torch
 from megatron_jobs import MODELS, VOCABULARY, batches, optimizer_of, quiet
 from test_megatron_datasets import write
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 END = VOCABULARY - 1
 

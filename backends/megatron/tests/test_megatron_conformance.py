@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 PRELOAD = (
     "cuda_on_cpu_now,megatron.core.distributed,megatron.core.optimizer,megatron.core.pipeline_parallel,"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_jobs import MODELS, accelerator, quiet
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def there_and_back(kind: str, options: dict[str, Any], folder: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from megatron_jobs import MODELS, VOCABULARY, accelerator, quiet
 
 from accel_core import AccelError, ConfigError, DataLoaderConfiguration
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def write(folder: str) -> None:

@@ -12,7 +12,7 @@ from megatron_jobs import MODELS, accelerator, batches
 from torch import nn
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 class FusedAdam(torch.optim.Optimizer):

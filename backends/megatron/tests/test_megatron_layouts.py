@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron_jobs import MODELS, accelerator
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 from megatron_jobs import MODELS, accelerator, batches, optimizer_of
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def with_functions() -> tuple[float, float, float, float, int]:

@@ -10,7 +10,7 @@ import torch
 from megatron_jobs import accelerator
 from torch import nn
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def stepped(strategy: str, options: dict[str, Any], items: bool) -> list[float]:

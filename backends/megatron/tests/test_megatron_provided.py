@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_jobs import LENGTH, VOCABULARY, accelerator, batches
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def chunk(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:

@@ -10,7 +10,7 @@ import cuda_on_cpu
 import torch
 from megatron_jobs import MODELS, batches, optimizer_of, quiet
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from megatron_jobs import go_on
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 NATIVE: dict[str, Any] = {"strategy": "single"}
 GRID = {"tp_degree": 2, "pp_degree": 2, "use_distributed_optimizer": True}

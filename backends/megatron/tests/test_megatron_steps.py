@@ -11,7 +11,7 @@ from megatron_jobs import MODELS, VOCABULARY, accelerator, batches, quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 def odd_vocabulary() -> tuple[float, float, torch.Size, float]:

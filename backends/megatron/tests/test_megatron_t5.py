@@ -9,7 +9,7 @@ import torch
 from megatron_jobs import VOCABULARY, accelerator, batches
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 ENCODED, DECODED = 12, 5
 

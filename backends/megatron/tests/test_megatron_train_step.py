@@ -12,7 +12,7 @@ from megatron_jobs import MODELS, VOCABULARY, accelerator, batches, optimizer_of
 from torch import Tensor, nn
 
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 class Weighted:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron_jobs import native, train
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 CASES = [
     ("gpt2", 1, {}, False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_core.testing import Recorder
+from accel_testing import Recorder
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 STAND_IN = Path(__file__).parent / "stand_in"
 

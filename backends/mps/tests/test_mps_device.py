@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from accel_core import ConfigError, World
-from accel_core.testing import Recorder
 from accel_mps import MpsConfig
 from accel_mps.device import MpsDevice, verify
 from accel_mps.machine import MpsLaunch, probe
+from accel_testing import Recorder
 
 DEVICE = torch.device("mps", 0)
 

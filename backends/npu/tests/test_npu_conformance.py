@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import conform
-from accel_core.testing.simulated import write_distribution
+from accel_testing import conform
+from accel_testing.simulated import write_distribution
 
 
 @pytest.mark.timeout(300)

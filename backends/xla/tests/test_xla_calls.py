@@ -11,9 +11,9 @@ import torch
 
 from accel_core import LaunchError, World, notebook_launcher
 from accel_core.config.resolve import load
-from accel_core.plugins import discover
-from accel_core.stack import choose
-from accel_core.testing import Recorder
+from accel_core.plugins.discovery import discover
+from accel_core.runtime.selection import choose
+from accel_testing import Recorder
 from accel_xla import machine
 from accel_xla.communication import XlaCollectives
 from accel_xla.data_parallel import XlaDataParallel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: tox -e xla-real")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import xla_jobs as jobs
 
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="needs torch_xla: tox -e xla-real")
 

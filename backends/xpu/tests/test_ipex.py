@@ -12,7 +12,7 @@ import ipex_jobs as jobs
 import pytest
 import torch
 
-from accel_core.testing import ProcessError, conform, run_processes
+from accel_testing import ProcessError, conform, run_processes
 from accel_xpu import IpexConfig, machine
 from accel_xpu.ipex import Ipex
 from accel_xpu.machine import probe_ipex

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core import ConfigError, World
-from accel_core.testing import Recorder
+from accel_testing import Recorder
 from accel_xpu import XpuConfig, machine
 from accel_xpu.device import XpuDevice, verify
 from accel_xpu.machine import probe

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from accel_context_parallel.attention import Counted, _torchs_own
 from accel_context_parallel.sequence import part, positions
 from accel_core import AccelError
-from accel_core.testing import run_processes
+from accel_testing import run_processes
 
 
 class Pair(NamedTuple):

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from accel_core import Accelerator, CheckpointContents, CheckpointError
 from accel_core.cli import accel
-from accel_core.testing import run_processes
 from accel_interchange import accelerate, load_accelerate, load_dcp
+from accel_testing import run_processes
 
 
 def run(job, *folders, world=1, **options):

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from accel_core import Accelerator, CheckpointContents, CheckpointError
 from accel_core.cli import accel
-from accel_core.testing import run_processes
 from accel_interchange import dcp
 from accel_interchange.trusted import read_metadata
+from accel_testing import run_processes
 
 PARAMETERS = {
     "model/embedding.weight",

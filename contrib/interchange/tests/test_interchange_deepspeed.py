@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from accel_core import CheckpointContents, CheckpointError
 from accel_core.cli import accel
-from accel_core.testing import run_processes
 from accel_interchange import deepspeed
+from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accel_core.testing import conform
+from accel_testing import conform
 
 
 def test_the_kit_is_green_from_an_empty_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch  # noqa: F401 - server would be started anew, and torch does not su
 from attrs import frozen
 
 from accel_core import Card
-from accel_core.testing.simulated import write_distribution
+from accel_testing.simulated import write_distribution
 
 HERE = str(Path(__file__).parent)
 
@@ -59,7 +59,7 @@ def run_kit(
     ended = pytester.runpytest_inprocess(
         *(
             "--pyargs",
-            "accel_core.testing",
+            "accel_testing",
             "--accel-stack",
             stack,
             "--accel-report",

@@ -57,25 +57,25 @@ def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
 
 def test_other_peoples_pytest_loads_no_torch(tmp_path: Path) -> None:
     script = (
-        "import sys, pytest; pytest.main(['-q', '--collect-only']); kit = 'accel_core.testing.';"
+        "import sys, pytest; pytest.main(['-q', '--collect-only']); kit = 'accel_testing.';"
         " heavy = {'torch', kit + 'options', kit + 'kit', kit + 'processes'};"
         " print(sorted(heavy & {*sys.modules}))"
     )
     ended = run(sys.executable, "-c", script, cwd=tmp_path)
-    assert ended.stdout.splitlines()[-1] == "['accel_core.testing.options']", ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == "['accel_testing.options']", ended.stdout + ended.stderr
 
 
 # -- what to check ---------------------------------------------------------------------------------
 
 
 def kit(cwd: Path, *options: str) -> str:
-    ended = run(sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", *options, cwd=cwd)
+    ended = run(sys.executable, "-m", "pytest", "--pyargs", "accel_testing", *options, cwd=cwd)
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 
 
 def test_without_a_stack_it_says_how_to_name_one(tmp_path: Path) -> None:
-    assert "pytest --pyargs accel_core.testing --accel-stack native" in kit(tmp_path)
+    assert "pytest --pyargs accel_testing --accel-stack native" in kit(tmp_path)
 
 
 def test_an_unknown_plugin_is_named(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_what_is_not_declared_is_left_out_and_said(
 
 
 def test_the_report_can_be_published(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "--accel-stack", "sim")
+    command = (sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "--accel-stack", "sim")
     ended = run(*command, "--accel-level", "1", "--accel-report", "report.md", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     text = (tmp_path / "report.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 from kits import Found, declare, run_kit
 
 from accel_core import Card
-from accel_core.testing.simulated import write_distribution
+from accel_testing.simulated import write_distribution
 
 pytest_plugins = ["pytester"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import hangs
 import pytest
 
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError, run_processes
 
 MARK: list[int] = []
 

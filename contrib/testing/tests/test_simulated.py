@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core.testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError, run_processes
 
 
 def simulated(name: str = "sim") -> Any:
-    from accel_core.testing.simulated.device import simulate
+    from accel_testing.simulated.device import simulate
 
     return simulate(name)
 
@@ -251,7 +251,7 @@ def test_its_random_stream_is_seeded_saved_and_restored() -> None:
 
 def communicate() -> dict[str, Any]:
     simulated()
-    from accel_core.testing.simulated.group import COLLECTIVES
+    from accel_testing.simulated.group import COLLECTIVES
 
     dist.init_process_group("cpu:gloo,sim:simccl")
     rank = dist.get_rank()
@@ -293,12 +293,12 @@ def test_ranks_communicate_and_train_on_it() -> None:
 
 def loaded_by_the_card() -> list[str]:
     before = set(sys.modules)
-    import accel_core.testing.simulated
+    import accel_testing.simulated
 
-    assert accel_core.testing.simulated.CARD.name == "sim"
+    assert accel_testing.simulated.CARD.name == "sim"
     return sorted(set(sys.modules) - before)
 
 
 def test_its_card_declares_it_without_making_it() -> None:
     (modules,) = run_processes(loaded_by_the_card, world=1)
-    assert "accel_core.testing.simulated.device" not in modules
+    assert "accel_testing.simulated.device" not in modules

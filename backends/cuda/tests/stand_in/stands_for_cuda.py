@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core.testing import Recorder
+from accel_testing import Recorder
 
 cuda = Recorder(pytest.MonkeyPatch(), torch.cuda)
 cuda.answers("get_device_capability", (9, 0))

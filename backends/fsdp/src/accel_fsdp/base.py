@@ -1,4 +1,4 @@
-"""Strategy `fsdp`: what both versions of torch's FSDP have in common. `sharded` and `flat` are the two."""
+"""Strategy `fsdp`: what both versions of torch's FSDP have in common. `fsdp2` and `fsdp1` are the two."""
 
 from __future__ import annotations
 
@@ -29,23 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["FullyShardedDataParallel", "strategy"]
-
-
-def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullyShardedDataParallel:
-    """The implementation of the version that the config asks for."""
-    config = config or FullyShardedDataParallelPlugin()
-    if config.fsdp_version == 1:
-        from accel_fsdp.flat import Flat
-
-        return Flat(config, run)
-    if config.pp_size != 1 and run.world.size > 1:
-        from accel_fsdp.pipeline import Pipelined
-
-        return Pipelined(config, run)
-    from accel_fsdp.sharded import Sharded
-
-    return Sharded(config, run)
+__all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 from attrs import fields
 
 from accel_fsdp.naming import near
 
-if TYPE_CHECKING:
-    from accel_fsdp.config import FullyShardedDataParallelPlugin as Config
+Config: TypeAlias = Any
+"""A FullyShardedDataParallelPlugin; its module imports this one."""
 
 __all__ = ["DTYPES", "STRATEGIES", "WRAPS", "first_problem"]
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrateg
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import AccelError, ConfigError, flat_range, hooks, implements
+from accel_fsdp.base import FullyShardedDataParallel
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard
 from accel_fsdp.precision import SharedScaler, mixed_precision
-from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:

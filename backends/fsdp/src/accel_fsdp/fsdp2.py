@@ -15,13 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import AccelError, hooks, implements
+from accel_fsdp.base import FullyShardedDataParallel
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.parameters import replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
-from accel_fsdp.strategy import FullyShardedDataParallel
 from accel_fsdp.unused import Unused, followed
 from accel_fsdp.wrapping import groups, ignored
 

@@ -12,8 +12,8 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
+from accel_fsdp.fsdp2 import Sharded, reshard, whole
 from accel_fsdp.schedules import Pipe
-from accel_fsdp.sharded import Sharded, reshard, whole
 from accel_fsdp.wrapping import blocks, ignored, refuse_unfit, wraps
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from accel_megatron.api import build_model, indexed_loaders, reconfigure, transformer_config
     from accel_megatron.config import MegatronLMPlugin
-    from accel_megatron.datasets import indexed_datasets, indexed_loaders
+    from accel_megatron.datasets import indexed_datasets
     from accel_megatron.exchange import export_checkpoint, import_checkpoint
     from accel_megatron.placeholders import MegatronLMDummyScheduler
-    from accel_megatron.provided import build_model, reconfigure, transformer_config
 
 __all__ = [
     "MegatronLMDummyScheduler",
@@ -31,13 +31,13 @@ __version__ = "0.1.0"
 _HOMES: Final = {
     "MegatronLMDummyScheduler": "placeholders",
     "MegatronLMPlugin": "config",
-    "build_model": "provided",
+    "build_model": "api",
     "export_checkpoint": "exchange",
     "import_checkpoint": "exchange",
     "indexed_datasets": "datasets",
-    "indexed_loaders": "datasets",
-    "reconfigure": "provided",
-    "transformer_config": "provided",
+    "indexed_loaders": "api",
+    "reconfigure": "api",
+    "transformer_config": "api",
 }
 
 

@@ -6,19 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, frozen
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
-from accel_core import ConfigError
 from accel_megatron.library import quiet
 from accel_megatron.losses import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core import Accelerator
-    from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["Onward", "indexed_datasets", "indexed_loaders", "inputs_of"]
+__all__ = ["Onward", "indexed_datasets", "inputs_of"]
 
 
 class Samples(Dataset[dict[str, "Tensor"]]):
@@ -146,81 +143,3 @@ class Onward(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         first = self.start + self.passes * self.each
         return (number % self.samples for number in range(first, first + self.each))
-
-
-def indexed_loaders(
-    accelerator: Accelerator,
-    data_path: str | Sequence[str] = (),
-    *,
-    micro_batch_size: int,
-    num_workers: int = 0,
-    **options: Any,
-) -> tuple[Any, Any, Any]:
-    """Prepared DataLoaders to train, validate and test with, or None; as many samples as the options say.
-
-    A pass of the first is the whole training, less `consumed_samples`; one of the others `eval_iters`
-    batches, and the next pass goes on behind them. They are saved and resumed as all prepared loaders are,
-    by positions that count from `consumed_samples` on. Collective.
-
-    Args:
-        accelerator: of the run; section `megatron` has train_iters or train_samples.
-        data_path: as in `indexed_datasets`; none where custom_megatron_datasets_provider_function is set.
-        micro_batch_size: samples of a micro-batch; a batch has num_micro_batches of them.
-        num_workers: of each DataLoader.
-        options: others of `indexed_datasets`.
-    """
-    from accel_megatron.provided import plugin_of
-
-    config: MegatronLMPlugin = plugin_of(accelerator).config
-    rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
-    counts = _counts(config, rows * readers)
-    provide, made = config.custom_megatron_datasets_provider_function, None
-    if provide is None:
-        made = indexed_datasets(data_path, samples=counts, **options)
-    elif data_path or options:
-        raise ConfigError(
-            "indexed_loaders: custom_megatron_datasets_provider_function makes the datasets itself\n"
-            "leave out data_path and what else describes them"
-        )
-    datasets = made or tuple(provide(counts))
-    if len(datasets) != 3:
-        raise ConfigError(
-            f"custom_megatron_datasets_provider_function gave {len(datasets)} dataset(s)\n"
-            "return three, to train, validate and test on; None for what there is not"
-        )
-    starts = (*config.consumed_samples, 0, 0, 0)
-    passes = (counts[0] - starts[0], *(config.eval_iters * rows * readers,) * 2)
-    if passes[0] <= 0:
-        raise ConfigError(
-            f"megatron: of {counts[0]} samples to train on consumed_samples leaves none\n"
-            "raise train_iters or train_samples"
-        )
-    loaders = [
-        None
-        if dataset is None
-        else accelerator.prepare_data_loader(
-            DataLoader(
-                dataset,
-                rows * readers if accelerator.run.config.data.split_batches else rows,
-                sampler=Onward(len(dataset), start, each),
-                num_workers=num_workers,
-                drop_last=True,
-            )
-        )
-        for dataset, start, each in zip(datasets, starts, passes, strict=False)
-    ]
-    train, valid, test = loaders
-    return train, valid, test
-
-
-def _counts(config: MegatronLMPlugin, batch: int) -> tuple[int, int, int]:
-    """Samples to train, validate and test on, as Megatron-LM counts them; `batch`: of all ranks."""
-    samples = config.train_samples
-    if config.train_iters is not None:
-        samples = config.train_iters * batch
-    if samples is None:
-        raise ConfigError(
-            "indexed_loaders: nothing says how long training is\nset train_iters or train_samples"
-        )
-    evaluations = samples // batch // config.eval_interval + 1
-    return samples, evaluations * config.eval_iters * batch, config.eval_iters * batch

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import frozen
 from torch import Tensor, nn
 
-from accel_core import ConfigError
-from accel_megatron import building, library, settings
-from accel_megatron.building import Chunks
+from accel_megatron import library
 from accel_megatron.pieces import Piece
 
-if TYPE_CHECKING:
-    from accel_core import Accelerator
-    from accel_megatron.config import MegatronLMPlugin
+__all__ = ["Answer", "Provided"]
 
-__all__ = ["Answer", "Provided", "build_model", "plugin_of", "reconfigure", "transformer_config"]
-
-_LATE: Final = frozenset(
-    {
-        "custom_megatron_datasets_provider_function",
-        "consumed_samples",
-        "eval_iters",
-        "eval_interval",
-        "train_iters",
-        "train_samples",
-    }
-)
-"""Options of loaders, which may be made when a model is there already."""
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 """Of sharded_state_dict: layers and experts by their own global numbers, not stacked."""
 
@@ -61,96 +44,6 @@ class Provided:
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
         """The chunk's own forward."""
         return chunk(**inputs)
-
-
-def transformer_config(accelerator: Accelerator, *, num_layers: int, **what: Any) -> Any:
-    """A TransformerConfig with the degrees, dtypes and `other_megatron_args` of the run filled in.
-
-    Args:
-        accelerator: of the run.
-        num_layers: of the whole model.
-        what: other fields that say what is computed.
-    """
-    plugin = plugin_of(accelerator)
-    virtual = building.chunk_numbers(plugin.config, num_layers)
-    return settings.build(accelerator.run, plugin.config, virtual, num_layers=num_layers, **what)
-
-
-def build_model(
-    accelerator: Accelerator,
-    provider: Callable[..., nn.Module] | None = None,
-    *,
-    num_layers: int | None = None,
-) -> nn.Module:
-    """A model to make an optimizer of and to prepare, of which this rank has its own chunks. Collective.
-
-    Its parameters have the names and shapes of the whole model's, and no data.
-
-    Args:
-        accelerator: of the run; the strategy is `megatron`.
-        provider: (pre_process, post_process, vp_stage) -> chunk; unset: custom_model_provider_function.
-        num_layers: of the whole model; needed for virtual pipeline stages only.
-    """
-    plugin = plugin_of(accelerator)
-    config, run = plugin.config, accelerator.run
-    provider = provider or config.custom_model_provider_function
-    if provider is None:
-        raise ConfigError(
-            "build_model: there is no provider\npass one, or set custom_model_provider_function"
-        )
-    if config.num_layers_per_virtual_pipeline_stage and num_layers is None:
-        raise ConfigError("build_model: virtual pipeline stages are cut by layers\npass num_layers=")
-    virtual = building.chunk_numbers(config, num_layers or 0)
-    library.enter(run, plugin, library.Layout.of(config, virtual))
-    raw = building.made(run, config, virtual, provider)
-    pieces: dict[nn.Parameter, list[Piece]] = {}
-    for chunk in raw:
-        for parameter, piece in _pieces(chunk):
-            pieces.setdefault(parameter, []).append(piece)
-    chunks = Chunks(raw[0].config, raw, {parameter: tuple(found) for parameter, found in pieces.items()})
-    model: Any = _placeholder(_all(run, pieces))
-    model.chunks, model.twin = chunks, Provided()
-    made: nn.Module = model
-    return made
-
-
-def plugin_of(accelerator: Accelerator) -> Any:
-    """The strategy of the run, if it is this one."""
-    from accel_megatron.strategy import Megatron
-
-    for plugin in accelerator.run.plugins.values():
-        if isinstance(plugin, Megatron):
-            return plugin
-    raise ConfigError(f"the strategy of this run is {accelerator.run.stack.default}\nset strategy: megatron")
-
-
-def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
-    """Set options before a model is prepared: any but the degrees, by which the ranks are divided already.
-
-    For libraries that learn them late. Gives all of the run's. Those of `indexed_loaders` may come later.
-
-    Raises:
-        ConfigError: a degree was given, a value is refused, or it is too late.
-    """
-    plugin = plugin_of(accelerator)
-    changed: MegatronLMPlugin = evolve(plugin.config, **options)
-    if library.Layout.of(changed, None) != library.Layout.of(plugin.config, None):
-        raise ConfigError(
-            f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
-            f" already, not into {library.Layout.of(changed, None)}\n"
-            "give degrees to the Accelerator when it is made"
-        )
-    before, after = asdict(plugin.config, recurse=False), asdict(changed, recurse=False)
-    late = [name for name in after if after[name] != before[name] and name not in _LATE]
-    if late and plugin.engines:
-        raise ConfigError(
-            f"megatron.{late[0]}: a model is prepared already, with {before[late[0]]!r}, not"
-            f" {after[late[0]]!r}\nset it before, or when the Accelerator is made"
-        )
-    if reasons := list(settings.refuse_unknown(changed)):
-        raise ConfigError(reasons[0])
-    plugin.config = changed
-    return changed
 
 
 def _pieces(chunk: Any) -> Iterator[tuple[nn.Parameter, Piece]]:

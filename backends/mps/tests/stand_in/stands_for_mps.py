@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_core.testing import Recorder
-from accel_core.testing.simulated.device import module
+from accel_testing import Recorder
+from accel_testing.simulated.device import module
 
 mps = Recorder(pytest.MonkeyPatch(), torch.mps)
 mps.answers("current_allocated_memory", lambda: module().memory_allocated())

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core.testing import Recorder
+from accel_testing import Recorder
 
 xpu = Recorder(pytest.MonkeyPatch(), torch.xpu)
 xpu.answers("is_bf16_supported", answer=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_core.testing.conformance import conform
-    from accel_core.testing.processes import ProcessError, run_processes
-    from accel_core.testing.recorder import Recorder
+    from accel_testing.conformance import conform
+    from accel_testing.processes import ProcessError, run_processes
+    from accel_testing.recorder import Recorder
 
 __all__ = ["ProcessError", "Recorder", "conform", "run_processes"]
 
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     home = {"Recorder": "recorder", "conform": "conformance"}.get(name, "processes")
-    return getattr(import_module(f"accel_core.testing.{home}"), name)
+    return getattr(import_module(f"accel_testing.{home}"), name)

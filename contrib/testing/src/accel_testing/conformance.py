@@ -20,7 +20,7 @@ def conform(folder: Path, stack: str, *options: str, path: Sequence[Path] = ()) 
     Raises:
         AssertionError: a check failed; the message ends with what the kit printed.
     """
-    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_core.testing", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "-p", "no:cacheprovider"]
     if reports := os.environ.get("ACCEL_KIT_REPORTS"):
         Path(reports).mkdir(parents=True, exist_ok=True)
         command += ["--accel-report", str(Path(reports, f"{stack}-{uuid.uuid4().hex}.json"))]

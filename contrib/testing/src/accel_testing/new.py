@@ -1,4 +1,4 @@
-"""`accel plugins new`: a complete distribution with one plugin, rendered from `accel_core/templates`."""
+"""`accel plugins new`: a complete distribution with one plugin, rendered from `contrib/testing/src/accel_testing/templates`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from accel_core.errors import PluginError
-from accel_core.plugins import CORE, Card, Slot, discover
+from accel_core import Card, PluginError
+from accel_core.contract.card import Slot
+from accel_core.plugins.discovery import CORE, discover
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,8 +46,8 @@ def new(name: str, slot: Slot, into: str) -> None:
 
 def refuse_name(name: str, slot: Slot) -> None:
     """Raise PluginError for a name that a plugin cannot have, or that another one has."""
-    from accel_core.config.options import RESERVED_NAMES
-    from accel_core.known import known_plugin
+    from accel_core.contract.options import RESERVED_NAMES
+    from accel_core.plugins.known import known_plugin
 
     if len(name) > LONGEST:
         raise PluginError(
@@ -73,8 +74,7 @@ def render(name: str, slot: Slot) -> dict[str, str]:
 
 
 def _words(name: str, slot: Slot) -> Mapping[str, str]:
-    from accel_core import __version__
-    from accel_core.hookspecs import API_VERSION
+    from accel_core import API_VERSION, __version__
 
     major, minor = map(int, __version__.split(".")[:2])
     module = name.replace("-", "_")

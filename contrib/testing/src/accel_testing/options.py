@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options."""
-    group = parser.getgroup("accel", "conformance kit of accel-core (pytest --pyargs accel_core.testing)")
+    group = parser.getgroup("accel", "conformance kit of accel-core (pytest --pyargs accel_testing)")
     group.addoption(
         "--accel-stack", metavar="NAMES", help="plugins to check, joined by +: a device, a strategy, ..."
     )
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "accel_requires(words): a check of the conformance kit, gated by capabilities"
     )
     if config.getoption("accel_stack"):
-        from accel_core.testing.kit.plugin import Kit
+        from accel_testing.kit.plugin import Kit
 
         config.pluginmanager.register(Kit.from_config(config), "accel-kit")
 
@@ -72,5 +72,5 @@ class _NothingToCheck:
 
         raise pytest.UsageError(
             "the conformance kit needs to know what to check\n"
-            "say which plugins, as in: pytest --pyargs accel_core.testing --accel-stack native"
+            "say which plugins, as in: pytest --pyargs accel_testing --accel-stack native"
         )

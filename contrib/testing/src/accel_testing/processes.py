@@ -42,7 +42,12 @@ R = TypeVar("R")
 GRACE_SECONDS: Final = 2.0
 """How long the others may run on once a rank has failed: they wait for it in a collective."""
 OUTPUT_LINES: Final = 40
-PRELOADED: Final = ("torch", "torch.distributed.tensor", "torch._dynamo", "accel_core.accelerator")
+PRELOADED: Final = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "accel_core.accelerator.accelerator",
+)
 """What nearly every task would import: torch's optimizers alone load two of these, for two seconds."""
 PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"
 """Names, joined by commas, what else to import there: a vendor's library that takes seconds, and starts

@@ -7,8 +7,8 @@ import warnings
 import torch
 
 from accel_core import hooks, implements
-from accel_core.hookspecs import _impl_marker
-from accel_core.testing.simulated.plugin import SimulatedDevice
+from accel_core.contract.hooks import _impl_marker
+from accel_testing.simulated.plugin import SimulatedDevice
 
 
 class Sound(SimulatedDevice):

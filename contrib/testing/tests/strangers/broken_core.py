@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def clip_before_reducing() -> None:
-    from accel_core import step
+    from accel_core.training import step
 
     def clip_norm(unit, parameters, max_norm, norm_type):
         return (
@@ -15,8 +15,8 @@ def clip_before_reducing() -> None:
 
 
 def share_out_by_rank() -> None:
-    from accel_core.run import Run
-    from accel_core.world import Topology
+    from accel_core.contract.world import Topology
+    from accel_core.runtime.run import Run
 
     def by_rank(self):
         return Topology(reader=self.world.rank, readers=self.world.size)
@@ -25,7 +25,7 @@ def share_out_by_rank() -> None:
 
 
 def import_before_setting() -> None:
-    from accel_core import run
+    from accel_core.runtime import run
 
     run.apply_launch_environment = lambda of: []
 

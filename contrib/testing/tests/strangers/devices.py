@@ -6,8 +6,8 @@ import os
 import sys
 
 from accel_core import hooks, implements
-from accel_core.testing.simulated.device import module
-from accel_core.testing.simulated.plugin import SimulatedDevice
+from accel_testing.simulated.device import module
+from accel_testing.simulated.plugin import SimulatedDevice
 
 
 class Late(SimulatedDevice):
@@ -47,9 +47,9 @@ def reader() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("accel_core.testing.kit"):
+        if name.startswith("accel_testing.kit"):
             return "user"
-        if not name.startswith(("torch", "accel_core.testing", "strangers", "contextlib")):
+        if not name.startswith(("torch", "accel_testing", "strangers", "contextlib")):
             return name.partition(".")[0]
         frame = frame.f_back
     return "nobody"

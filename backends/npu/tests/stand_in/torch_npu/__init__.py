@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 
-from accel_core.testing.simulated.device import simulate
+from accel_testing.simulated.device import simulate
 
 npu = simulate("npu", communication="hccl")
 npu.is_bf16_supported = lambda including_emulation=False: True

@@ -53,7 +53,7 @@ def told_here(alone: bool) -> Iterator[None]:
     def other(record: logging.LogRecord) -> bool:
         return "world" not in record.getMessage()
 
-    logger = logging.getLogger("accel_core.checkpoint.load")
+    logger = logging.getLogger("accel_core.checkpoint.problems")
     if alone:
         logger.addFilter(other)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from accel_core.testing.kit.network import CLASSES, FEATURES
+from accel_testing.kit.network import CLASSES, FEATURES
 
 __all__ = ["LAYERS", "Tallying", "awkward", "awkward_optimizer"]
 

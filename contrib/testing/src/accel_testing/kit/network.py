@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
-from accel_core.testing.kit.stack import NETWORK
+from accel_testing.kit.stack import NETWORK
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

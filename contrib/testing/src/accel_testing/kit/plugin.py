@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import pytest
 from attrs import define, field
 
-from accel_core.errors import PluginError
-from accel_core.plugins import CAPABILITIES, Record, discover
-from accel_core.testing.kit.report import LEVELS, Check, Report
-from accel_core.testing.kit.stack import TestedStack, variables
-from accel_core.testing.kit.work import Way
-from accel_core.testing.processes import run_processes
-from accel_core.testing.simulated import CARD, declare
+from accel_core import CAPABILITIES, PluginError
+from accel_core.plugins.discovery import Record, discover
+from accel_testing.kit.report import LEVELS, Check, Report
+from accel_testing.kit.stack import TestedStack, variables
+from accel_testing.kit.work import Way
+from accel_testing.processes import run_processes
+from accel_testing.simulated import CARD, declare
 
 __all__ = ["Kit"]
 
@@ -127,7 +127,7 @@ class Kit:
         self.require_own_network()
 
     def _sharing(self, run: Callable[..., list[Any]], world: int) -> tuple[int, bool]:
-        from accel_core.testing.kit.work import sharing
+        from accel_testing.kit.work import sharing
 
         found: tuple[int, bool] = self.once(("sharing", world), lambda: run(sharing, world=world)[0])
         return found
@@ -197,7 +197,7 @@ class Kit:
             simulate = (device.name, self.tested.simulate, self.stand_in)
 
         def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
-            from accel_core.testing.kit.work import OFFERS, enter
+            from accel_testing.kit.work import OFFERS, enter
 
             given = (*args, self.tested.arguments)
             variables = {**_bare(), **self.tested.environment, OFFERS: " ".join(self.tested.offers)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_core.testing.kit.awkward import LAYERS
+from accel_testing.kit.awkward import LAYERS
 
 __all__ = ["accepted"]
 

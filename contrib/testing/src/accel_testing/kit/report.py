@@ -12,9 +12,8 @@ from typing import Any
 
 from attrs import asdict, define, field, frozen
 
-from accel_core import __version__
-from accel_core.hookspecs import API_VERSION
-from accel_core.testing.kit.stack import TestedStack
+from accel_core import API_VERSION, __version__
+from accel_testing.kit.stack import TestedStack
 
 __all__ = ["LEVELS", "Check", "Report"]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-from accel_core.errors import PluginError
-from accel_core.plugins import Discovery, Record, load, near
-from accel_core.testing.simulated import DISTRIBUTION
+from accel_core import PluginError
+from accel_core.contract.suggest import did_you_mean
+from accel_core.plugins.discovery import Discovery, Record, load
+from accel_testing.simulated import DISTRIBUTION
 
 __all__ = ["NETWORK", "REFERENCE", "TestedStack", "variables"]
 
@@ -62,7 +63,7 @@ class TestedStack:
                 known = [known.name for known in discovery.records if known.slot in _SLOTS]
                 raise PluginError(
                     f"--accel-stack {text}: no plugin {name!r} of a slot that is checked"
-                    f" ({', '.join(_SLOTS)}){near(name, known)}\ninstalled: {', '.join(known)}",
+                    f" ({', '.join(_SLOTS)}){did_you_mean(name, known)}\ninstalled: {', '.join(known)}",
                     plugin=name,
                 )
             if record.status != "available" and not (simulate and record.slot == "device"):
@@ -104,7 +105,7 @@ class TestedStack:
     @property
     def torch_device(self) -> str | None:
         """The torch type that the device's card promises, or under which it is simulated."""
-        from accel_core.testing.simulated.pretence import simulated_type
+        from accel_testing.simulated.pretence import simulated_type
 
         device = self.plugins.get("device")
         promised = device.card.torch_device if device and device.card else None
@@ -113,7 +114,7 @@ class TestedStack:
     @property
     def offers(self) -> frozenset[str]:
         """Capability words the cards claim; native's, where a slot was not named."""
-        from accel_core import native
+        from accel_core import defaults as native
 
         cards = [record.card for record in self.plugins.values() if record.card is not None]
         defaults = {"device": native.DEVICE, "strategy": native.SINGLE}

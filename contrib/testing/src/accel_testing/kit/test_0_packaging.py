@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from accel_core.hookspecs import API_VERSION
-from accel_core.plugins import CAPABILITIES, Record
-from accel_core.testing.kit.work import stack_members
+from accel_core import API_VERSION, CAPABILITIES
+from accel_core.plugins.discovery import Record
+from accel_testing.kit.work import stack_members
 
 PROBE_SECONDS = 0.02
 """Four times what the contract allows a probe: the machine may have other things to do."""
@@ -23,7 +23,7 @@ CORE = "accel-core"
 
 @cache
 def observed(name: str, distribution: str) -> dict[str, Any]:
-    module = "accel_core.testing.kit.work_packaging"
+    module = "accel_testing.kit.work_packaging"
     ended = subprocess.run(
         [sys.executable, "-m", module, name, distribution],
         capture_output=True,

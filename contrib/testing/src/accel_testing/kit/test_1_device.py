@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from accel_core.plugins import CAPABILITIES
-from accel_core.testing.kit import work_device as work
-from accel_core.testing.kit.plugin import requires
-from accel_core.testing.kit.stack import TestedStack
+from accel_core import CAPABILITIES
+from accel_testing.kit import work_device as work
+from accel_testing.kit.plugin import requires
+from accel_testing.kit.stack import TestedStack
 
 Run = Callable[..., list[Any]]
 MEGABYTES_4 = 4_000_000

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_core.plugins import Record
-from accel_core.testing.kit import work_trackers as work
+from accel_core.plugins.discovery import Record
+from accel_testing.kit import work_trackers as work
 
 Run = Callable[..., list[Any]]
 

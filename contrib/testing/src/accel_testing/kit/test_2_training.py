@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from accel_core.testing.kit import work_awkward, work_items, work_units
-from accel_core.testing.kit import work_training as work
-from accel_core.testing.kit.compare import assert_near, assert_same_training
-from accel_core.testing.kit.plugin import Kit, requires
-from accel_core.testing.kit.refused import accepted
-from accel_core.testing.kit.stack import TestedStack
-from accel_core.testing.kit.work_training import Recipe
+from accel_testing.kit import work_awkward, work_items, work_units
+from accel_testing.kit import work_training as work
+from accel_testing.kit.compare import assert_near, assert_same_training
+from accel_testing.kit.plugin import Kit, requires
+from accel_testing.kit.refused import accepted
+from accel_testing.kit.stack import TestedStack
+from accel_testing.kit.work_training import Recipe
 
 Run = Callable[..., list[Any]]
 LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from accel_core.testing.kit import work_awkward as work
-from accel_core.testing.kit.plugin import Kit
-from accel_core.testing.kit.refused import accepted
+from accel_testing.kit import work_awkward as work
+from accel_testing.kit.plugin import Kit
+from accel_testing.kit.refused import accepted
 
 Run = Callable[..., list[Any]]
 

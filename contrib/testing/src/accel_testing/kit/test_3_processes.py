@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from accel_core.testing.kit import work_collectives as collectives
-from accel_core.testing.kit import work_data, work_items
-from accel_core.testing.kit import work_parallel as work
-from accel_core.testing.kit.compare import assert_near
-from accel_core.testing.kit.plugin import Kit, requires
-from accel_core.testing.kit.stack import TestedStack, variables
-from accel_core.testing.kit.work_training import Recipe
+from accel_testing.kit import work_collectives as collectives
+from accel_testing.kit import work_data, work_items
+from accel_testing.kit import work_parallel as work
+from accel_testing.kit.compare import assert_near
+from accel_testing.kit.plugin import Kit, requires
+from accel_testing.kit.stack import TestedStack, variables
+from accel_testing.kit.work_training import Recipe
 
 Run = Callable[..., list[Any]]
 GLOBAL_BATCH = 8

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
-from accel_core.testing.kit.plugin import Kit
-from accel_core.testing.kit.work_random import drawn
+from accel_testing.kit.plugin import Kit
+from accel_testing.kit.work_random import drawn
 
 Run = Callable[..., list[Any]]
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from accel_core.testing.kit import work_awkward
-from accel_core.testing.kit import work_checkpoints as work
-from accel_core.testing.kit.compare import assert_near
-from accel_core.testing.kit.plugin import Kit, requires
-from accel_core.testing.kit.refused import accepted
-from accel_core.testing.kit.stack import TestedStack
-from accel_core.testing.kit.work import Way
-from accel_core.testing.kit.work_checkpoints import Seen
-from accel_core.testing.processes import ProcessError
+from accel_testing.kit import work_awkward
+from accel_testing.kit import work_checkpoints as work
+from accel_testing.kit.compare import assert_near
+from accel_testing.kit.plugin import Kit, requires
+from accel_testing.kit.refused import accepted
+from accel_testing.kit.stack import TestedStack
+from accel_testing.kit.work import Way
+from accel_testing.kit.work_checkpoints import Seen
+from accel_testing.processes import ProcessError
 
 Run = Callable[..., list[Any]]
 KILLS = (0.4, 1.7)

@@ -77,7 +77,7 @@ def enter(
 ) -> Any:
     """Call `function(*args)`; with `simulate`, the arguments of `pretend`, on a simulated device."""
     if simulate is not None:
-        from accel_core.testing.simulated.pretence import pretend
+        from accel_testing.simulated.pretence import pretend
 
         pretend(*simulate)
     return function(*args)
@@ -123,7 +123,7 @@ def learn(
                 accelerator.backward(loss)
                 yield loss.item()
         return
-    from accel_core.testing.kit.network import parts
+    from accel_testing.kit.network import parts
 
     stream = iter(batches)
     while window := parts(list(islice(stream, size))):
@@ -149,7 +149,7 @@ def stack_members(arguments: Mapping[str, Any]) -> list[str]:
 
 def cut() -> None:
     """Before each batch of a loop by hand: what its author must do where a device records its work."""
-    from accel_core.run import live
+    from accel_core.contract.run import live
 
     for run in live():
         if run.mark_step is not None:

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, AccelError
 from accel_core.checkpoint.export import export
-from accel_core.testing.kit.awkward import awkward, awkward_optimizer
-from accel_core.testing.kit.compare import assert_near
-from accel_core.testing.kit.network import dataset, forward_loss
-from accel_core.testing.kit.work import Way, cut, learn, make
+from accel_testing.kit.awkward import awkward, awkward_optimizer
+from accel_testing.kit.compare import assert_near
+from accel_testing.kit.network import dataset, forward_loss
+from accel_testing.kit.work import Way, cut, learn, make
 
 __all__ = [
     "assert_equal",

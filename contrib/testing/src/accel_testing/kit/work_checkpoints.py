@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from xxhash import xxh3_64_hexdigest
 
 from accel_core import CheckpointError
-from accel_core.checkpoint.codec import bytes_of
-from accel_core.testing.kit.network import CLASSES, FEATURES, given, network
-from accel_core.testing.kit.work import OFFERS, Way, learn, make
+from accel_core.distributed.tensor_bytes import bytes_of
+from accel_testing.kit.network import CLASSES, FEATURES, given, network
+from accel_testing.kit.work import OFFERS, Way, learn, make
 
 __all__ = ["Seen", "killed", "misfit", "names", "replicas", "resume", "save", "survived"]
 

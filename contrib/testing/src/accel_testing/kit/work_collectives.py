@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_core import Accelerator, CollectiveError, ops
-from accel_core.testing.kit.work import make
+from accel_testing.kit.work import make
 
 __all__ = ["DTYPES", "LARGE", "disagreement", "kinds", "objects"]
 

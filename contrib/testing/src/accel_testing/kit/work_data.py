@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_core import Accelerator, DataLoaderConfiguration
-from accel_core.testing.kit.work import make
+from accel_testing.kit.work import make
 
 __all__ = ["resumed", "stream"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_core import set_seed
-from accel_core.testing.kit.work import make
+from accel_testing.kit.work import make
 
 __all__ = [
     "chosen",

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accel_core import ConfigError, GradScalerKwargs
-from accel_core.testing.kit.network import dataset, given, network
-from accel_core.testing.kit.work import cut, make
-from accel_core.testing.kit.work_training import Trace, reference, weights
+from accel_testing.kit.network import dataset, given, network
+from accel_testing.kit.work import cut, make
+from accel_testing.kit.work_training import Trace, reference, weights
 
 __all__ = ["float16_refusal", "ragged"]
 

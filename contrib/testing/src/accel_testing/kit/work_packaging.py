@@ -1,6 +1,6 @@
 """What level 0 observes of a plugin's light parts, in an interpreter that has loaded nothing else.
 
-Run as `python -m accel_core.testing.kit.work_packaging NAME DISTRIBUTION`; prints JSON.
+Run as `python -m accel_testing.kit.work_packaging NAME DISTRIBUTION`; prints JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 
 import attrs
 
+from accel_core import (
+    Card,
+    RunConfig,
+    World,
+    implements,  # noqa: F401 - part of what every plugin's card may load
+)
 from accel_core.config.jsonschema import class_schema
-from accel_core.config.options import describe
-from accel_core.config.schema import RunConfig
-from accel_core.hookspecs import implements  # noqa: F401 - part of what every plugin's card may load
-from accel_core.plugins import GROUP, Card
-from accel_core.world import World
+from accel_core.contract.options import describe
+from accel_core.plugins.discovery import GROUP
 
 __all__ = ["facts"]
 

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError, DataLoaderConfiguration, LocalSGD
-from accel_core.testing.kit.network import FEATURES, given, network, parts
-from accel_core.testing.kit.work import Way, learn, make, owns_schedule
-from accel_core.testing.kit.work_training import Recipe, Trace, plain, train, weights
+from accel_testing.kit.network import FEATURES, given, network, parts
+from accel_testing.kit.work import Way, learn, make, owns_schedule
+from accel_testing.kit.work_training import Recipe, Trace, plain, train, weights
 
 __all__ = [
     "apart",
@@ -211,7 +211,7 @@ def _gradients(model: nn.Module) -> list[float]:
 
 def _reductions() -> int | None:
     """How many reductions this process took part in; only the simulated device counts."""
-    from accel_core.testing.simulated.group import COLLECTIVES
+    from accel_testing.simulated.group import COLLECTIVES
 
     reductions = [count for name, count in COLLECTIVES.items() if "reduce" in name]
     return sum(reductions) if COLLECTIVES else None

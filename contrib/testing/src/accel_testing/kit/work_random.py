@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accel_core import set_seed
-from accel_core.testing.kit.network import CLASSES, FEATURES, dataset, forward_loss
-from accel_core.testing.kit.work import learn, make
+from accel_testing.kit.network import CLASSES, FEATURES, dataset, forward_loss
+from accel_testing.kit.work import learn, make
 
 __all__ = ["drawn"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_core.testing.kit.work import make
+from accel_testing.kit.work import make
 
 __all__ = ["configured", "logged", "not_started"]
 

@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, AccelError, GradScalerKwargs
-from accel_core.testing.kit.network import given, network, parts
-from accel_core.testing.kit.stack import REFERENCE
-from accel_core.testing.kit.work import cut, known_loss, learn, make, owns_schedule
+from accel_testing.kit.network import given, network, parts
+from accel_testing.kit.stack import REFERENCE
+from accel_testing.kit.work import cut, known_loss, learn, make, owns_schedule
 
 __all__ = [
     "Recipe",

@@ -11,9 +11,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator
-from accel_core.testing.kit.network import FEATURES, dataset, network
-from accel_core.testing.kit.work import cut, make
-from accel_core.testing.kit.work_training import Trace, reference, weights
+from accel_testing.kit.network import FEATURES, dataset, network
+from accel_testing.kit.work import cut, make
+from accel_testing.kit.work_training import Trace, reference, weights
 
 __all__ = ["distillation", "gan"]
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from accel_core.hookspecs import API_VERSION
-from accel_core.plugins import Card
+from accel_core import API_VERSION, Card
 
 __all__ = ["CARD", "DISTRIBUTION", "declare", "write_distribution"]
 
@@ -26,7 +25,7 @@ CARD: Final = Card(
     api_version=API_VERSION,
     offers={"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"},
     torch_device="sim",
-    implementation="accel_core.testing.simulated.plugin:SimulatedDevice",
+    implementation="accel_testing.simulated.plugin:SimulatedDevice",
 )
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from accel_core.errors import AccelError
-from accel_core.testing.simulated.autocast import register_autocast
+from accel_core import AccelError
+from accel_testing.simulated.autocast import register_autocast
 
 __all__ = ["DeviceModule", "SimulatedTensor", "simulate", "unwrap"]
 
@@ -322,7 +322,7 @@ def module() -> DeviceModule:
     """
     if _module is None:
         raise AccelError(
-            "no device is simulated in this process\ncall accel_core.testing.simulated.device.simulate()"
+            "no device is simulated in this process\ncall accel_testing.simulated.device.simulate()"
         )
     return _module
 
@@ -348,7 +348,7 @@ def simulate(name: str = "sim", communication: str = "simccl") -> DeviceModule:
         raise AccelError(
             f"torch {torch.__version__} cannot have a device in Python\nsimulate it with torch >= 2.10"
         ) from error
-    from accel_core.testing.simulated.group import register_group
+    from accel_testing.simulated.group import register_group
 
     _module = DeviceModule(name)
     _setup_privateuseone_for_python_backend(name, backend_module=_module)

@@ -55,7 +55,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _forward(operation: str) -> Any:
-    from accel_core.testing.simulated.device import unwrap
+    from accel_testing.simulated.device import unwrap
 
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         COLLECTIVES[operation] += 1

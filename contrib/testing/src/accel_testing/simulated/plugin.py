@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import hooks, implements
-from accel_core.testing.simulated.device import simulate
+from accel_testing.simulated.device import simulate
 
 if TYPE_CHECKING:
     from accel_core import Run, World

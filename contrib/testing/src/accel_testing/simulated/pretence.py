@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from accel_core import hooks, implements
-from accel_core.plugins import discover, load
-from accel_core.testing.simulated.device import simulate
+from accel_core.plugins.discovery import discover, load
+from accel_testing.simulated.device import simulate
 
 if TYPE_CHECKING:
     from accel_core import Run
-    from accel_core.plugins import Record
+    from accel_core.plugins.discovery import Record
 
 __all__ = ["pretend", "simulated_type"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_core.testing.simulated.device import module
+from accel_testing.simulated.device import module
 
 CACHED: list[Any] = []
 

@@ -1,0 +1,84 @@
+"""Differences between a checkpoint and a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+
+from accel_core.checkpoint.plan import refuse
+from accel_core.contract.state import Leaf
+from accel_core.distributed.tensor_bytes import DTYPES, name_of
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.read import Stored
+
+__all__ = ["Problems"]
+
+logger = logging.getLogger(__name__)
+
+
+@frozen
+class Problems:
+    """Differences between a checkpoint and a run. Where loading is not strict, only `fatal` ones count."""
+
+    folder: Path
+    strict: bool
+    found: list[str] = field(factory=list)
+    fatal: list[str] = field(factory=list)
+
+    def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
+        """Name what only one side has."""
+        saved, here = dict.fromkeys(saved), dict.fromkeys(here)
+        lacks, extra = "missing in the checkpoint", "unexpected, the run has no such state"
+        self.found.extend(f"{lacks}: {what}{name}" for name in here if name not in saved)
+        self.found.extend(f"{extra}: {what}{name}" for name in saved if name not in here)
+
+    def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
+        """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
+        there, here = ([*stored.shape], stored.layout), ([*leaf.global_shape], leaf.layout)
+        if there != here:
+            for word, one, other, noted in zip(
+                ("shape", "layout"), there, here, (self.found, self.fatal), strict=True
+            ):
+                if one != other:
+                    noted.append(f"{what} has {word} {one} in the checkpoint, {other} here")
+        for dtype in {tensor.dtype for _, tensor in leaf.shards}:
+            if dtype != (saved := DTYPES[stored.dtype]) and not _holds(dtype, saved):
+                loss = f"{name_of(dtype)} here would lose digits"
+                self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
+        return there == here
+
+    def warn(self, what: str) -> None:
+        """Log what is left out, though nothing is wrong."""
+        logger.warning("%s: %s", self.folder, what)
+
+    def settle(self) -> None:
+        """Raises CheckpointError if there are problems that count; the others are logged."""
+        remedy = "prepare what was prepared when it was saved"
+        refuse(
+            [*self.fatal, *(self.found if self.strict else ())],
+            f"the checkpoint {self.folder} does not fit this run; nothing was loaded",
+            remedy if self.fatal else f"{remedy}, or load what fits with strict=False",
+            path=str(self.folder),
+        )
+        for each in self.found:
+            self.warn(each)
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every number of the other dtype is one of this."""
+    try:
+        return torch.promote_types(other, dtype) == dtype
+    except RuntimeError:  # torch promotes no float8, and no unsigned integers of several bytes
+        if dtype.is_floating_point and other.is_floating_point:
+            mine, its = torch.finfo(dtype), torch.finfo(other)
+            return mine.eps <= its.eps and mine.max >= its.max and mine.tiny <= its.tiny
+        if dtype.is_floating_point or other.is_floating_point or dtype.is_complex or other.is_complex:
+            return False
+        low, high = torch.iinfo(other).min, torch.iinfo(other).max
+        return torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max

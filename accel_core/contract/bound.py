@@ -1,0 +1,32 @@
+"""Hooks as they are bound for a stack, and for the steps of a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["Hooks", "Steps"]
+
+
+class Hooks(Protocol):
+    """The hooks of a stack, each an attribute to call."""
+
+    def implementations(self, hook: str) -> list[Any]:
+        """The implementations of the hook, bottom layer first."""
+
+    def under(self, layer: int) -> Hooks:
+        """The same hooks, answered by the layers below `layer`."""
+
+    def owner(self, hook: str) -> Any:
+        """The topmost implementation of an owner hook, or None."""
+
+    def step(self, hook: str) -> Callable[..., Any] | None:
+        """The callable for each step; None where all implementations do nothing."""
+
+    def __getattr__(self, hook: str) -> Any: ...
+
+
+class Steps(Protocol):
+    """A unit's per-step hooks: an attribute per hook, None where there is nothing to do."""
+
+    def __getattr__(self, hook: str) -> Any: ...

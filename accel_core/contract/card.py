@@ -1,0 +1,128 @@
+"""The card: what a plugin says of itself before anything else of it is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Literal, get_args
+
+from attrs import Attribute, field, frozen
+
+from accel_core.contract.suggest import did_you_mean
+from accel_core.errors import PluginError
+
+__all__ = ["API_VERSION", "CAPABILITIES", "SLOTS", "Card"]
+
+API_VERSION: Final = "1.0"
+"""major.minor of this contract; not of any package. Majors N and N-1 are served."""
+
+
+Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "command"]
+
+SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
+
+CAPABILITIES: Final[Mapping[str, str]] = {
+    "bf16": "trains under autocast to bfloat16",
+    "fp16": "trains under autocast to float16 with a loss scaler",
+    "float64": "holds and computes float64 tensors",
+    "memory_stats": "reports the bytes it has allocated",
+    "rng": "saves and restores its random generators",
+    "process_per_device": "several processes, each with a device of its own, form a world",
+    "collectives.torch": "torch.distributed process groups carry its tensors",
+    "collectives.own": "collectives of its own library carry its tensors between processes",
+    "no_sync": "leaves out gradient communication inside an accumulation window",
+    "local_sgd": "ranks may step by themselves, and average their weights now and then",
+    "join": "ranks may run out of batches at different times",
+    "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",
+    "several_optimizers": "a model may have several optimizers",
+    "whole_weights": "each rank holds whole parameters",
+}
+"""The closed vocabulary of `offers` and `needs`: word -> what a plugin that offers it promises."""
+
+
+def _words(value: Iterable[str]) -> frozenset[str]:
+    return frozenset({value} if isinstance(value, str) else value)
+
+
+def _name(card: Card, attribute: Attribute[str], value: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value):
+        raise PluginError(
+            f"plugin name {value!r} is not lower-case words joined by single hyphens\ngive it such a name",
+            plugin=value,
+        )
+
+
+def _version(card: Card, attribute: Attribute[str], value: object) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"\d+\.\d+", value):
+        raise PluginError(
+            f"{card.name}: api_version {value!r} is not 'major.minor'\nwrite it so: '1.0'", plugin=card.name
+        )
+
+
+# A card for a newer API may use words that do not exist here yet. It must become `incompatible`,
+# which says what to upgrade, and not `broken`: so its words are not looked at.
+
+
+def _slot(card: Card, attribute: Attribute[str], value: str) -> None:
+    if value not in SLOTS and not incompatibility(card.api_version):
+        about = f"{card.name}: unknown slot {value!r}{did_you_mean(value, SLOTS)}"
+        raise PluginError(f"{about}\ntake one of {', '.join(SLOTS)}", plugin=card.name)
+
+
+def _capabilities(card: Card, attribute: Attribute[frozenset[str]], value: frozenset[str]) -> None:
+    unknown = sorted(value - CAPABILITIES.keys())
+    if unknown and not incompatibility(card.api_version):
+        hint = did_you_mean(unknown[0], CAPABILITIES)
+        raise PluginError(
+            f"{card.name}: unknown capability {unknown[0]!r} in {attribute.name}{hint}\n"
+            f"take words of {', '.join(CAPABILITIES)}",
+            plugin=card.name,
+        )
+
+
+@frozen(kw_only=True)
+class Card:
+    """What a plugin says of itself without importing torch or its vendor's library.
+
+    Paths are dotted: "package.module:Name". An entry point of group `accel_core.<slot>`, named like
+    the card, points at it.
+    """
+
+    name: str = field(validator=_name)
+    slot: Slot = field(validator=_slot)
+    summary: str
+    """One sentence; the help line of a command."""
+    api_version: str = field(validator=_version)
+    """The contract this was written for, "major.minor" of `hookspecs.API_VERSION`."""
+    priority: int | None = None
+    """For `auto`: native 0, first-party 100. None: only when named."""
+    shadows: tuple[str, ...] = ()
+    """Plugins of the same slot that `auto` must not take when this one is usable."""
+    distributed_type: str | None = None
+    """The value of `accelerator.distributed_type`; the strategy's wins over the device's, unless it is
+    MULTI_DEVICE, which the device's completes."""
+    offers: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
+    needs: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
+    torch_device: str | None = None
+    """Device slot: torch's name of the device type."""
+    probe: Callable[[], str | None] | None = None
+    """None, or why it cannot be used on this machine. At most 5 ms; imports no third party."""
+    verify: str | None = None
+    """Path of a function like `probe` that may import the vendor; called for the chosen one only."""
+    launch: str | None = None
+    """Path of a light class with `launch_environment`, `visible_devices`."""
+    config: str | None = None
+    """Path of the attrs class of the plugin's options."""
+    implementation: str | None = None
+    """Path of the class built as `Plugin(config, run)`; of the click command in slot command."""
+
+
+def incompatibility(api_version: str) -> str:
+    """Why a plugin for that contract cannot be served here; empty if it can."""
+    from accel_core.contract.card import API_VERSION
+
+    theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
+    if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
+        return ""
+    remedy = "upgrade accel-core" if theirs > ours else "upgrade the plugin"
+    return f"written for API {api_version}, this accel-core serves {API_VERSION}: {remedy}"

@@ -1,0 +1,89 @@
+"""A run as plugins and the lower rooms see it, and the runs of this process that have not ended."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accel_core.contract.unit import UnitRun
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from accel_core.contract.mesh import Mesh
+    from accel_core.contract.unit import Unit, Window
+
+__all__ = ["Run", "current", "live", "live_runs"]
+
+
+class Run(UnitRun, Protocol):
+    """What one `Accelerator` owns: config, stack, device, world and units.
+
+    Plugins are built with it: `Plugin(config, run)`.
+    """
+
+    units: list[Unit]
+    trained: list[Unit]
+    """The units of the innermost `accumulate`, or those of the one entered last."""
+    windows: Sequence[Window]
+    prepared: list[Any]
+    """Wrapped models, optimizers and schedulers, in the order in which `prepare` was given them."""
+    optimizers: list[tuple[Any, Any]]
+    """(the user's optimizer, what `prepare` returned for it)."""
+    active_loaders: list[Any]
+    """The prepared loaders that are being iterated, the innermost last."""
+    registered: list[Any]
+    ancestors: Sequence[str]
+    accumulation_steps: int
+    iteration: int
+    kept: dict[int, str]
+    group: int
+    environment: list[str]
+    environment_notes: list[str]
+    process: int
+    saver: Any
+    preemption: Any
+
+    def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
+        """A unit without objects, its hooks resolved for its strategy."""
+
+    def unit_of_model(self, model: nn.Module) -> Unit | None:
+        """The unit of a model, given the user's module or what `prepare` returned for it."""
+
+    def proxy_of(self, optimizer: object) -> Any:
+        """What `prepare` returned for an optimizer, or None."""
+
+    def absorb(self, unit: Unit, other: Unit) -> None:
+        """Join two units that an optimizer spans."""
+
+    def forget_groups(self) -> list[Mesh]:
+        """Drop what holds the process group; the meshes that have groups of their own."""
+
+    def end(self, *, failed: bool = False) -> None:
+        """Release units and process group; the run cannot be used afterwards."""
+
+
+live_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def live() -> list[Run]:
+    """The runs of this process that have not ended."""
+    return list(live_runs)
+
+
+def current() -> Run:
+    """The only live run.
+
+    Raises:
+        AccelError: there is none, or several.
+    """
+    runs = live()
+    if len(runs) == 1:
+        return runs[0]
+    if not runs:
+        raise AccelError("there is no Accelerator yet\nmake one first: accelerator = Accelerator()")
+    listed = ", ".join(sorted(str(run.stack) for run in runs))
+    raise AccelError(f"there are {len(runs)} live runs ({listed})\nsay which: pass run=accelerator.run")

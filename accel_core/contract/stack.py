@@ -1,0 +1,83 @@
+"""The plugins of a run: chosen, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from accel_core.contract.card import Card
+
+__all__ = ["Chosen", "Stack"]
+
+
+@frozen
+class Chosen:
+    """A plugin of the stack, and why it is in it."""
+
+    record: Any
+    """What discovery found; a chosen plugin always has a card."""
+    why: str
+
+    @property
+    def name(self) -> str:
+        """The plugin's name."""
+        return str(self.record.name)
+
+    @property
+    def card(self) -> Card:
+        """The plugin's card; a chosen plugin always has one."""
+        card: Card | None = self.record.card
+        assert card is not None
+        return card
+
+
+@frozen(kw_only=True)
+class Stack:
+    """The plugins of a run, chosen but not yet loaded."""
+
+    device: Chosen
+    precision: Chosen
+    strategies: Mapping[str, Chosen]
+    """Alias -> strategy plugin; a strategy asked for by its own name is its own alias."""
+    default: str
+    """Alias of the strategy of units that name none."""
+    extensions: tuple[Chosen, ...] = ()
+    trackers: tuple[Chosen, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    """Sections of a file that this stack does not use, and options that do nothing in it."""
+
+    @property
+    def strategy(self) -> Chosen:
+        """The default strategy."""
+        return self.strategies[self.default]
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The capability words of the whole default stack, by its cards."""
+        cards = [
+            self.device.card,
+            self.precision.card,
+            self.strategy.card,
+            *(e.card for e in self.extensions),
+        ]
+        return frozenset().union(*(card.offers for card in cards))
+
+    def members(self) -> Iterator[Chosen]:
+        """Every chosen plugin, bottom layer first."""
+        yield self.device
+        yield self.precision
+        yield from self.strategies.values()
+        yield from self.extensions
+        yield from self.trackers
+
+    def __str__(self) -> str:
+        parts = [
+            self.device.name,
+            self.strategy.name,
+            self.precision.name,
+            *(e.name for e in self.extensions),
+        ]
+        return " + ".join(parts)

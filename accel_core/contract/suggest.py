@@ -1,0 +1,16 @@
+"""A hint for a word that is almost one of the known ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["did_you_mean"]
+
+
+def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """`; did you mean 'x'?` if one of the known words looks like it, else nothing."""
+    spelt = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), list(spelt), 1)
+    return f"; did you mean {spelt[found[0]]!r}?" if found else ""

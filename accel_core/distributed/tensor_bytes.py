@@ -1,0 +1,58 @@
+"""Tensors as bytes and back, for files and for messages between processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "bytes_of", "bytes_within", "name_of", "tensor_from"]
+
+DTYPES: Final = {
+    name: value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not (name := str(value)[6:]).startswith(("bits", "q"))
+}
+"""torch's names without the prefix: float32, bfloat16, ..."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name torch gives a dtype, without the prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements, row-major: a view of its memory where that is possible.
+
+    Any dtype, device and strides. The view keeps what it reads alive; nobody else should write.
+    """
+    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return data.reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -> Tensor:
+    """A tensor over the bytes of a writable buffer, from `start` on.
+
+    Raises:
+        ValueError: the buffer is too short.
+    """
+    size = bytes_within(len(buffer), dtype, shape, start)
+    if size == 0:
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+    data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=start)
+    return data.view(DTYPES[dtype]).reshape(tuple(shape))
+
+
+def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> int:
+    """How many bytes such a tensor has.
+
+    Raises:
+        ValueError: from `start` on, `length` bytes do not hold it.
+    """
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if min(shape, default=0) < 0 or start < 0 or start + size > length:
+        raise ValueError(f"{dtype} of shape {list(shape)} at {start} does not fit into {length} bytes")
+    return size

@@ -1,0 +1,3 @@
+"""Starting workers, and reporting what fails in them."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""The run: its plugins chosen, made and joined to the other processes."""
+
+from __future__ import annotations

@@ -1,0 +1,29 @@
+"""Strategy `fsdp`: the version of torch's FSDP that the config asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_fsdp.base import FullyShardedDataParallel
+from accel_fsdp.config import FullyShardedDataParallelPlugin
+
+if TYPE_CHECKING:
+    from accel_core import Run
+
+__all__ = ["strategy"]
+
+
+def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullyShardedDataParallel:
+    """The implementation of the version that the config asks for."""
+    config = config or FullyShardedDataParallelPlugin()
+    if config.fsdp_version == 1:
+        from accel_fsdp.fsdp1 import Flat
+
+        return Flat(config, run)
+    if config.pp_size != 1 and run.world.size > 1:
+        from accel_fsdp.pipeline import Pipelined
+
+        return Pipelined(config, run)
+    from accel_fsdp.fsdp2 import Sharded
+
+    return Sharded(config, run)
