@@ -18,7 +18,7 @@ import tomllib
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "accel_core" / "known.yaml"
+TARGET = ROOT / "accel_core" / "plugins" / "known.yaml"
 MARK = "# Plugins of this repository, for install hints. Written by tools/known.py; do not edit below.\n"
 GROUP = "accel_core."
 
@@ -54,7 +54,7 @@ def _keys(card: Any) -> list[str]:
 
 def render(root: Path = ROOT) -> str:
     """The whole file: the hand-written part as it is, and the generated one."""
-    written = (root / "accel_core" / "known.yaml").read_text(encoding="utf-8").partition(MARK)[0]
+    written = (root / "accel_core" / "plugins" / "known.yaml").read_text(encoding="utf-8").partition(MARK)[0]
     plugins = [row for member in members(root) for row in rows(member)]
     return written + MARK + yaml.safe_dump({"plugins": plugins}, sort_keys=False, width=110)
 

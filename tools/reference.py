@@ -52,7 +52,7 @@ def _words(root: Path) -> Iterator[str]:
         "A card's `offers` and `needs` hold only these. A plugin that offers a word:",
     )
     yield from ("", "| word | promise |", "|---|---|")
-    for word, promise in _literal(root / "accel_core" / "plugins.py", "CAPABILITIES").items():
+    for word, promise in _literal(root / "accel_core/contract/card.py", "CAPABILITIES").items():
         yield f"| `{word}` | {promise} |"
 
 
@@ -98,9 +98,11 @@ def names(root: Path = ROOT) -> str:
     """docs/reference.md: every exported name, every member of the Accelerator, every option."""
     about = "Written by tools/reference.py from signatures, docstrings and config classes; change them there."
     lines = ["# Reference", "", f"{about} Hooks have [a page of their own](hooks.md).", ""]
-    facade = [*sorted((root / "accel_core" / "facade").glob("*.py")), root / "accel_core" / "accelerator.py"]
     classes = {
-        node.name: node for file in facade for node in _module(file).body if isinstance(node, ast.ClassDef)
+        node.name: node
+        for file in sorted((root / "accel_core/accelerator").glob("*.py"))
+        for node in _module(file).body
+        if isinstance(node, ast.ClassDef)
     }
     members = dict(_members(classes["Accelerator"], classes))
     del members["__init__"]  # the class stands among the names

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.unit import Unit
+    from accel_core.contract.unit import Unit, UnitRun
     from accel_core.contract.world import Collectives
 
 __all__ = [
@@ -156,7 +156,7 @@ def class_of(value: object) -> str:
     return type(value).__qualname__
 
 
-def entry_key(run: Run, plugin: str, name: str, entry: Entry) -> str:
+def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry) -> str:
     """The key of a plugin's entry; one that belongs to a rank or reader says so."""
     owner = {"per_reader": f"@reader{run.topology.reader}", "per_rank": f"@rank{run.world.rank}"}
     return f"{plugin}/{name}{owner.get(entry.scope, '')}"

@@ -69,7 +69,8 @@ def save(
         if run.saver is not None:
             run.saver.settle()
         run.saver = Saver(run, alone=alone)
-    return run.saver.save(directory, step=step, wait=wait)
+    saver: Saver = run.saver
+    return saver.save(directory, step=step, wait=wait)
 
 
 class Saver:

@@ -156,7 +156,11 @@ class Reader:
 
     def _entries(self, given: Given, cls: type | None) -> list[Given]:
         """What is given for the keys of a section; of an object, what it speaks of."""
-        raw = given.value.looks_like() if isinstance(given.value, Text) else given.value
+        raw = given.value
+        if isinstance(raw, Text):
+            from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
+
+            raw = looks_like(raw)
         if cls and isinstance(raw, cls):
             if given.path in self.objects:
                 self.refuse(given, f"a second object for section {spell(given.path)}; give one")

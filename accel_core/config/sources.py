@@ -41,15 +41,6 @@ class Text(str):
 
     __slots__ = ()
 
-    def looks_like(self) -> Any:
-        """The value that it would be in a YAML file; the text itself where a file could not hold it."""
-        from accel_core.config.yamlfile import value_of  # PyYAML costs 30 ms
-
-        value = value_of(self)
-        if value is None and self.strip().lower() != "null":  # a comment, a shell's home
-            return str(self)
-        return str(self) if isinstance(value, str) and self[:1] not in "'\"" else value
-
     def parts(self) -> list[Text]:
         """The items of `a,b`. A comma within brackets divides nothing: `layers.[0,2].*` is one pattern."""
         found, depth = [""], 0

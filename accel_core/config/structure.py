@@ -224,9 +224,11 @@ _CONVERTER.register_unstructure_hook_func(attrs.has, _section)
 def _from_text(text: Text, kind: Any) -> Any:
     # What the text looks like first, then the text itself: `no` is False for a bool, "no" for a
     # str, and both for neither a list, where a shell's `a,b` is meant.
-    attempts = [text.looks_like(), str(text)]
+    from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
+
+    attempts = [looks_like(text), str(text)]
     if parts := text.parts():  # no items: the text is not a list, rather than the empty one
-        attempts += [[part.looks_like() for part in parts], list(map(str, parts))]
+        attempts += [[looks_like(part) for part in parts], list(map(str, parts))]
     return _first_fit(((attempt, kind) for attempt in attempts), _mismatch(text, kind))
 
 

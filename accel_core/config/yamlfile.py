@@ -12,7 +12,7 @@ import yaml
 from accel_core.config.sources import Given, Keys, Problem, decimal
 from accel_core.contract.options import Path
 
-__all__ = ["read_yaml", "value_of"]
+__all__ = ["looks_like", "read_yaml"]
 
 _TAG: Final = "tag:yaml.org,2002:"
 
@@ -57,6 +57,14 @@ def value_of(text: str) -> Any:
         return yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
     except (yaml.YAMLError, *_UNREADABLE, RecursionError):
         return str(text)
+
+
+def looks_like(text: str) -> Any:
+    """The value that a text would be in a YAML file; the text itself where a file could not hold it."""
+    value = value_of(text)
+    if value is None and text.strip().lower() != "null":  # a comment, a shell's home
+        return str(text)
+    return str(text) if isinstance(value, str) and text[:1] not in "'\"" else value
 
 
 _UNREADABLE: Final = (KeyError, TypeError, ValueError)

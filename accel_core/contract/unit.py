@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import define, field
 
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    import torch
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
+    from accel_core.contract.bound import Hooks, Steps
+    from accel_core.contract.card import Card
+    from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh
-    from accel_core.contract.run import Run
-    from accel_core.distributed.streams import Stream
-    from accel_core.plugins.binding import Hooks, Steps
+    from accel_core.contract.stack import Stack
+    from accel_core.contract.world import Collectives, Topology, World
+    from accel_core.errors import CollectiveError
 
-__all__ = ["Unit", "Window", "own_name"]
+__all__ = ["Unit", "UnitRun", "Window", "own_name"]
 
 _WRAPPERS: Final = {
     "_orig_mod": "torch._dynamo.",
@@ -168,6 +172,66 @@ class Window:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
 
 
+class UnitRun(Protocol):
+    """The run of a unit, without its units: see `Run`."""
+
+    config: RunConfig
+    world: World
+    device: torch.device
+    mesh: Mesh | None
+    topology: Topology
+    resolved: Any
+    """The config with the origin of each value."""
+    run_id: str
+    ended: bool
+    mark_step: Callable[..., Any] | None
+    """The device's per-step hook of that name; None where nothing is to be marked."""
+    homes: Any
+    """Parameter -> its unit and its name in it."""
+    accumulation: Any
+    """The innermost `accumulate` that is entered."""
+    trackers: Any
+    loaders: list[Any]
+    """What `prepare` returned for dataloaders."""
+    apart: list[nn.Module]
+
+    @property
+    def hooks(self) -> Hooks:
+        """Those of the default stack."""
+
+    @property
+    def stack(self) -> Stack:
+        """The chosen plugins."""
+
+    @property
+    def plugins(self) -> Mapping[str, object]:
+        """The instances of the stack's plugins, by name or alias."""
+
+    @property
+    def configs(self) -> Mapping[str, object]:
+        """The config object of each plugin; None of one without options."""
+
+    @property
+    def cards(self) -> Mapping[str, Card]:
+        """The card of each of those plugins."""
+
+    @property
+    def window(self) -> Window:
+        """The innermost current window, or the one used last."""
+
+    def collectives(self, dim: str = "world") -> Collectives:
+        """Collectives over a dimension. The first call for a dim is collective."""
+
+    def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
+        """The error that names the ranks that were lost, where torch's error says that some were."""
+
+    def drop_accumulations(self) -> None:
+        """Forget each `accumulate` that is entered."""
+
+    def require_alive(self) -> None:
+        """Raise AccelError after `end_training`."""
+
+
 @define(eq=False, kw_only=True)
 class Unit:
     """Models that an optimizer (or nothing) joins, with their optimizers, schedulers and strategy.
@@ -182,7 +246,7 @@ class Unit:
     """
 
     name: str
-    run: Run
+    run: UnitRun
     strategy: str
     plugin: Any
     hooks: Hooks
@@ -207,7 +271,7 @@ class Unit:
     """Model -> its names that are not the given one's -> those."""
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
-    stream: Stream | None = None
+    stream: Any = None
     """What its forwards draw random numbers from, where the process's own streams will not do."""
     finishes: bool = field(init=False)
     """Whether a step is more than torch's: somebody reduces, unscales, steps, follows or marks it."""

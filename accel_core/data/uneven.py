@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,13 +15,26 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
-    from accel_core.data.loader import PreparedLoader
 
 __all__ = ["check_unit", "refusing"]
 
 
+class Loader(Protocol):
+    """What is said of a loader in an error, and whether others have its current batch."""
+
+    dataset: Any
+
+    @property
+    def place(self) -> str:
+        """The number of the epoch and of the batch, for people."""
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether not all readers have the batch that was handed out last."""
+
+
 @contextmanager
-def refusing(run: Run, loader: PreparedLoader) -> Iterator[None]:
+def refusing(run: Run, loader: Loader) -> Iterator[None]:
     """While this rank holds such a batch, what would wait for the others raises."""
     with ExitStack() as stack:
         if run.world.size > 1:
@@ -33,7 +46,7 @@ def refusing(run: Run, loader: PreparedLoader) -> Iterator[None]:
         yield
 
 
-def _forward(run: Run, loader: PreparedLoader, unit: Unit) -> Callable[[nn.Module, Any], None]:
+def _forward(run: Run, loader: Loader, unit: Unit) -> Callable[[nn.Module, Any], None]:
     def before(module: nn.Module, inputs: Any) -> None:
         if unit.gathers:
             _refuse(run, loader, unit, "forward")
@@ -54,7 +67,7 @@ def check_unit(run: Run, unit: Unit, *, trains: bool) -> None:
         _refuse(run, loader, unit, "forward")
 
 
-def _training(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:
+def _training(run: Run, loader: Loader, unit: Unit, what: str) -> None:
     # Who reduces at a window's end only does so with each rank's own last batch, if all have begun it.
     each = unit.steps.no_sync is None or run.config.accumulation.sync_each_batch
     once = unit.steps.reduce_gradients is not None or not each
@@ -63,7 +76,7 @@ def _training(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:
         _refuse(run, loader, unit, what)
 
 
-def _refuse(run: Run, loader: PreparedLoader, unit: Unit, what: str) -> None:
+def _refuse(run: Run, loader: Loader, unit: Unit, what: str) -> None:
     if unit.joined or run.active_loaders[-1] is not loader:  # a loop within this one has batches of its own
         return
     raise AccelError(

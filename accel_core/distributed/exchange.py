@@ -17,6 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from accel_core.contract.run import current
 from accel_core.contract.world import DOING
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, plan
@@ -41,8 +42,6 @@ def live(run: Run | None) -> Run:
     """The run that was given, else the only live one."""
     if run is not None:
         return run
-    from accel_core.contract.run import current
-
     return current()
 
 

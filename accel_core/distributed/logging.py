@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
+from accel_core.contract.run import live
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError
 
@@ -72,6 +72,5 @@ class MultiProcessAdapter(_Adapter):
 
 
 def _wait() -> None:
-    runs: Any = sys.modules.get("accel_core.runtime.run")  # where nobody imported it, nobody is connected
-    for run in runs.live()[:1] if runs else ():
+    for run in live()[:1]:
         run.collectives("control").barrier()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.contract.run import live_runs
 from accel_core.contract.world import World
 from accel_core.distributed.exchange import calling, live
 from accel_core.distributed.streams import reseed
@@ -86,9 +87,8 @@ def synchronize_rng_states(
 
 
 def _only_run() -> Run | None:
-    module = sys.modules.get("accel_core.runtime.run")
-    live = list(module._live) if module is not None else []
-    return live[0] if len(live) == 1 else None
+    runs = list(live_runs)
+    return runs[0] if len(runs) == 1 else None
 
 
 def seed_process(seed: int) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.unit import Unit
+    from accel_core.contract.unit import Unit, UnitRun
 
 __all__ = [
     "Accumulation",
@@ -332,7 +332,7 @@ def _refuse_edited(unit: Unit) -> None:
         )
 
 
-def _of_all(run: Run, items: Tensor | float) -> Tensor:
+def _of_all(run: UnitRun, items: Tensor | float) -> Tensor:
     """The items of all ranks. Those with the same loss count once: hence a mean, not a sum."""
     dtype = torch.float64 if "float64" in run.stack.device.card.offers else torch.float32  # counts are exact
     if isinstance(items, torch.Tensor):

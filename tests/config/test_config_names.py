@@ -18,7 +18,8 @@ def test_no_plugin_may_be_named_like_an_option_or_section_of_core():
 
 def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path):
     code = (
-        "import sys; from accel_core.config.resolve import load; from accel_core.plugins.discovery import discover;"
+        "import sys; from accel_core.config.resolve import load;"
+        "from accel_core.plugins.discovery import discover;"
         "found = load(discovery=discover(), environment={}); found.with_proposals(['single']);"
         "print(sorted({'cattrs', 'torch', 'yaml'} & set(sys.modules)))"
     )

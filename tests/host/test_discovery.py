@@ -65,7 +65,10 @@ def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribu
         entry_points={"accel_core.device": {"pony": "toy_pony:CARD"}},
         modules={"toy_pony": "import time\ntime.sleep(30)\n"},
     )
-    script = "from accel_core.plugins.discovery import discover; r = discover().get('pony'); print(r.status, r.reason)"
+    script = (
+        "from accel_core.plugins.discovery import discover; r = discover().get('pony');"
+        "print(r.status, r.reason)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={"PYTHONPATH": ":".join([str(tmp_path / "site"), *filter(None, sys.path)])},

@@ -53,7 +53,8 @@ def test_too_late_is_an_error_that_says_so(tmp_path: Path):
 def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path):
     shown = CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
     code = "import accelerate, importlib.metadata as m; bases = accelerate.Accelerator.__mro__\n"
-    code += "print('accel_core.accelerator.accelerator' in [base.__module__ for base in bases], m.version('accelerate'))"
+    code += "home = 'accel_core.accelerator.accelerator';"
+    code += "print(home in [base.__module__ for base in bases], m.version('accelerate'))"
 
     assert shown.output.startswith(f"export PYTHONPATH={tmp_path / 'shim'}")
     assert python(code, PYTHONPATH=str(tmp_path / "shim")).stdout == "True 1.15.0\n"

@@ -12,7 +12,7 @@ from accel_deepspeed.checking import check
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
-    from accel_core import GradScalerKwargs, Run, Unit
+    from accel_core import GradScalerKwargs, Unit
     from accel_deepspeed.config import DeepSpeedPlugin
 
 __all__ = ["complete", "engine_settings"]
@@ -62,7 +62,7 @@ _NEUTRAL: Values = {
 def _of_run(config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loaders: Sequence[Any]) -> Values:
     run, steps = unit.run, unit.window.size
     precision = run.config.mixed_precision
-    size, origin = _batch_size(config, run, made, loaders)
+    size, origin = _batch_size(config, unit, made, loaders)
     return {
         "gradient_accumulation_steps": (steps, "the run (gradient_accumulation_steps)"),
         "train_micro_batch_size_per_gpu": (size, origin),
@@ -76,9 +76,10 @@ def _of_run(config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loader
 
 
 def _batch_size(
-    config: DeepSpeedPlugin, run: Run, made: Mapping[str, Any], loaders: Sequence[Any]
+    config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loaders: Sequence[Any]
 ) -> tuple[int, str]:
     """Samples of a micro-batch on a reader. Only DeepSpeed's own sample counter looks at it."""
+    run = unit.run
     sizes = [size for loader in (loaders or run.loaders) if (size := _samples(loader)) is not None]
     if not sizes:
         there = made["train_micro_batch_size_per_gpu"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accel_compat import runs
 from accel_core import PreparedLoader
 
 from ._samplers import get_sampler
 from .state import GradientState
+
+if TYPE_CHECKING:
+    from accel_core import Run
 
 __all__ = ["AcceleratedLoader", "dressed"]
 
@@ -38,7 +41,7 @@ class AcceleratedLoader(PreparedLoader):
     @property
     def gradient_state(self) -> GradientState:
         """Its run's."""
-        return GradientState.of(self._run)
+        return GradientState.of(cast("Run", self._run))
 
     @property
     def end_of_dataloader(self) -> bool:
