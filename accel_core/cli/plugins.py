@@ -1,13 +1,11 @@
-"""`accel plugins`: what is installed and whether it works here; `doctor`, `check` and `new` do more."""
+"""`accel plugins`: what is installed and whether it works here; plugins may add commands to it."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import traceback
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -16,10 +14,9 @@ from attrs import asdict, filters
 from accel_core.cli import Group
 from accel_core.contract.card import SLOTS
 from accel_core.contract.suggest import did_you_mean
-from accel_core.errors import AccelError, PluginError
+from accel_core.errors import PluginError
 from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load
-from accel_core.plugins.known import install_hint
-from accel_testing.new import new
+from accel_core.plugins.known import install_hint, known_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,15 +30,39 @@ CHOSEN: Final = {
 }
 
 
-@click.group(cls=Group, invoke_without_command=True)
+class _Plugins(Group):
+    """Has a command NAME for each installed command plugin `plugins-NAME`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *_added()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        record = _added().get(cmd_name)
+        if record is not None and record.card is not None:
+            command: click.Command = load(record, record.card.implementation or "")
+            return command
+        missing = known_plugin(f"plugins-{cmd_name}")
+        if missing is not None:
+            hint = install_hint(missing.folder)
+            raise PluginError(f"the command {cmd_name!r} comes with {missing.distribution}\n{hint}")
+        return super().get_command(ctx, cmd_name)
+
+
+def _added() -> dict[str, Record]:
+    prefix, records = "plugins-", discover().of("command")
+    usable = [record for record in records if record.status == "available"]
+    return {it.name.removeprefix(prefix): it for it in usable if it.name.startswith(prefix)}
+
+
+@click.group(cls=_Plugins, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a plugin, in a list.")
 @click.option("--why", is_flag=True, help="Say in words what would be chosen on this machine, and why.")
 @click.pass_context
 def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     """List the installed plugins.
 
-    --why explains the choice, `doctor` examines the installation of one plugin, `check` runs the
-    conformance tests on it, and `new` writes one.
+    --why explains the choice, `doctor` examines the installation of one plugin. With accel-testing,
+    `check` runs the conformance tests on it, and `new` writes one.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -50,9 +71,6 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
         print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
     else:
         print("\n".join(_explain(discovery) if why else table(discovery)))
-
-
-plugins.add_command(new)
 
 
 def _ordered(discovery: Discovery) -> list[Record]:
@@ -166,27 +184,3 @@ def examine(name: str) -> None:
         print(reason or "ok")
         if reason:
             sys.exit(1)
-
-
-@plugins.command(context_settings={"ignore_unknown_options": True})
-@click.argument("stack")
-@click.option("--world", help="Numbers of processes; unset: 1, and 2 too where a strategy is named.")
-@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
-def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
-    """Run the conformance tests on STACK: a plugin's name, or several joined by +.
-
-    `sim` in it is a simulated device, for machines that have none.
-    """
-    from accel_testing.simulated import CARD
-
-    for name in stack.split("+"):
-        if name != CARD.name:
-            _find(name)
-    if find_spec("pytest") is None:
-        raise AccelError(f"the conformance tests need pytest\n{install_hint('.[testing]')}")
-    command = [sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "--accel-stack", stack]
-    if world:
-        command += ["--accel-world", world]
-    # Neither the settings nor the cache of a project that happens to lie around.
-    command += ["-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider", *pytest_args]
-    sys.exit(subprocess.run(command, check=False).returncode)  # noqa: S603

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from accel_testing.recorder import Recorder
 
 __all__ = ["ProcessError", "Recorder", "conform", "run_processes"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

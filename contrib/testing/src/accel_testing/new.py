@@ -1,4 +1,4 @@
-"""`accel plugins new`: a complete distribution with one plugin, rendered from `contrib/testing/src/accel_testing/templates`."""
+"""`accel plugins new`: a complete distribution with one plugin, rendered from `templates`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def render(name: str, slot: Slot) -> dict[str, str]:
     words = _words(name, slot)
     made = {"LICENSE": metadata.distribution(CORE).read_text("licenses/LICENSE") or ""}
     for part in ("common", slot):
-        for template, text in _templates(files("accel_core") / "templates" / part):
+        for template, text in _templates(files("accel_testing") / "templates" / part):
             path = template.replace("MODULE", words["module"]).replace("DEVICE", words["device"])
             made[path.replace("dot-", ".").removesuffix(".in")] = Template(text).substitute(words)
     return dict(sorted(made.items()))

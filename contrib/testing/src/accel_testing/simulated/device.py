@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from accel_core import AccelError
 from accel_testing.simulated.autocast import register_autocast
+from accel_testing.simulated.group import register_group
 
 __all__ = ["DeviceModule", "SimulatedTensor", "simulate", "unwrap"]
 
@@ -348,15 +349,13 @@ def simulate(name: str = "sim", communication: str = "simccl") -> DeviceModule:
         raise AccelError(
             f"torch {torch.__version__} cannot have a device in Python\nsimulate it with torch >= 2.10"
         ) from error
-    from accel_testing.simulated.group import register_group
-
     _module = DeviceModule(name)
     _setup_privateuseone_for_python_backend(name, backend_module=_module)
     # Module.to would otherwise put a plain parameter around each simulated tensor.
     torch.__future__.set_swap_module_params_on_conversion(True)
     _register_factories()
     _libraries.extend(register_autocast(name))
-    register_group(name, communication)
+    register_group(name, communication, unwrap)
     return _module
 
 

@@ -6,6 +6,7 @@ It counts the collectives it carries, which is how the kit knows what a strategy
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -54,9 +55,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.inner.group_name
 
 
-def _forward(operation: str) -> Any:
-    from accel_testing.simulated.device import unwrap
-
+def _forward(operation: str, unwrap: Callable[[Any], Any]) -> Any:
     def call(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         COLLECTIVES[operation] += 1
         inner_args, inner_kwargs = pytree.tree_map(unwrap, (args, kwargs))
@@ -69,9 +68,12 @@ def _forward(operation: str) -> Any:
     return call
 
 
-def register_group(device: str, communication: str) -> None:
-    """Make `communication` the name of torch.distributed's backend for tensors on `device`."""
+def register_group(device: str, communication: str, unwrap: Callable[[Any], Any]) -> None:
+    """Make `communication` the name of torch.distributed's backend for tensors on `device`.
+
+    unwrap: gives the CPU tensor of a simulated one, and anything else as it is.
+    """
     for operation in _OPERATIONS:
         if hasattr(dist.ProcessGroup, operation):
-            setattr(SimulatedGroup, operation, _forward(operation))
+            setattr(SimulatedGroup, operation, _forward(operation, unwrap))
     dist.Backend.register_backend(communication, SimulatedGroup, devices=[device])
