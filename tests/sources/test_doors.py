@@ -6,6 +6,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -22,8 +23,27 @@ def modules_of_core(source: str) -> Iterator[str]:
         yield from (name for name in names if name.partition(".")[0] == "accel_core")
 
 
-def is_public(module: str) -> bool:
-    return module == "accel_core" or module.startswith("accel_testing")
+KIT: Final = {
+    f"accel_core.{module}"
+    for module in (
+        "config.jsonschema",
+        "contract.card",
+        "contract.options",
+        "contract.run",
+        "contract.suggest",
+        "checkpoint.export",
+        "distributed.tensor_bytes",
+        "plugins.discovery",
+        "plugins.known",
+    )
+}
+"""What the conformance kit looks at behind the doors, to judge plugins as core does."""
+
+
+def is_public(module: str, source: Path | None = None) -> bool:
+    return module == "accel_core" or (
+        source is not None and "accel_testing" in source.parts and module in KIT
+    )
 
 
 def test_there_are_packages_to_look_at() -> None:
@@ -34,7 +54,7 @@ def test_there_are_packages_to_look_at() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_package_comes_in_by_the_public_doors(source: Path) -> None:
-    assert [name for name in modules_of_core(source.read_text()) if not is_public(name)] == []
+    assert [name for name in modules_of_core(source.read_text()) if not is_public(name, source)] == []
 
 
 @pytest.mark.parametrize(
