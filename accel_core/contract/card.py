@@ -93,7 +93,7 @@ class Card:
     summary: str
     """One sentence; the help line of a command."""
     api_version: str = field(validator=_version)
-    """The contract this was written for, "major.minor" of `hookspecs.API_VERSION`."""
+    """The contract this was written for, "major.minor" of `API_VERSION`."""
     priority: int | None = None
     """For `auto`: native 0, first-party 100. None: only when named."""
     shadows: tuple[str, ...] = ()
