@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
@@ -18,7 +20,6 @@ from accel_fsdp.parameters import with_hooks
 from accel_fsdp.wrapping import checkpointed, ignored
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["FullyShardedDataParallel"]
+__all__ = ["FullyShardedDataParallel", "reshard_after_evaluation"]
 
 
 class FullyShardedDataParallel:
@@ -163,3 +164,26 @@ def _on_device_only(optimizer: Optimizer) -> str | None:
         f"{type(optimizer).__name__}(capturable=True) steps on the device, but fsdp.cpu_offload keeps"
         " parameters on the CPU\nmake it without capturable, or switch cpu_offload off"
     )
+
+
+def reshard_after_evaluation(model: nn.Module, reshard: Callable[[], None]) -> None:
+    """Call `reshard` after each forward of the model that has no graph.
+
+    torch keeps the weights of the outermost group, and of all groups where `reshard_after_forward` is
+    false, gathered for the backward. Where no backward comes, an edit in place (clamping, an average of
+    weights) would change the gathered copy and be lost. The cost: the next forward gathers them again.
+    """
+
+    @torch.compiler.disable
+    def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled() or not any(map(_may_have_graph, tree_leaves(outputs))):
+            reshard()
+
+    model.register_forward_hook(after)
+
+
+def _may_have_graph(leaf: Any) -> bool:
+    # torch looks for the graph in the same leaves. An object of another class may hold tensors.
+    if isinstance(leaf, torch.Tensor):
+        return leaf.requires_grad
+    return not isinstance(leaf, (int, float, str, bytes, type(None)))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrateg
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import AccelError, ConfigError, flat_range, hooks, implements
-from accel_fsdp.base import FullyShardedDataParallel
+from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard
 from accel_fsdp.precision import SharedScaler, mixed_precision
@@ -85,6 +85,7 @@ class Flat(FullyShardedDataParallel):
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
         for module in FSDP.fsdp_modules(wrapped):
             module.module.register_forward_pre_hook(partial(_give_back, module, kept))
+        reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
         return wrapped
 
     def _set_state_dict_type(self, model: nn.Module) -> None:
@@ -269,7 +270,7 @@ def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, input
 
 
 def _free(modules: Sequence[FSDP], *call: Any) -> None:
-    """Before a step: what a forward after the backward has gathered would be taken by the next one."""
+    """Let weights go that a forward has left gathered: the next one would take them as they are."""
     for module in modules:
         handle: Any = module._handle
         begun = handle and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")

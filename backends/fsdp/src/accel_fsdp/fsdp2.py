@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import AccelError, hooks, implements
-from accel_fsdp.base import FullyShardedDataParallel
+from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
@@ -92,6 +92,7 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() > 1:
             rehearses = partial(self.rehearses, unit)
             Unused(unit, model, self.mesh, always=self.config.find_unused_parameters, rehearses=rehearses)
+        reshard_after_evaluation(model, partial(_reshard, made))
         return model
 
     @implements(hooks.wrap_optimizer)
