@@ -23,7 +23,7 @@ Those listed as not served raise `NotServedError` when they are called.
 
 
 def refused(module: str, name: str) -> bool:
-    """Whether a name only says why it is not served."""
+    """Return True if a name only says why it is not served."""
     try:
         found = getattr(import_module(module), name)
     except ImportError:
@@ -33,7 +33,7 @@ def refused(module: str, name: str) -> bool:
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     accel_compat.install()
     lines = [HEAD]
     for module, names in inventory().items():

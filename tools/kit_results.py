@@ -1,8 +1,8 @@
-"""Write the conformance kit's results into README.md: stack by level, real or simulated.
+"""Write the conformance kit's results into docs/tested.md: stack by level, real or simulated.
 
-`ACCEL_KIT_REPORTS=FOLDER pytest backends` has each run of the kit leave its report in FOLDER;
-`python tools/kit_results.py FOLDER` brings the table up to date for what ran, and leaves the rest.
-`--check` only says whether the table tells what the reports do. Imports no torch.
+With `ACCEL_KIT_REPORTS=FOLDER pytest backends`, each run of the kit leaves its report in FOLDER.
+`python tools/kit_results.py FOLDER` updates the rows of these reports and keeps the others.
+`--check` compares the table with the reports. Imports no torch.
 """
 # ruff: noqa: INP001, T201  # a script
 
@@ -19,28 +19,28 @@ from typing import Any
 
 from accel_core.plugins.known import known_plugins
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "tested.md"
 LEVELS = ("packaging", "device", "training", "processes", "checkpoints")
 HEAD = f"| stack | at once | {' | '.join(LEVELS)} |\n|---|---|{'---|' * len(LEVELS)}\n"
 TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
 NOT_RUN = (
-    ("* + deepspeed", LEVELS, "wants the chip's own library"),
+    ("* + deepspeed", LEVELS, "needs the vendor library"),
     ("xla*", ("processes",), "XLA's CPU device serves one process"),
-    ("*size *", LEVELS[:3], "one process is no such grid"),
-    ("*, *", LEVELS[:2], "as without options"),
-    ("*_degree *", ("training",), "its ranks do not all share a model"),
-    ("*_degree *", LEVELS[3:], "with both degrees"),
-    ("* + *", ("packaging", "device", "checkpoints"), "see its parts"),
+    ("*size *", LEVELS[:3], "needs more than one process"),
+    ("*, *", LEVELS[:2], "same as without options"),
+    ("*_degree *", ("training",), "its ranks hold different parts of a model"),
+    ("*_degree *", LEVELS[3:], "tested with both degrees"),
+    ("* + *", ("packaging", "device", "checkpoints"), "its parts are tested alone"),
 )
-"""(stacks, levels, why): what the kit does not run, and the first reason that fits."""
+"""(stacks, levels, why): checks that the kit leaves out. The first row that fits counts."""
 ONLY_NAMED = ("cuda, hpu, npu, xpu + deepspeed",)
-"""Rows without any result, of what people will look for."""
+"""Rows without a result, for stacks that readers will look for."""
 
 Row = dict[str, str]
 
 
 def reported(files: Iterable[Path]) -> dict[str, Row]:
-    """Stack -> what the reports say, level by level; of this repository's devices and strategies."""
+    """Read the results of each stack, for this repository's devices and strategies."""
     ours = {"accel-core", *(plugin.distribution for plugin in known_plugins())}
     found: dict[str, Row] = {}
     for file in files:
@@ -56,7 +56,7 @@ def reported(files: Iterable[Path]) -> dict[str, Row]:
 
 
 def _set(settings: Mapping[str, str]) -> str:
-    """The options that make a row of its own: all but plans, and sizes that follow from the processes."""
+    """List the options that make a row of its own: all but plans and derived sizes."""
     follows = {path for path, value in settings.items() if path.endswith("_size") and value in ("1", "-1")}
     told = [
         f"{path.rpartition('.')[2]} {value}"
@@ -83,10 +83,10 @@ def _levels(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def written(text: str) -> dict[str, Row]:
-    """Stack -> row, as README.md has it."""
+    """Read the row of each stack from docs/tested.md."""
     table = TABLE.search(text)
     if table is None:
-        raise SystemExit(f"{README} has no table that starts with\n{HEAD}")
+        raise SystemExit(f"{PAGE} has no table that starts with\n{HEAD}")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
     told = {row[0]: zip(("at once", *LEVELS), row[1:], strict=True) for row in rows}
     return {
@@ -96,7 +96,7 @@ def written(text: str) -> dict[str, Row]:
 
 
 def render(rows: Mapping[str, Row]) -> str:
-    """The table; a level without a result says why."""
+    """Write the table; a level without a result says why."""
     lines = []
     for stack, row in sorted(rows.items()):
         cells = [row.get(level) or _not_run(stack, level) for level in LEVELS]
@@ -112,7 +112,7 @@ def _not_run(stack: str, level: str) -> str:
 
 
 def stale(rows: Mapping[str, Row], fresh: Mapping[str, Row]) -> list[str]:
-    """What the table says otherwise than the reports. What is real somewhere may be simulated here."""
+    """List the differences between the table and the reports. A real result may be simulated here."""
     return [
         f"{stack}, {name}: the table says {rows.get(stack, {}).get(name)!r}, the kit {said!r}"
         for stack, row in fresh.items()
@@ -127,15 +127,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the kit's reports lie")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the table is stale")
     given = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     rows, fresh = written(text), reported(sorted(given.folder.glob("*.json")))
     if given.check:
         wrong = stale(rows, fresh)
-        print("\n".join(wrong) or f"README.md says what {len(fresh)} stacks' reports do")
+        print("\n".join(wrong) or f"docs/tested.md agrees with the reports of {len(fresh)} stacks")
         return 1 if wrong else 0
     known = {*rows, *fresh, *ONLY_NAMED}
     merged = {stack: {**rows.get(stack, {}), **fresh.get(stack, {})} for stack in known}
-    README.write_text(TABLE.sub(lambda _: render(merged), text), encoding="utf-8")
+    PAGE.write_text(TABLE.sub(lambda _: render(merged), text), encoding="utf-8")
     return 0
 
 

@@ -24,13 +24,13 @@ GROUP = "accel_core."
 
 
 def members(root: Path = ROOT) -> list[Path]:
-    """The folders of the workspace's distributions, in the order in which pyproject lists them."""
+    """List the folders of the workspace's distributions, in the order of pyproject."""
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     return [root / member for member in settings["tool"]["uv"]["workspace"]["members"]]
 
 
 def rows(member: Path) -> list[dict[str, Any]]:
-    """What is to be known of each plugin that one distribution declares."""
+    """Describe each plugin that one distribution declares."""
     project = tomllib.loads((member / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     sys.path.insert(0, str(member / "src"))
     found = []
@@ -53,7 +53,7 @@ def _keys(card: Any) -> list[str]:
 
 
 def render(root: Path = ROOT) -> str:
-    """The whole file: the hand-written part as it is, and the generated one."""
+    """Return the whole file: the hand-written part unchanged, and the generated part."""
     written = (root / "accel_core" / "plugins" / "known.yaml").read_text(encoding="utf-8").partition(MARK)[0]
     plugins = [row for member in members(root) for row in rows(member)]
     return written + MARK + yaml.safe_dump({"plugins": plugins}, sort_keys=False, width=110)

@@ -1,6 +1,7 @@
-"""Write what the docs repeat from the code: docs/hooks.md, docs/reference.md, and the diff in README.md.
+"""Write the parts of the docs that repeat the code.
 
-`python tools/reference.py` rewrites them; `--check` only says whether they are fresh. Imports no torch.
+These are docs/hooks.md, docs/reference.md, and the diffs in README.md and docs/tutorial.md.
+`python tools/reference.py` rewrites them, `--check` compares them. Imports no torch.
 """
 # ruff: noqa: INP001, T201  # a script
 
@@ -41,7 +42,7 @@ def hooks(root: Path = ROOT) -> str:
 
 
 def _words(root: Path) -> Iterator[str]:
-    """The phases of `transform_model`, and the capability words with what each promises."""
+    """Describe the phases of `transform_model`, and each capability word."""
     yield from ("## Phases of `transform_model`", "", "In order:", "")
     for phase in _literal(root / SPECS, "PHASES"):
         yield f"- `{phase}`"
@@ -57,7 +58,7 @@ def _words(root: Path) -> Iterator[str]:
 
 
 def _literal(path: Path, name: str) -> Any:
-    """The value of a constant of a module that is not imported."""
+    """Read a constant of a module without importing the module."""
     for node in _module(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if name in [ast.unparse(target) for target in targets if target]:
@@ -83,7 +84,7 @@ def _entry(node: ast.stmt, source: str) -> Iterator[str]:
 
 
 def _banner_above(node: ast.stmt, source: str) -> str | None:
-    """The title in a `# -- title ----` line between the node and what comes before it."""
+    """Find the title in a `# -- title ----` line above the node."""
     decorators = getattr(node, "decorator_list", None)
     line = decorators[0].lineno if decorators else node.lineno
     for text in reversed(source.splitlines()[: line - 1]):
@@ -142,7 +143,7 @@ def _exports(file: Path) -> dict[str, str]:
 
 
 def _definition(root: Path, module: str, name: str) -> ast.stmt | None:
-    """Where a name is defined; None for a module."""
+    """Find the definition of a name; None for a module."""
     file = root.joinpath(*module.split("."))
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     for node in _module(file).body:
@@ -171,7 +172,7 @@ def _described(name: str, node: ast.stmt | None) -> Iterator[str]:
 
 
 def _options(root: Path) -> Iterator[str]:
-    """A table for each config class: option, type, default, help."""
+    """Write a table for each config class: option, type, default, help."""
     yield from ("## Options", "")
     files = [root / "accel_core/contract/config.py"]
     files += sorted(
@@ -226,19 +227,19 @@ def _option(node: ast.stmt, texts: dict[str, ast.expr]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def loops(root: Path = ROOT) -> str:
-    """What differs between the plain example and ours, a hunk for each place."""
+def loops(name: str, context: int, root: Path = ROOT) -> str:
+    """Compare examples/NAME_plain.py with examples/NAME.py, from the first line of code on."""
     plain, ours = (
-        (root / "examples" / name).read_text().splitlines() for name in ("digits_plain.py", "digits.py")
+        (root / "examples" / f"{stem}.py").read_text().splitlines()[4:] for stem in (f"{name}_plain", name)
     )
-    lines = list(difflib.unified_diff(plain[1:], ours[1:], n=0, lineterm=""))[2:]
+    lines = list(difflib.unified_diff(plain, ours, n=context, lineterm=""))[3:]
     lines = [line for line in lines if line not in ("+", "-")]
-    return "".join(("" if line.startswith("@@") else line) + "\n" for line in lines[1:])
+    return "".join(("" if line.startswith("@@") else line.rstrip()) + "\n" for line in lines)
 
 
-def readme(root: Path = ROOT) -> str:
-    """README.md with a fresh diff."""
-    return DIFF.sub(lambda _: loops(root), (root / "README.md").read_text(encoding="utf-8"), count=1)
+def with_diff(page: Path, name: str, context: int) -> str:
+    """Return the text of a page with a fresh diff."""
+    return DIFF.sub(lambda _: loops(name, context), page.read_text(encoding="utf-8"), count=1)
 
 
 def main() -> int:
@@ -246,7 +247,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 if one is stale; write nothing")
     docs = ROOT / "docs"
-    fresh = {docs / "hooks.md": hooks(), docs / "reference.md": names(), ROOT / "README.md": readme()}
+    readme, tutorial = ROOT / "README.md", docs / "tutorial.md"
+    fresh = {docs / "hooks.md": hooks(), docs / "reference.md": names()}
+    fresh |= {readme: with_diff(readme, "minimal", 99), tutorial: with_diff(tutorial, "digits", 0)}
     if not parser.parse_args().check:
         for path, text in fresh.items():
             path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of the kit's results in README.md: what recorded reports say, for each backend."""
+"""The table of the kit's results in docs/tested.md agrees with recorded reports."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def report(
 
 
 def test_no_cell_is_red_or_empty(tool: ModuleType) -> None:
-    rows = tool.TABLE.search(tool.README.read_text("utf-8"))[1].splitlines()
+    rows = tool.TABLE.search(tool.PAGE.read_text("utf-8"))[1].splitlines()
 
     cells = {cell.strip() for row in rows for cell in row.strip("|").split("|")[2:]}
     assert [cell for cell in cells if not re.fullmatch(r"(real|simulated)(, .+)?|not run: .+", cell)] == []
 
 
 def test_the_table_is_as_the_tool_writes_it(tool: ModuleType) -> None:
-    text = tool.README.read_text("utf-8")
+    text = tool.PAGE.read_text("utf-8")
 
     assert tool.render(tool.written(text)) in text
 

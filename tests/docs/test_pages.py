@@ -1,0 +1,53 @@
+"""Pages that list things of the repository list all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import ModuleType
+
+from snippets import ROOT
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def glossary() -> list[list[str]]:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\*\*.+?) \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_the_page_of_times_has_each_environment_of_tox() -> None:
+    times = tool("tox_times")
+    text = times.PAGE.read_text("utf-8")
+
+    assert times.render(times.written(text)) in text
+
+
+def test_names_with_braces_stand_for_several_environments() -> None:
+    assert tool("tox_times").expanded("py{310,312}-x") == ["py310-x", "py312-x"]
+
+
+def test_the_glossary_defines_each_word_once_beside_the_nearest_term() -> None:
+    words = [row[0] for row in glossary()]
+
+    assert len(words) == len(set(words)) > 40
+    assert all(len(row) == 3 and all(row) for row in glossary())
+
+
+def test_the_glossary_has_the_words_that_carry_the_design() -> None:
+    words = {row[0].strip("*") for row in glossary()}
+
+    asked = "unit window reader below card slot layer leaf box stack mesh probe verify offers needs shadows"
+    assert set(asked.split()) <= words
+
+
+def test_the_readme_is_at_most_150_lines() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150

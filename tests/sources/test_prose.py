@@ -1,0 +1,91 @@
+"""Docstrings begin as CONTRIBUTING's style guide says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = sorted(path for path in (ROOT / "accel_core").iterdir() if path.is_dir() and path.name[0] != "_")
+PACKAGES = [ROOT / "accel_core" / "errors.py", *ROOMS, *sorted(ROOT.glob("*/*/src/accel_*"))]
+RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
+NOT_YET: frozenset[str] = frozenset(
+    [
+        "accel_compat",
+        "accel_context_parallel",
+        "accel_cuda",
+        "accel_ddp",
+        "accel_deepspeed",
+        "accel_fsdp",
+        "accel_hpu",
+        "accel_interchange",
+        "accel_megatron",
+        "accel_mps",
+        "accel_npu",
+        "accel_tensorboard",
+        "accel_testing",
+        "accel_xla",
+        "accel_xpu",
+        "accelerator",
+        "checkpoint",
+        "cli",
+        "config",
+        "contract",
+        "data",
+        "defaults",
+        "distributed",
+        "launch",
+        "plugins",
+        "runtime",
+        "training",
+    ]
+)
+"""Rooms and packages whose docstrings are not rewritten yet."""
+
+
+def name_of(package: Path) -> str:
+    return package.stem
+
+
+def headlines(source: str) -> Iterator[tuple[int, str]]:
+    """(line, first line) of each docstring, those of constants included."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value.strip().partition("\n")[0]
+
+
+def files_of(package: Path) -> list[Path]:
+    files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
+    return [file for file in files if "templates" not in file.parts]
+
+
+def riddles(package: Path) -> list[str]:
+    return [
+        f"{file.relative_to(ROOT)}:{line}: {text}"
+        for file in files_of(package)
+        for line, text in headlines(file.read_text(encoding="utf-8"))
+        if RIDDLE.match(text)
+    ]
+
+
+@pytest.mark.parametrize("package", [it for it in PACKAGES if it.stem not in NOT_YET], ids=name_of)
+def test_a_docstring_does_not_begin_with_a_question_word(package: Path) -> None:
+    assert riddles(package) == []
+
+
+@pytest.mark.parametrize("line", ["What a run is.", "Whether it works."])
+def test_a_riddle_would_be_seen(line: str) -> None:
+    assert RIDDLE.match(line)
+    assert list(headlines(f'def f():\n    """{line}"""')) == [(2, line)]
+
+
+def test_a_noun_phrase_and_an_imperative_may_begin_a_docstring() -> None:
+    assert not RIDDLE.match("Whole weights of a model.")
+    assert not RIDDLE.match("Howl at the moon.")

@@ -1,0 +1,72 @@
+"""Write the times of tox's environments into docs/test-times.md.
+
+`python tools/tox_times.py LOG...` reads the closing lines of logs, such as `core: OK (61.2=...`, updates
+the rows of these environments, and keeps the others. Imports no torch.
+"""
+# ruff: noqa: INP001  # a script
+
+from __future__ import annotations
+
+import re
+import sys
+from configparser import ConfigParser
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "test-times.md"
+HEAD = "| environment | runs in | minutes | tests |\n|---|---|---|---|\n"
+TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
+CLOSING = re.compile(r"^  ([\w-]+): OK \(([\d.]+)", re.MULTILINE)
+BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def expanded(name: str) -> list[str]:
+    """List the names that `py{310,312}` stands for."""
+    parts = BRACES.split(name)
+    return ["".join(each) for each in product(*(part.split(",") for part in parts))]
+
+
+def environments(root: Path = ROOT) -> dict[str, tuple[bool, str]]:
+    """Map each environment of tox.ini to (is run by plain `tox`, description)."""
+    settings = ConfigParser(interpolation=None, inline_comment_prefixes=("#",))
+    settings.read(root / "tox.ini", encoding="utf-8")
+    default = [name for line in settings["tox"]["env_list"].split() for name in expanded(line.strip(","))]
+    found = {}
+    for section in settings.sections():
+        kind, _, names = section.partition(":")
+        if kind == "testenv" and names:
+            about = settings[section].get("description", "").strip()
+            found |= {name: (name in default, about) for name in expanded(names)}
+    return dict(sorted(found.items(), key=lambda item: (not item[1][0], item[0])))
+
+
+def written(text: str) -> dict[str, str]:
+    """Read the minutes of each environment from the page."""
+    table = TABLE.search(text)
+    rows = table[1].splitlines() if table else []
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {row[0].strip("`"): row[2] for row in cells}
+
+
+def render(minutes: dict[str, str]) -> str:
+    """Write the table, a row for each environment."""
+    rows = [
+        f"| `{name}` | {'`tox`' if is_default else '`tox -m full`'} | {minutes.get(name, '-')} | {about} |\n"
+        for name, (is_default, about) in environments().items()
+    ]
+    return HEAD + "".join(rows)
+
+
+def main() -> None:
+    """Update the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    minutes = written(text)
+    for log in sys.argv[1:]:
+        found = CLOSING.findall(Path(log).read_text(encoding="utf-8"))
+        minutes |= {name: f"{float(seconds) / 60:.1f}" for name, seconds in found}
+    PAGE.write_text(TABLE.sub(lambda _: render(minutes), text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
