@@ -174,12 +174,11 @@ def reshard_after_evaluation(model: nn.Module, reshard: Callable[[], None]) -> N
     weights) would change the gathered copy and be lost. The cost: the next forward gathers them again.
     """
 
-    @torch.compiler.disable
     def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled() or not any(map(_may_have_graph, tree_leaves(outputs))):
             reshard()
 
-    model.register_forward_hook(after)
+    model.register_forward_hook(torch.compiler.disable(after))
 
 
 def _may_have_graph(leaf: Any) -> bool:
