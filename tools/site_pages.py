@@ -35,8 +35,9 @@ def on_config(config: Any) -> Any:
             if isinstance(entry, dict) and "api/" in entry.values():
                 section[number] = {"API": ["api/index.md", *(f"api/{name}.md" for name in packages_of())]}
             elif isinstance(entry, dict) and "decisions/" in entry.values():
-                pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-                section[number] = {"Decisions": [f"decisions/{page.name}" for page in pages]}
+                pages = sorted(page.name for page in (ROOT / "docs" / "decisions").glob("*.md"))
+                pages.sort(key="index.md".__ne__)
+                section[number] = {"Decisions": [f"decisions/{page}" for page in pages]}
     return config
 
 

@@ -51,3 +51,12 @@ def test_the_glossary_has_the_words_that_carry_the_design() -> None:
 
 def test_the_readme_is_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def test_the_list_of_decisions_has_each_page() -> None:
+    folder = ROOT / "docs" / "decisions"
+    rows = re.findall(r"^- \[(.+)\]\((.+)\)$", (folder / "index.md").read_text("utf-8"), re.MULTILINE)
+    pages = {page.name: page for page in folder.glob("*.md") if page.name != "index.md"}
+
+    assert sorted(page for _, page in rows) == sorted(pages)
+    assert all(pages[page].read_text("utf-8").startswith(f"# {title}\n") for title, page in rows)
