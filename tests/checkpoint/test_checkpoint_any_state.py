@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_values import VALUES, same
 from rank_threads import State, in_ranks
-from test_checkpoint_codec import VALUES, same
-from test_checkpoint_plan import tilings
+from tilings import tilings
 
 from accel_core import CheckpointError, Leaf, flat_range
 

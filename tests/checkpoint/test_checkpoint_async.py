@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 
 import async_job
 import pytest
 import torch
+from exit_job import at_exit
 
 from accel_core import CheckpointError
 from accel_core.checkpoint import pending_save
@@ -123,26 +122,6 @@ def test_any_tensor_is_copied(tmp_path, dtype):
     for name, value in module.state_dict().items():
         assert bytes_of(value) == bytes_of(expected[name])
     accelerator.end_training()
-
-
-SCRIPT = """
-    import sys
-    from pathlib import Path
-    sys.path.insert(0, {tests!r})
-    import async_job
-    job, folder = async_job.Job(), Path({folder!r})
-    job.accelerator.save_state(folder / "first")
-    {trouble}
-    job.accelerator.save_state(folder / "here", wait=False)
-    {last}
-"""
-
-
-def at_exit(tmp_path, trouble="pass", last="pass"):
-    tests = async_job.__file__.rpartition("/")[0]
-    script = textwrap.dedent(SCRIPT).format(tests=tests, folder=str(tmp_path), trouble=trouble, last=last)
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
 def test_a_script_that_ends_waits_for_its_last_save(tmp_path):

@@ -6,106 +6,21 @@ import json
 import math
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from datetime import datetime, time, timedelta, timezone
-from enum import Enum, IntEnum
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import NamedTuple
+from collections import defaultdict, namedtuple
+from enum import IntEnum
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
+from plain_values import VALUES, Best, Phase, same
 
 from accel_core.checkpoint.codec import decode, encode
 from accel_core.errors import CheckpointError
 
 
-class Phase(Enum):
-    WARM_UP = "warm-up"
-    DECAY = ("cosine", 0.1)
-
-
-class Best(NamedTuple):
-    score: float
-    step: int
-
-    class Where(IntEnum):
-        VALIDATION = 1
-
-
 def there_and_back(value):
     return decode(json.loads(json.dumps(encode(value, "state"), allow_nan=False)), "state")
-
-
-ZONES = st.builds(
-    timezone, st.timedeltas(timedelta(hours=-23), timedelta(hours=23)), st.text(min_size=1, max_size=5)
-)
-KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text()))
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.complex_numbers(allow_nan=False),
-    st.text(),
-    st.binary(),
-    st.fractions(),
-    st.decimals(allow_nan=False),
-    st.uuids(),
-    st.dates(),
-    st.timedeltas(),
-    st.times(timezones=st.none() | ZONES),
-    st.datetimes(timezones=st.none() | ZONES),
-    st.sampled_from([*Phase, *Best.Where]),
-    st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
-    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).flatmap(
-        lambda text: st.sampled_from([Path(text), PurePosixPath(text), PureWindowsPath(text)])
-    ),
-)
-HASHABLE = st.recursive(
-    SCALARS,
-    lambda inner: st.tuples(inner, inner) | st.builds(Best, inner, inner) | st.frozensets(inner, max_size=3),
-    max_leaves=4,
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.tuples(inner, inner),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.dictionaries(st.sampled_from(["$tuple", "$", "a"]), inner, max_size=3),
-        st.sets(HASHABLE, max_size=3),
-        st.builds(
-            lambda items, size: deque(items, maxlen=size), st.lists(inner, max_size=3), st.none() | st.just(5)
-        ),
-        st.builds(bytearray, st.binary()),
-        st.builds(
-            defaultdict,
-            st.sampled_from([None, list, dict, set, int, float, str]),
-            st.dictionaries(KEYS, inner, max_size=3),
-        ),
-        st.builds(OrderedDict, st.dictionaries(KEYS, inner, max_size=3)),
-        st.builds(Counter, st.dictionaries(st.integers(), st.integers(), max_size=3)),
-    ),
-    max_leaves=12,
-)
-
-
-def same(one, other):
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        factories = [getattr(each, "default_factory", None) for each in (one, other)]
-        if factories[0] is not factories[1]:
-            return False
-        return [*map(repr, one)] == [*map(repr, other)] and all(map(same, one.values(), other.values()))
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, (datetime, time)):
-        return repr(one) == repr(other)
-    return one == other
 
 
 @given(VALUES)
@@ -236,7 +151,7 @@ def test_no_code_of_a_named_tuple_runs():
     Best.Loud = Loud
     try:
         Loud.__qualname__, fields = "Best.Loud", [{"$float": "inf"}, 3]
-        found = decode({"$named": [__name__, "Best.Loud", fields]}, "state")
+        found = decode({"$named": [Best.__module__, "Best.Loud", fields]}, "state")
     finally:
         del Best.Loud
     assert type(found) is Loud
@@ -253,9 +168,9 @@ def test_a_sparse_tensor_is_refused():
     [
         {"$pickle": "gASVBQ=="},
         {"$dtype": "nn"},
-        {"$enum": [__name__, "Phase", "COOL"]},
+        {"$enum": [Phase.__module__, "Phase", "COOL"]},
         {"$enum": [["os"], 1, 2]},
-        {"$named": [__name__, "Best", [1]]},
+        {"$named": [Best.__module__, "Best", [1]]},
         {"$named": ["torch", "Size", [1]]},
         {"$tensor": ["float32", [1 << 40], "AAAA"]},
         {"$tensor": ["float32", [-1], "AAAA"]},

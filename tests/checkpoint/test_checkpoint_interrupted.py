@@ -11,7 +11,7 @@ import time
 import async_job
 import pytest
 import torch
-from test_checkpoint_async import at_exit
+from exit_job import at_exit
 
 from accel_core import Accelerator, CheckpointError, GeneralTracker
 from accel_core.checkpoint import pending_save

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tilings import tilings
 
 from accel_core.checkpoint.plan import Box, Declared, intersect, plan, tiling_problem
 from accel_core.errors import CheckpointError
@@ -18,24 +19,6 @@ KEY = ("unit0", "model/w")
 def leaf(shape, *boxes, replicated=False, spread=True, dtype="float32", kind="like_param"):
     dtypes = (dtype,) * len(boxes)
     return Declared(kind, shape, None, replicated, spread, dtypes, tuple(Box(*box) for box in boxes))
-
-
-@st.composite
-def tilings(draw, shape=None):
-    """A shape cut into boxes, by cutting boxes again and again."""
-    shape = shape or tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    boxes = [Box((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 8))):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        if box.shape[dim] < 2:
-            boxes.append(box)
-            continue
-        cut = draw(st.integers(1, box.shape[dim] - 1))
-        boxes.append(Box(box.offset, (*box.shape[:dim], cut, *box.shape[dim + 1 :])))
-        offset = (*box.offset[:dim], box.offset[dim] + cut, *box.offset[dim + 1 :])
-        boxes.append(Box(offset, (*box.shape[:dim], box.shape[dim] - cut, *box.shape[dim + 1 :])))
-    return shape, draw(st.permutations(boxes))
 
 
 @given(tilings())

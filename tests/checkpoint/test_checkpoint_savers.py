@@ -10,10 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
+from saver_job import Saver
 
-from accel_core import Accelerator
 from accel_core.checkpoint import commit, pending_save
 from accel_core.checkpoint.contents import CheckpointContents
 from accel_core.errors import CheckpointError
@@ -26,20 +24,6 @@ def value_in(folder):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-class Saver:
-    """A run whose only parameter is the number that is saved."""
-
-    def __init__(self):
-        self.accelerator = Accelerator(cpu=True)
-        self.module = nn.Linear(1, 1, bias=False)
-        self.accelerator.prepare(self.module)
-
-    def save(self, folder, value, **options):
-        with torch.no_grad():
-            self.module.weight.fill_(value)
-        return self.accelerator.save_state(folder, **options)
 
 
 @pytest.fixture
@@ -95,7 +79,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from accel_core.checkpoint import pending_save as flight
-from test_checkpoint_savers import Saver
+from saver_job import Saver
 write = flight.Share.write
 def stop(share, folder):
     os.kill(os.getpid(), signal.SIGSTOP)

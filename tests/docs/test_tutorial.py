@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from shell import Shell, play
 from snippets import ROOT
-from test_snippets import Shell, play
 
 import accel_core
 

@@ -214,3 +214,13 @@ def go_on(kind: str, options: dict[str, Any], folder: str, first: int, last: int
     rates = [group["lr"] for group in optimizer.param_groups]
     ours.end_training()
     return losses, rates
+
+
+def write_indexed_text(folder: str) -> None:
+    with quiet():
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        builder = IndexedDatasetBuilder(f"{folder}/text.bin")
+        for document in range(40):
+            builder.add_document(torch.arange(30) % (VOCABULARY - 2) + document % 2, [30])
+        builder.finalize(f"{folder}/text.idx")

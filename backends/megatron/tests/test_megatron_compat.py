@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import MODELS, VOCABULARY, batches, optimizer_of, quiet
-from test_megatron_datasets import write
+from megatron_jobs import MODELS, VOCABULARY, batches, optimizer_of, quiet, write_indexed_text
 
 from accel_testing import run_processes
 
@@ -183,7 +182,7 @@ def over_indexed_files(folder: str) -> tuple[list[float], int]:
     from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 
     if accelerator.is_main_process:
-        write(folder)
+        write_indexed_text(folder)
     accelerator.wait_for_everyone()
     megatron_dataloader = MegatronLMDummyDataLoader(
         data_path=f"{folder}/text",

@@ -7,20 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import MODELS, VOCABULARY, accelerator, quiet
+from megatron_jobs import MODELS, VOCABULARY, accelerator, write_indexed_text
 
 from accel_core import AccelError, ConfigError, DataLoaderConfiguration
 from accel_testing import run_processes
-
-
-def write(folder: str) -> None:
-    with quiet():
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-        builder = IndexedDatasetBuilder(f"{folder}/text.bin")
-        for document in range(40):
-            builder.add_document(torch.arange(30) % (VOCABULARY - 2) + document % 2, [30])
-        builder.finalize(f"{folder}/text.idx")
 
 
 def trained(folder: str) -> tuple[list[int], list[int], list[float]]:
@@ -28,7 +18,7 @@ def trained(folder: str) -> tuple[list[int], list[int], list[float]]:
 
     ours = accelerator(tp_degree=2, num_micro_batches=2)
     if ours.is_main_process:
-        write(folder)
+        write_indexed_text(folder)
     ours.wait_for_everyone()
     train, valid, test = indexed_datasets(
         f"{folder}/text",
@@ -90,7 +80,7 @@ def loaded(folder: str, provided: bool) -> tuple[list[int], list[Any], list[Any]
     about: dict[str, Any] = {}
     if not provided:
         if ours.is_main_process:
-            write(folder)
+            write_indexed_text(folder)
         ours.wait_for_everyone()
         about = {"data_path": f"{folder}/text", "seq_length": 12, "vocab_size": VOCABULARY}
         about |= {"eod": VOCABULARY - 1, "split": "60,40,0", "path_to_cache": f"{folder}/cache"}
