@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         RunConfig,
         TorchDynamoPlugin,
     )
-    from accel_core.contract.hooks import Job, StepOutput, implements
+    from accel_core.contract.hooks import implements
+    from accel_core.contract.job import Job
     from accel_core.contract.mesh import Mesh, MeshDim, arrange
     from accel_core.contract.options import option
     from accel_core.contract.state import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
         leaf_of,
         whole,
     )
-    from accel_core.contract.unit import Unit, Window
+    from accel_core.contract.unit import StepOutput, Unit, Window
     from accel_core.contract.world import Collectives, Topology, World
     from accel_core.data.loader import PreparedLoader
     from accel_core.data.skipping import skip_first_batches
@@ -82,11 +83,12 @@ _HOMES = {
         "InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration Proposal RunConfig "
         "TorchDynamoPlugin"
     ),
-    "contract.hooks": "Job StepOutput implements",
+    "contract.hooks": "implements",
+    "contract.job": "Job",
     "contract.mesh": "Mesh MeshDim arrange",
     "contract.options": "option",
     "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
-    "contract.unit": "Unit Window",
+    "contract.unit": "StepOutput Unit Window",
     "contract.world": "Collectives Topology World",
     "data.loader": "PreparedLoader",
     "data.skipping": "skip_first_batches",

@@ -18,15 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = Path("accel_core/contract/hooks.py")
-KINDS = {
-    "owner": "owner",
-    "owner_per_step": "owner, per step",
-    "everyone": "everyone",
-    "everyone_per_step": "everyone, per step",
-    "wrapper": "wrapper",
-    "wrapper_per_step": "wrapper, per step",
-    "observer": "everyone, trackers too",
-}
+MARK = re.compile(r"spec\('(\w+)'(, per_step=True)?\)")
 DIFF = re.compile(r"(?<=\n```diff\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -72,13 +64,15 @@ def _entry(node: ast.stmt, source: str) -> Iterator[str]:
         yield from (f"## {title[0].upper()}{title[1:]}", "")
     if not isinstance(node, ast.FunctionDef):
         return
-    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    kind = next((KINDS[name] for each in decorators if (name := each.partition("(")[0]) in KINDS), None)
-    if kind is None:
+    marks = [mark for decorator in node.decorator_list if (mark := MARK.match(ast.unparse(decorator)))]
+    if not marks:
         return
-    refined = "".join(re.findall(r"wrapper\('(\w+)'\)", " ".join(decorators)))
+    kind = marks[0][1].replace("observer", "everyone, trackers too")
+    per_step = ", per step" if marks[0][2] else ""
+    refined = next((argument.arg for argument in node.args.args if argument.arg != "unit"), "")
+    of_what = f" of `{refined}`" if kind == "wrapper" else ""
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    yield from (f"### {node.name}", "", f"*{kind}{f' of `{refined}`' if refined else ''}*", "")
+    yield from (f"### {node.name}", "", f"*{kind}{per_step}{of_what}*", "")
     yield from ("```text", f"{node.name}({ast.unparse(node.args)}){result}", "```", "")
     yield from (ast.get_docstring(node) or "", "")
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.config import AutocastKwargs
-    from accel_core.contract.hooks import StepOutput
-    from accel_core.contract.unit import Unit, Window
+    from accel_core.contract.unit import StepOutput, Unit, Window
     from accel_core.runtime.run import Run
 
 __all__ = ["Training"]

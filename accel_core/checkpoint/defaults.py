@@ -112,10 +112,6 @@ class BaseState:
     def snapshot_safe(self, unit: Unit) -> bool:
         return True
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
-        return None
-
     @implements(hooks.full_parameters)
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool

@@ -36,6 +36,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",
     "several_optimizers": "a model may have several optimizers",
     "whole_weights": "each rank holds whole parameters",
+    "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
 }
 """The closed vocabulary of `offers` and `needs`: word -> what a plugin that offers it promises."""
 

@@ -1,23 +1,22 @@
 # mypy: disable-error-code="empty-body"
 """The contract between core and plugins: every hook, in the order in which a run meets them.
 
-Kinds, stated by the decorator of each spec:
+Each hook has a kind:
 
-* `owner`: exactly one plugin does it, the topmost in layer order that implements it. Resolved
-  once; its return value, None included, never decides who answers. Who wants the others' answer
-  asks `self.below`, the same hooks resolved for the layers under the plugin.
-* `everyone`: all plugins that implement it, bottom layer first. The return type says how answers
-  combine: a Mapping merges (two answers for one key are an error), a Sequence concatenates,
-  contexts and factories of contexts are entered bottom up, anything else must agree. None is no
-  answer.
-* `wrapper`: refines the argument named by the spec, inside out, and returns it.
+* `owner`: exactly one plugin does it, the topmost in layer order that implements it. Core resolves the
+  owner once; the returned value, None included, never decides which plugin answers. To call the next
+  implementation down, a plugin uses `self.below`: the same hooks resolved for the layers under it.
+* `everyone`: all plugins that implement it, bottom layer first. The return type says how answers combine:
+  a Mapping merges (two answers for one key are an error), a Sequence concatenates, contexts and factories
+  of contexts are entered bottom up, anything else must agree. None is not an answer.
+* `wrapper`: each plugin refines the first parameter after `unit`, bottom layer innermost, and returns it.
 
 Layers, bottom to top: base (core's defaults) < device < precision < strategy < extension, by slot.
 Trackers implement observers only, extensions no owner hook.
 
-Specs and implementations take plain parameters: no `*`, no defaults, no `**kwargs`. An
-implementation may leave out parameters it does not need; new ones are only ever added. Per-step
-hooks are bound once a unit, when it is prepared; no plugin manager stands in the way of a step.
+Hooks and implementations take plain parameters: no `*`, no defaults, no `**kwargs`. An implementation may
+leave out parameters that it does not need; later versions only add parameters. Per-step hooks are bound
+once per unit, when it is prepared, so a step calls the plugin's method directly.
 
 The order of a step (only core counts; a window is the micro-batches of one optimizer step):
 
@@ -31,10 +30,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import pluggy
-from attrs import field, frozen
+from accel_core.contract.spec import implements as implements  # noqa: PLC0414  beside the hooks, for plugins
+from accel_core.contract.spec import spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,339 +44,253 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.config import InitProcessGroupKwargs, RunConfig
+    from accel_core.contract.job import Job
     from accel_core.contract.mesh import Mesh, MeshDim
     from accel_core.contract.state import Entry, Json, Leaf, OptimizerState, TensorTemplate
-    from accel_core.contract.unit import Unit
+    from accel_core.contract.unit import StepOutput, Unit
     from accel_core.contract.world import Collectives, Topology, World
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
-
-Kind = Literal["owner", "everyone", "wrapper"]
 Point = Literal["batch", "backward", "step", "host_read", "state"]
-
-_spec_marker = pluggy.HookspecMarker("accel_core")
-_impl_marker = pluggy.HookimplMarker("accel_core")
-
-
-@frozen
-class Spec:
-    """What a decorator below says of a hook; found on the function as `accel_spec`."""
-
-    kind: Kind
-    per_step: bool
-    refines: str | None = None
-    observer: bool = False
-
-
-def owner(function: F) -> F:
-    """Exactly one plugin does it."""
-    return _declare(function, Spec("owner", per_step=False))
-
-
-def owner_per_step(function: F) -> F:
-    """Exactly one plugin does it, bound per unit and called each step."""
-    return _declare(function, Spec("owner", per_step=True))
-
-
-def everyone(function: F) -> F:
-    """All plugins that implement it, bottom layer first."""
-    return _declare(function, Spec("everyone", per_step=False))
-
-
-def everyone_per_step(function: F) -> F:
-    """All plugins that implement it, bound per unit and called each step."""
-    return _declare(function, Spec("everyone", per_step=True))
-
-
-def wrapper(argument: str) -> Callable[[F], F]:
-    """All plugins that implement it refine `argument`, bottom layer innermost, and return it."""
-    return lambda function: _declare(function, Spec("wrapper", per_step=False, refines=argument))
-
-
-def wrapper_per_step(argument: str) -> Callable[[F], F]:
-    """As `wrapper`, called each step."""
-    return lambda function: _declare(function, Spec("wrapper", per_step=True, refines=argument))
-
-
-def observer(function: F) -> F:
-    """All plugins that implement it, trackers included."""
-    return _declare(function, Spec("everyone", per_step=False, observer=True))
-
-
-def _declare(function: F, spec: Spec) -> F:
-    function.accel_spec = spec  # type: ignore[attr-defined]
-    return _spec_marker(function)
-
-
-def implements(
-    spec: Callable[P, R],
-) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """Mark a method as the implementation of `spec`: `@implements(hooks.wrap_model)`.
-
-    A type checker then compares name, parameters and types with the spec. At run time an
-    implementation may have fewer parameters than the spec.
-    """
-
-    def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        return _impl_marker(specname=spec.__name__)(method)
-
-    return mark
-
 
 # -- before torch: implemented by the card's `launch` class or by a launcher --------------------
 
 
-@frozen(kw_only=True)
-class Job:
-    """What a launcher starts. Picklable."""
-
-    argv: tuple[str, ...]
-    """The command of one worker, interpreter included."""
-    nodes: int = 1
-    node_rank: int = 0
-    processes_per_node: int = 1
-    rendezvous: str | None = None
-    """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken)."""
-    max_restarts: int = 0
-    min_nodes: int | None = None
-    """With how many nodes to start, or go on where some are lost; None: with all."""
-    environment: Mapping[str, str] = field(factory=dict)
-    """What each worker gets on top of this process's environment."""
-
-
-@everyone
+@spec("everyone")
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Variables that vendor libraries read when they are imported.
+    """Variables that vendor libraries read when they are imported. Must not import torch.
 
-    Called in the launcher, and by the run before vendor imports (so that plain python and torchrun
-    get them too). An unset variable is set; one that the user set otherwise is kept, and said.
-    `world` is a guess in the launcher. Must not import torch.
+    Called in the launcher, where `world` is a guess, and by the run before vendor imports, so that plain
+    python and torchrun get them too. Core sets unset variables; a user's own value stays, and core says so.
     """
 
 
-@owner
+@spec("owner")
 def visible_devices(config: RunConfig) -> tuple[str, int]:
-    """(variable that masks devices, how many this machine has). Launcher; must not import torch."""
+    """Name of the variable that masks devices, and their number on this machine. Must not import torch."""
 
 
-@owner
+@spec("owner")
 def launch(job: Job) -> int:
-    """Start the job's workers on this node, wait, and return the exit code.
+    """Start the job's workers on this node, wait, and return the exit code. Launcher slot only.
 
-    Launcher slot only. Reports the first failing rank once; leaves no orphan behind on SIGINT or
-    SIGTERM. Raises LaunchError where the workers cannot be started.
+    Reports the first failing rank once; ends all workers on SIGINT and SIGTERM. Raises LaunchError.
     """
 
 
-@owner
+@spec("owner")
 def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
-    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
+    """Run `function(*args)` in `job.processes_per_node` workers of this machine. Launcher slot only.
 
-    Launcher slot only. Returns what each rank returned, in rank order; raises LaunchError with the
-    first failing rank's traceback.
+    Returns each rank's value, in rank order; raises LaunchError with the first failing rank's traceback.
     """
 
 
-# -- set-up: once a run, all ranks ---------------------------------------------------------------
+# -- set-up: once per run, all ranks -------------------------------------------------------------
 
 
-@owner
+@spec("owner")
 def select_device(world: World) -> torch.device:
-    """The device of this process, made current. Raises where `local_rank` has none.
+    """The device of this process, made current. Raises if there is none for `local_rank`.
 
     base: the card's torch device type, index `local_rank`.
     """
 
 
-@owner
+@spec("owner")
 def seed(seed: int, topology: Topology) -> None:
     """Seed python's, numpy's, torch's and the device's generators of this process."""
 
 
-@owner
+@spec("owner")
 def capabilities(device: torch.device) -> frozenset[str]:
-    """What this very chip can do, in capability words. The card's `offers` is the upper bound."""
+    """Capability words of this very chip under this stack. The card's `offers` is the upper bound.
+
+    A strategy narrows the device's answer: `self.below.capabilities(device) - {"fp16"}`. A plugin of the
+    stack that needs a missing word is refused, in the name of the layer that took it away.
+    """
 
 
-@owner
+@spec("owner")
 def communication_backend(device: torch.device) -> Mapping[str, str]:
     """Torch device type -> name of the torch.distributed backend. Core adds one for the CPU."""
 
 
-@owner
+@spec("owner")
 def init_process_group(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
     """Make the default process group; True if this call did. Collective, worlds of two and more.
 
-    Never called where a group exists: core adopts that one. base: torch's rendezvous, under a store
-    prefix of its own per restart attempt and per group made in this process.
+    Not called if a group exists: core adopts that one. base: torch's rendezvous, under a store prefix of
+    its own per restart attempt and per group made in this process.
     """
 
 
-@owner
+@spec("owner")
 def destroy_process_group() -> None:
     """Undo `init_process_group`, after the last run of the process that uses the group."""
 
 
-@everyone
+@spec("everyone")
 def mesh_dims(config: RunConfig, world: World) -> Sequence[MeshDim]:
     """Dimensions that this plugin divides the ranks along. The same on all ranks."""
 
 
-@owner
+@spec("owner")
 def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
-    """The mesh of the dimensions declared by all. Collective.
+    """The mesh of the dimensions that all plugins declare. Collective.
 
-    base: None where nobody declares any, and in a world of one (sizes that do not fit it are refused);
-    else torch's `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives.
-    Who drives several devices from a process arranges them over those.
+    base: None without dimensions and in a world of one (sizes that do not fit it are refused); else torch's
+    `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives. A plugin that drives
+    several devices per process builds the mesh over those devices.
     """
 
 
-@owner
+@spec("owner")
 def data_topology(mesh: Mesh | None, world: World) -> Topology:
-    """Who reads which data and reduces which loss. base: `mesh.topology()`; without one, every rank reads."""
+    """Division of data and losses over ranks. base: `mesh.topology()`; without a mesh every rank reads."""
 
 
-@owner
+@spec("owner")
 def collectives(dim: str) -> Collectives:
-    """Collectives over `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of
-    the run's mesh, or several of them joined by "+", outermost first.
+    """Collectives over `dim`, with torch's process group in `group`. Cached by core per `dim`.
 
-    Cached by core, a dim. Called on all ranks in the same order.
+    `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of the run's mesh, or
+    several joined by "+", outermost first. Called on all ranks in the same order.
     """
 
 
 DUTIES: Final = ("precision", "accumulation", "clipping", "optimizer", "schedule", "placement", "data_order")
-"""What a plugin may take over from the run altogether."""
+"""Duties that a plugin may take over from the run altogether."""
 
 
-@everyone
+@spec("everyone")
 def owns(config: RunConfig) -> Sequence[str]:
     """The duties this plugin takes over with this config. Two claims of one in a unit are refused."""
 
 
-@observer
+@spec("observer")
 def refuse(config: RunConfig) -> Sequence[str]:
     """Reasons why this stack cannot run with this config, each saying what to change."""
 
 
-# -- prepare: once a unit, all ranks -------------------------------------------------------------
+# -- prepare: once per unit, all ranks -----------------------------------------------------------
 
 PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", "post")
 """Of `transform_model`, in order; `place_model` and `wrap_model` stand between the last two."""
 
 
-@owner
+@spec("owner")
 def kind_of(object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
-    """What an object given to `prepare` is; ask `below` for what you do not know. None is an error.
+    """Kind of an object given to `prepare`; ask `below` about unknown ones. None is an error.
 
     base: torch's Module, Optimizer, LRScheduler and ReduceLROnPlateau, DataLoader.
     """
 
 
-@everyone
+@spec("everyone")
 def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[str]:
-    """Reasons why the unit cannot take in these objects, each saying what to change.
+    """Reasons why the unit, which may be new and empty, cannot take in these objects.
 
-    Asked of all that one `prepare` was given before anything is changed. The unit may be new and empty.
+    Asked about all objects of a `prepare` before anything is changed; each reason says what to change.
     """
 
 
-@everyone
+@spec("everyone")
 def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
-    """Where the user builds models that are too large to be built whole: on the meta device, in parts.
+    """A context for building models that are too large to be built whole: on the meta device, in parts.
 
-    Entered by `accelerator.model_init_context`, before the unit (whose name is None, if not yet known) is
-    prepared, on all ranks; may be collective. What it leaves out, `wrap_model` has to make good.
+    Entered by `accelerator.model_init_context` before the unit (None: not named yet) is prepared, on all
+    ranks; may be collective. `wrap_model` fills in the weights that the context leaves out.
     """
 
 
-@wrapper("model")
+@spec("wrapper")
 def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-    """Change the model in one of `PHASES`, in place or by giving another; as it is in all others.
+    """Change the model in one of `PHASES`, in place or by returning another; return it as it is in others.
 
-    Called once a model and phase: with the user's model up to `compile`, on the device it comes from;
-    in `post` with what `wrap_model` returned. Optimizers of the same `prepare` are in the unit already.
-    Names are kept: tensors that are the same objects under other names keep those of the user's model,
-    and optimizers follow what is replaced under its name.
-    base compiles, as section `compile` says.
+    Called once per model and phase: with the user's model up to `compile`, on the device it comes from;
+    in `post` with the result of `wrap_model`. Optimizers of the same `prepare` are in the unit already.
+    Tensors that stay the same objects keep the names of the user's model, and optimizers follow a tensor
+    that is replaced under its name. base compiles, as section `compile` says.
     """
 
 
-@everyone
+@spec("everyone")
 def compile_options() -> Mapping[str, Any]:
-    """Arguments of `torch.compile` for what section `compile` leaves open; `backend` for backend `auto`."""
+    """Arguments of `torch.compile` that section `compile` leaves open; `backend` for backend `auto`."""
 
 
-@owner
+@spec("owner")
 def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
     """Move the model's parameters and buffers to the device. base: `model.to(device)`."""
 
 
-@owner
+@spec("owner")
 def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
     """The module the user trains with. base: the user's own object, unwrapped.
 
-    A strategy whose forward alone needs all ranks sets `unit.gathers`: then a rank that has more
-    batches than others is told, in evaluation too, instead of waiting for them.
+    A strategy whose forward alone needs all ranks sets `unit.gathers`: a rank that has more batches than
+    others then raises instead of waiting for them, in evaluation too.
     """
 
 
-@owner
+@spec("owner")
 def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
     """The optimizer that per-step hooks get. Its groups already hold the final parameters.
 
-    base: the user's own object. What the user gets from `prepare` is core's proxy around it.
-    The user's schedulers keep the optimizer that they were made with. An optimizer that replaces it shares
-    its `param_groups` list, so that a scheduler's new rate reaches both; `wrap_scheduler` serves all others.
+    base: the user's own object. Schedulers keep the optimizer that they were made with: one that replaces
+    it shares its `param_groups` list, so that a new rate reaches both, or `wrap_scheduler` replaces them.
     """
 
 
-@owner
+@spec("wrapper")
+def transform_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
+    """Wrap or change the optimizer that `wrap_optimizer` or `prepare_unit` made; once per optimizer.
+
+    A wrapper shares `param_groups` and `state` with the optimizer inside. Replacing an engine's optimizer
+    (`prepare_unit`) is an error.
+    """
+
+
+@spec("owner")
 def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
-    """What brings a prepared loader's batches to the device, instead of core.
+    """An iterable that brings a prepared loader's batches to the device, instead of core.
 
-    Called each time that such a loader is iterated, with this reader's batches on the host; only for
-    loaders with workers, as another thread may read on ahead of the user. The points in an attribute
-    `marks` of what it returns are left to it by `mark_step`. base: nobody; core moves batch by batch.
+    Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
+    leaves out the points in the iterable's attribute `marks`. base: nothing; core moves batch by batch.
     """
 
 
-@owner
+@spec("owner")
 def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
     """The user's module inside what `wrap_model` returned."""
 
 
-@owner
+@spec("owner")
 def wrap_scheduler(unit: Unit, scheduler: Any) -> Any:
     """The scheduler that is stepped, saved and restored. base: the user's own object."""
 
 
-@owner
+@spec("owner")
 def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
-    """The strategy's config with what is known only now filled in; kept as `unit.config`.
+    """The strategy's config with values known only now filled in; kept as `unit.config`.
 
-    Called in each `prepare` that adds to the unit, when its models, optimizers and schedulers are there,
+    Called in each `prepare` that adds to the unit, with its models, optimizers and schedulers there,
     untransformed. `loaders`: the dataloaders of this call. base: the config as it is.
     """
 
 
-@owner
+@spec("owner")
 def prepare_unit(unit: Unit, loaders: Sequence[Any]) -> None:
-    """Make one thing of all that the unit has, as engines do: in place of place, wrap_model, wrap_optimizer.
+    """Make an engine of all objects of the unit; replaces `place_model`, `wrap_model`, `wrap_optimizer`.
 
     Called in each `prepare` that adds to the unit, after the phases up to `compile`, with the user's
     objects, new ones last, in `unit.models`, `optimizers` (which hold the final parameters) and
-    `schedulers`. Afterwards `unit.wrapped` has an entry for each model; optimizers are replaced by those
-    that per-step hooks get. Who cannot take a late object raises, and says how to prepare in one call.
-    base: each object by its own hooks.
+    `schedulers`. Afterwards `unit.wrapped` has an entry per model; optimizers are replaced by those that
+    per-step hooks get. Raise for an object that comes too late. base: each object by its own hooks.
     """
 
 
-@everyone
+@spec("everyone")
 def release(unit: Unit) -> None:
     """Drop what binds the unit to devices and process groups. Also from `atexit`; must not raise."""
 
@@ -385,70 +298,67 @@ def release(unit: Unit) -> None:
 # -- each step, in this order --------------------------------------------------------------------
 
 
-@wrapper_per_step("batch")
+@spec("wrapper", per_step=True)
 def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
-    """What the user gets for this batch: a rank's part of it, padded, in types the device can hold.
+    """The batch as the user gets it: a rank's part of it, padded, in types the device can hold.
 
     Called for each batch of a prepared loader, after it was moved to the device, on the stream that
-    computes, by all ranks alike. `unit`: the run's, where it has just one.
+    computes, by all ranks alike. `unit`: the run's only one; None if it has several.
     """
 
 
-@everyone_per_step
+@spec("everyone", per_step=True)
 def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
-    """A context around forward and backward of one micro-batch, of which `batch` is the placed batch.
+    """A context around forward and backward of one micro-batch, with the placed batch.
 
     Entered where the batch is known: in `forward_backward`, evaluation included, and in
-    `accumulate(model, batch=...)`. Who depends on it must notice a forward without it, and say so.
+    `accumulate(model, batch=...)`. A plugin that relies on it must raise if a forward runs outside it.
     """
 
 
-@everyone
+@spec("everyone")
 def share_sequences(
     buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
 ) -> AbstractContextManager[Any] | None:
-    """A context in which each of these tensors is, in place, this rank's part along its dimension of `dims`.
+    """A context in which each tensor is, in place, this rank's part along its dimension of `dims`.
 
     Entered by `accelerator.maybe_context_parallel` around forward and backward of one micro-batch that no
-    loader has shared out. Afterwards the tensors are whole again, but for those in `kept`.
+    loader has split. Afterwards the tensors are whole again, except those in `kept`.
     """
 
 
-@everyone
+@spec("everyone")
 def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
     """A factory of the context around each forward of the unit's models, or None.
 
-    Called when the unit is bound; the factories are composed bottom up and entered each forward.
+    Called when the unit is bound; the factories are composed bottom up and entered in each forward.
     """
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def backward(unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
     """Compute gradients of `loss` (0-dim, already divided by the window's size).
 
-    `boundary`: the window's last. `options` go to torch: retain_graph, create_graph, inputs.
-    base: `loss.backward(**options)`.
+    `boundary`: whether this is the window's last micro-batch. `options` go to torch: retain_graph,
+    create_graph, inputs. base: `loss.backward(**options)`.
     """
 
 
-@owner_per_step
+@spec("wrapper", per_step=True)
+def transform_gradient(unit: Unit, gradient: Tensor, name: str) -> Tensor:
+    """Read or change a parameter's gradient of one micro-batch, before ranks reduce it.
+
+    Called once per backward, with the parameter's canonical name, under the loss scale. Needs a strategy
+    that offers `local_gradients`; any other is refused in `prepare`.
+    """
+
+
+@spec("owner", per_step=True)
 def no_sync(unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
     """A context for forward and backward in which `models` (wrapped) do not reduce gradients."""
 
 
-@frozen(kw_only=True)
-class StepOutput:
-    """What `forward_backward` gives: the mean loss of its micro-batches (0-dim, detached), or the sum of
-    losses that are sums over items, whether this rank has it (pipelines: the last stage), and what
-    `forward_loss` returned beside the loss.
-    """
-
-    loss: Tensor
-    valid: bool = True
-    outputs: tuple[Any, ...] = ()
-
-
-@owner_per_step
+@spec("owner", per_step=True)
 def forward_backward(
     unit: Unit,
     batches: Iterator[Any],
@@ -456,210 +366,210 @@ def forward_backward(
     microbatches: int | None,
     forward_only: bool,
 ) -> StepOutput:
-    """Forward and backward of one window of `microbatches` batches; None: of `unit.window.size`, unless the
-    strategy has an option of its own.
+    """Forward and backward of one window of `microbatches` batches. base: the plain loop.
 
-    The only form for units whose strategy owns the schedule, which takes `unit.whole_window`. Losses are
-    divided by `unit.window.divisor`: 1 where they are sums over items. base: the plain loop.
+    None means `unit.window.size`, or an option of the strategy. A strategy that owns the schedule trains by
+    this hook only, and takes `unit.whole_window`. Losses are divided by `unit.window.divisor`.
     """
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
-    """Reduce what backward left unreduced. Once a window, at the boundary, before unscale and clip.
+    """Reduce what backward left unreduced. Once per window, at the boundary, before unscale and clip.
 
-    `num_items`: None where losses are means; where they are sums over items, the items of the whole
-    window on all ranks with a loss of their own (0-dim, float32). Gradients averaged over those are then
-    multiplied by `topology.losses` / num_items, as base does: who averages passes it on to `below`.
+    `num_items`: None if losses are means. If they are sums over items: the items of the whole window on all
+    ranks with a loss of their own (0-dim, float32). base multiplies averaged gradients by
+    `topology.losses` / num_items; a strategy that averages passes the argument on to `below`.
     """
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def unscale(unit: Unit, optimizer: Optimizer) -> None:
-    """Divide the optimizer's gradients by the loss scale. Core calls it once a window at most."""
+    """Divide the optimizer's gradients by the loss scale. Called at most once per window."""
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def clip_grad_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Clip to exactly this `max_norm`, or raise. Gives the total norm before clipping (0-dim)."""
+    """Clip to exactly this `max_norm`, or raise. Returns the total norm before clipping (0-dim)."""
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def clip_grad_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
     """Clamp each gradient to [-value, value], or raise."""
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def optimizer_step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer; False if the step was skipped (overflow under a loss scale)."""
 
 
-@everyone_per_step
+@spec("everyone", per_step=True)
 def after_step(unit: Unit, optimizer: Optimizer, applied: bool) -> None:
-    """After each optimizer step of the unit, once an optimizer."""
+    """Follow an optimizer step of the unit; called once per optimizer."""
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
     """Clear the optimizer's gradients, at the end of a window only."""
 
 
-@owner
+@spec("owner")
 def grad_scaler(unit: Unit) -> GradScaler | None:
     """The unit's loss scaler, or None. Called once, when the unit is bound."""
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def mark_step(point: Point) -> None:
-    """The device may cut its lazily recorded graph here. The one per-step hook without a unit.
+    """Cut the device's lazily recorded graph here, if it has one. The one per-step hook without a unit.
 
     Called after a batch is placed (batch), after backward, after an optimizer step (step), before
     core reads a tensor on the host (host_read), and before state is read (state).
     """
 
 
-@owner
+@spec("owner")
 def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-    """A context in which ranks may run out of batches at different times. Raises where it cannot."""
+    """A context in which ranks may run out of batches at different times. Raises if unsupported."""
 
 
-@owner
+@spec("owner")
 def average_parameters(unit: Unit) -> None:
     """Set the unit's trainable parameters to their mean over the topology's `loss_dim`. Collective.
 
-    For `LocalSGD`, between steps. base: one all_reduce a dtype. Who holds no whole weights raises.
+    For `LocalSGD`, between steps. base: one all_reduce per dtype. A strategy without whole weights raises.
     """
 
 
 # -- state ---------------------------------------------------------------------------------------
 
 
-@owner
+@spec("owner")
 def model_state(unit: Unit) -> Mapping[str, Leaf]:
     """Canonical parameter or persistent buffer name -> leaf, its tensors views of the live storage.
 
-    Every name on every rank: a leaf without shards where the tensor lives elsewhere. The weight is the
+    Every name on every rank: a leaf without shards if the tensor lives elsewhere. The weight is the
     most precise copy there is. Tied weights appear once (`unit.aliases`).
     """
 
 
-@owner
+@spec("owner")
 def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
     """The optimizer's state by canonical parameter name.
 
-    A rank that holds no part of a parameter's state offers a leaf without shards for it, whose `replicated`
-    equals that of the ranks that do.
+    A rank without a part of a parameter's state offers a leaf without shards, `replicated` as elsewhere.
     """
 
 
-@owner
+@spec("owner")
 def refuse_optimizer_state(
     unit: Unit,
     optimizer: Optimizer,
     template: Mapping[str, Mapping[str, TensorTemplate]],
     plain: Mapping[str, Mapping[str, Json]],
 ) -> Sequence[str]:
-    """Reasons why `materialize_optimizer_state` could not take this state, each in words for the user.
+    """Reasons why `materialize_optimizer_state` could not take this state, in words for the user.
 
-    Asked on every rank before a load touches anything; not collective. Arguments as there. A parameter
-    that the checkpoint does not know is in neither: under `strict=False`, and where it was never stepped.
-    Who steps several parameters as one completes such a parameter, or refuses. base: none.
+    Asked on every rank before a load touches anything; not collective. A parameter that the checkpoint
+    does not know, or that was never stepped, is in neither argument; a strategy that steps several
+    parameters as one completes such a parameter, or refuses. base: none.
     """
 
 
-@owner
+@spec("owner")
 def materialize_optimizer_state(
     unit: Unit,
     optimizer: Optimizer,
     template: Mapping[str, Mapping[str, TensorTemplate]],
     plain: Mapping[str, Mapping[str, Json]],
 ) -> None:
-    """Allocate state that does not exist yet, and take back what is no tensor: name -> key -> which.
+    """Allocate state that does not exist yet, and take back values that are not tensors, by name and key.
 
-    Afterwards `optimizer_state` must offer all of the template's leaves, without shards where other ranks
-    hold the state; core copies into this rank's shards.
+    Afterwards `optimizer_state` must offer all of the template's leaves, without shards for state that
+    other ranks hold; core copies into this rank's shards.
     """
 
 
-@owner
+@spec("owner")
 def snapshot_safe(unit: Unit) -> bool:
     """Whether the tensors of the unit's leaves can be copied now, to be written while training goes on.
 
-    Asked before a save that does not wait; where not (state that is on its way to another storage),
-    that save is refused. base: True.
+    Asked before a save that does not wait; False refuses it. base: True.
     """
 
 
-@owner
+@spec("everyone")
 def state_loaded(unit: Unit) -> None:
-    """Weights and optimizer state were overwritten in place: refresh masters, scales, graphs."""
+    """Refresh masters, scales and graphs: weights and optimizer state were overwritten in place.
+
+    Called on each plugin after the unit's weights and optimizers are loaded, before `load_state`.
+    """
 
 
-@everyone
+@spec("everyone")
 def save_state(unit: Unit) -> Mapping[str, Entry]:
     """What the plugin itself must remember (scales, counters; never weights). Kept under its name."""
 
 
-@everyone
+@spec("everyone")
 def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
     """Take back what this plugin's `save_state` gave."""
 
 
-@everyone
+@spec("everyone")
 def rng_state() -> Mapping[str, Tensor]:
     """Generator stream -> its state, a uint8 CPU tensor. Streams: python, numpy, torch, devices."""
 
 
-@everyone
+@spec("everyone")
 def set_rng_state(streams: Mapping[str, Tensor]) -> None:
     """Restore the streams that this plugin's `rng_state` names; raise for one that cannot be."""
 
 
-@owner
+@spec("owner")
 def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> AbstractContextManager[Any]:
     """A context in which the parameters of these canonical names are whole, in the user's own modules.
 
-    Collective. `writeback`: what is written to them inside is kept. base: they are whole already.
+    Collective. `writeback`: keep changes made to them inside. base: they are whole already.
     """
 
 
-@owner
+@spec("owner")
 def iter_weights(
     unit: Unit, dtype: torch.dtype | None, to: torch.device | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Canonical name -> whole parameter or persistent buffer, one after the other, tied weights once.
 
     Collective: all ranks read it to its end. Holds a few weights at a time, never the model. `dtype`: of
-    floating-point ones. `to`: a device; None: where it costs least. base: the model's own tensors.
+    floating-point ones. `to`: a device; None: the cheapest one. base: the model's own tensors.
     """
 
 
 # -- device services -----------------------------------------------------------------------------
 
 
-@owner
+@spec("owner")
 def synchronize(device: torch.device) -> None:
     """Wait for all work on the device."""
 
 
-@owner
+@spec("owner")
 def memory_stats(device: torch.device) -> Mapping[str, int]:
     """Bytes: allocated, reserved, peak, total. Keys that cannot be known are left out."""
 
 
-@owner
+@spec("owner")
 def empty_cache() -> None:
     """Give unused cached device memory back."""
 
 
-@owner
+@spec("owner")
 def set_affinity(world: World) -> None:
     """Pin this process to the CPUs nearest its device."""
 
 
-@owner
+@spec("owner")
 def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
     """The same nested structure with its tensors on the device."""
 
@@ -667,50 +577,50 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
 # -- observers and helpers -----------------------------------------------------------------------
 
 
-@observer
+@spec("observer")
 def run_started(run_id: str, config: RunConfig) -> None:
-    """The run is up on this rank."""
+    """Note that the run is up on this rank."""
 
 
-@observer
+@spec("observer")
 def checkpoint_committed(folder: Path, step: int | None) -> None:
-    """A save has become the checkpoint `folder`. Every rank, main thread.
+    """Note that a save has become the checkpoint `folder`. Every rank, main thread.
 
-    After a save that waits, at once; else when the rank next saves, waits for the checkpoint, or ends.
+    At once after a save that waits; else when the rank next saves, waits for the checkpoint, or ends.
     """
 
 
-@observer
+@spec("observer")
 def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """`init_trackers` was called: open the project, and note `config` (nested; any values, None too).
+    """Open the project for `init_trackers`, and note `config` (nested; any values, None too).
 
-    This and `log` are called on the main process, and on all ranks of a plugin whose attribute
-    `main_process_only` is False. `options`: what `init_kwargs` holds under the plugin's name.
+    This hook and `log` are called on the main process, and on all ranks for a plugin whose attribute
+    `main_process_only` is False. `options`: the entry of `init_kwargs` under the plugin's name.
     """
 
 
-@observer
+@spec("observer")
 def log(values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-    """`accelerator.log` was called, after `tracking_started`. Raise for what cannot be logged.
+    """Log for `accelerator.log`, after `tracking_started`. Raise for values that cannot be logged.
 
-    `values`: mappings may be nested; tensors of one element have become numbers. `options`: what
-    `log_kwargs` holds under the plugin's name.
+    `values`: mappings may be nested; tensors of one element have become numbers. `options`: the entry of
+    `log_kwargs` under the plugin's name.
     """
 
 
-@observer
+@spec("observer")
 def run_ended() -> None:
-    """`end_training` was called, or the process exits."""
+    """Close what is open: `end_training` was called, or the process exits."""
 
 
-@everyone
+@spec("everyone")
 def environment_report() -> Mapping[str, str]:
     """Lines for `accel env`: what -> found. Called in any process; must not raise."""
 
 
-@everyone
+@spec("everyone")
 def profiler_activities() -> Sequence[str]:
-    """What `accelerator.profile()` records unless told: names of torch.profiler's activities.
+    """Names of torch.profiler's activities that `accelerator.profile()` records by default.
 
-    base: the CPU, and the run's device where torch's profiler knows it.
+    base: the CPU, and the run's device if torch's profiler knows it.
     """

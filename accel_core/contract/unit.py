@@ -6,7 +6,7 @@ import re
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from accel_core.errors import AccelError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_core.contract.world import Collectives, Topology, World
     from accel_core.errors import CollectiveError
 
-__all__ = ["Unit", "UnitRun", "Window", "own_name"]
+__all__ = ["StepOutput", "Unit", "UnitRun", "Window", "own_name"]
 
 _WRAPPERS: Final = {
     "_orig_mod": "torch._dynamo.",
@@ -170,6 +170,20 @@ class Window:
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
+
+
+@frozen(kw_only=True)
+class StepOutput:
+    """Result of `forward_backward`.
+
+    loss: mean loss of the micro-batches, or their sum if losses are sums over items (0-dim, detached).
+    valid: whether this rank has the loss (pipelines: the last stage).
+    outputs: what `forward_loss` returned beside each loss.
+    """
+
+    loss: Tensor
+    valid: bool = True
+    outputs: tuple[Any, ...] = ()
 
 
 class UnitRun(Protocol):

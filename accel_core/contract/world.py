@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
 __all__ = ["DOING", "Collectives", "Topology", "World", "refuse_lonely_tasks"]
@@ -166,6 +167,13 @@ class Collectives(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Torch's process group of these ranks, for libraries that take one.
+
+        None: a rank alone, or collectives of a library of their own.
+        """
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
         """Reduce in place over the group; `operation` is sum, mean, min or max."""

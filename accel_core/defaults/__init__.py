@@ -27,7 +27,7 @@ SINGLE = Card(
     summary="One process, the model as it is.",
     api_version=API_VERSION,
     distributed_type="NO",
-    offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights"},
+    offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"},
     implementation="accel_core.defaults.strategy:Single",
 )
 FP32 = Card(

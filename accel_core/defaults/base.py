@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.contract import hooks
-from accel_core.contract.hooks import StepOutput, implements
+from accel_core.contract.hooks import implements
 from accel_core.contract.mesh import Mesh, arrange
+from accel_core.contract.unit import StepOutput
 from accel_core.contract.world import Collectives, Topology
 from accel_core.defaults.device import local_device
 from accel_core.distributed import process_group

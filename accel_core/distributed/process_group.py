@@ -264,6 +264,7 @@ class Alone:
 
     rank = 0
     size = 1
+    group = None
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
         return tensor

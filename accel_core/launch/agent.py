@@ -33,7 +33,7 @@ from accel_core.launch.worker import mark_of
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
-    from accel_core.contract.hooks import Job
+    from accel_core.contract.job import Job
 
 __all__ = ["Agent", "Gathering", "Meeting", "meet"]
 

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from accel_core.config.resolve import HANDOVER_VARIABLE
 from accel_core.contract import hooks
-from accel_core.contract.hooks import Job, implements
+from accel_core.contract.hooks import implements
+from accel_core.contract.job import Job
 from accel_core.contract.world import refuse_lonely_tasks
 from accel_core.errors import LaunchError
 from accel_core.launch.rendezvous import interface_towards, meeting_point

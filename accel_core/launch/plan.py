@@ -23,7 +23,7 @@ from attrs import frozen
 from accel_core.config.idle import auto_may_take, idle_options, unused_sections
 from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import Problem
-from accel_core.contract.hooks import Job
+from accel_core.contract.job import Job
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from accel_core.contract.config import host_and_port
-from accel_core.contract.hooks import Job
+from accel_core.contract.job import Job
 from accel_core.errors import LaunchError
 
 __all__ = ["address_towards", "interface_towards", "meeting_point", "require_place"]

@@ -18,7 +18,7 @@ import pluggy
 from attrs import frozen
 
 from accel_core.contract import hooks as hookspecs
-from accel_core.contract.hooks import Spec
+from accel_core.contract.spec import Spec
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 from accel_core.plugins.combining import ANSWERS, Implementation, wrap

@@ -12,7 +12,7 @@ from accel_core.contract.stack import Chosen
 from accel_core.contract.suggest import did_you_mean
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins.binding import Binder, Hooks, Registered
+from accel_core.plugins.binding import LAYERS, Binder, Hooks, Registered
 from accel_core.plugins.discovery import discover, environment_of, implementation, load
 
 if TYPE_CHECKING:
@@ -182,17 +182,25 @@ def check_refusals(run: Run) -> None:
         )
 
 
-def check_device(run: Run) -> None:
-    """Raises ConfigError: a plugin of the stack, or `rng_types`, needs what this very device has not."""
-    able = run.hooks.capabilities(run.device)
-    device_words = run.stack.device.card.offers
+def check_capabilities(run: Run, hooks: Hooks, strategy: str) -> None:
+    """Raises ConfigError: a plugin of the stack needs what this device, or this strategy on it, cannot do."""
+    able = hooks.capabilities(run.device)
+    on_the_device = hooks.under(LAYERS["strategy"]).capabilities(run.device)
     for chosen in run.stack.members():
-        lacking = (chosen.card.needs & device_words) - able
+        lacking = (chosen.card.needs & run.stack.device.card.offers) - able
         if lacking:
+            by_strategy = lacking <= on_the_device
+            culprit = f"strategy {strategy!r}" if by_strategy else str(run.device)
             raise ConfigError(
                 f"{chosen.record.slot} {chosen.name} ({chosen.why}) needs {', '.join(sorted(lacking))},"
-                f" which {run.device} cannot do\nchoose another {chosen.record.slot}, or another device"
+                f" which {culprit} cannot do\nchoose another {chosen.record.slot},"
+                f" or another {'strategy' if by_strategy else 'device'}"
             )
+
+
+def check_device(run: Run) -> None:
+    """Raises ConfigError: a plugin of the stack, or `rng_types`, needs what this very device has not."""
+    check_capabilities(run, run.hooks, run.stack.default)
     for stream in run.config.rng_types:
         if stream != "generator" and stream not in (streams := run.hooks.rng_state()):
             known = ["generator", *sorted(streams)]

@@ -29,6 +29,7 @@ from accel_core.plugins.discovery import discover
 from accel_core.runtime.assembly import (
     Assembly,
     apply_launch_environment,
+    check_capabilities,
     check_device,
     check_refusals,
     restore_environment,
@@ -207,6 +208,8 @@ class Run:
             raise ConfigError(f"this run already has a unit {name!r}\ngive the new one another name")
         hooks = self._assembly.hooks_of(alias)
         self._assembly.check_duties(hooks)
+        if alias != self.stack.default:
+            check_capabilities(self, hooks, alias)
         plugin = self.plugins[alias]
         window = Window(self.accumulation_steps)
         return Unit(

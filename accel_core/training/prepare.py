@@ -18,6 +18,7 @@ from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.binding import LAYERS
 from accel_core.training.autocast import attach
 from accel_core.training.compile import inside
+from accel_core.training.gradients import attach_gradient_transforms
 from accel_core.training.pairing import check_schedulers, paired
 from accel_core.training.prior_state import carry
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
@@ -161,9 +162,10 @@ def _build(
             _add_models(run, unit, first, placed)
         for optimizer in group.optimizers:
             _follow(run, unit, optimizer, carried.get(optimizer))
-            unit.optimizers[unit.optimizers.index(optimizer)] = hooks.wrap_optimizer(unit, optimizer)
-    made = unit.optimizers[len(unit.optimizers) - len(group.optimizers) :]
-    for optimizer, inner in zip(group.optimizers, made, strict=True):
+            made = hooks.transform_optimizer(unit, hooks.wrap_optimizer(unit, optimizer))
+            unit.optimizers[unit.optimizers.index(optimizer)] = made
+    inners = unit.optimizers[len(unit.optimizers) - len(group.optimizers) :]
+    for optimizer, inner in zip(group.optimizers, inners, strict=True):
         run.optimizers.append((optimizer, PreparedOptimizer(inner, unit)))
     if unit not in run.units:
         run.units.append(unit)
@@ -200,9 +202,21 @@ def _build_whole(
     for optimizer in optimizers:
         _follow(run, unit, optimizer)
     unit.hooks.prepare_unit(unit, loaders)
+    _transform_engines(unit, unit.optimizers[len(unit.optimizers) - len(optimizers) :])
     for number, tensors in enumerate(before, first):
         _settle(run, unit, number, tensors)
     _name(run, unit, given)
+
+
+def _transform_engines(unit: Unit, optimizers: Sequence[Optimizer]) -> None:
+    """Raises AccelError: a plugin replaces an optimizer that the strategy's engine goes on stepping."""
+    for optimizer in optimizers:
+        if unit.hooks.transform_optimizer(unit, optimizer) is not optimizer:
+            plugins = " and ".join(one.plugin for one in unit.hooks.implementations("transform_optimizer"))
+            raise AccelError(
+                f"prepare: {plugins} would wrap the {type(optimizer).__name__}, which strategy"
+                f" {unit.strategy!r} steps itself\nleave {plugins} out, or choose another strategy"
+            )
 
 
 def _transformed(unit: Unit, model: nn.Module) -> nn.Module:
@@ -217,6 +231,7 @@ def _settle(run: Run, unit: Unit, number: int, before: Sequence[tuple[str, str, 
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.models[number] = inner = inside(hooks.unwrap_model(unit, wrapped, True))
     unit.renamed[inner] = {**_renamed(before, inner), **unit.renamed.get(inner, {})}
+    attach_gradient_transforms(unit, number)
     unit.stream = unit.stream or fork(run, unit)
     converted = run.device.type if run.config.autocast.outputs_to_fp32 else None
     detach = attach(inner, forward_context(unit, hooks.autocast(unit)), converted)

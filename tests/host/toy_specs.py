@@ -6,40 +6,40 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from accel_core.contract.hooks import everyone, everyone_per_step, observer, owner, owner_per_step, wrapper
+from accel_core.contract.spec import spec
 
 
-@owner
+@spec("owner")
 def decide(unit: str, options: Mapping[str, Any]) -> str | None: ...
 
 
-@owner_per_step
+@spec("owner", per_step=True)
 def backward(unit: str, loss: float, boundary: bool) -> None: ...
 
 
-@everyone
+@spec("everyone")
 def variables(unit: str) -> Mapping[str, Any]: ...
 
 
-@everyone
+@spec("everyone")
 def reasons(unit: str) -> Sequence[str]: ...
 
 
-@everyone
+@spec("everyone")
 def context(unit: str) -> AbstractContextManager[Any] | None: ...
 
 
-@everyone
+@spec("everyone")
 def factory(unit: str) -> Callable[[], AbstractContextManager[Any]] | None: ...
 
 
-@everyone_per_step
+@spec("everyone", per_step=True)
 def told(unit: str, applied: bool) -> None: ...
 
 
-@wrapper("model")
+@spec("wrapper")
 def refine(unit: str, model: str, phase: str) -> str: ...
 
 
-@observer
+@spec("observer")
 def log(values: Mapping[str, float]) -> None: ...

@@ -23,6 +23,8 @@ class XlaCollectives:
     XLA's ordinals need not be the launcher's ranks: all ranks tell each other theirs, once.
     """
 
+    group = None
+
     def __init__(self, control: Collectives) -> None:
         from torch_xla import runtime
         from torch_xla.core import xla_model

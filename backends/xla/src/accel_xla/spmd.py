@@ -171,7 +171,6 @@ class Spmd:
             for shard in shards:  # core has filled the first of those that hold the same part
                 shard.data.copy_(whole[_offset(shard)])
             tensor.load_local_shards_(shards)
-        self.below.state_loaded(unit)
 
     @implements(hooks.checkpoint_committed)
     def checkpoint_committed(self, folder: Path, step: int | None) -> None:

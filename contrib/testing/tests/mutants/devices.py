@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from accel_core import hooks, implements
-from accel_core.contract.hooks import _impl_marker
+from accel_core.contract.spec import _impl_marker
 from accel_testing.simulated.plugin import SimulatedDevice
 
 

@@ -510,7 +510,6 @@ class CountsAnew(Averages):
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit):
-        self.below.state_loaded(unit)
         for optimizer in unit.optimizers:
             leaves = self.below.optimizer_state(unit, optimizer).leaves
             self.stale = {

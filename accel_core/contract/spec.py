@@ -1,0 +1,71 @@
+"""Marks of the contract: `spec` declares a hook, `implements` marks a plugin's method for one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+
+import pluggy
+from attrs import frozen
+
+__all__ = ["Spec", "implements", "spec"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+Kind = Literal["owner", "everyone", "wrapper"]
+
+_spec_marker = pluggy.HookspecMarker("accel_core")
+_impl_marker = pluggy.HookimplMarker("accel_core")
+
+
+@frozen
+class Spec:
+    """Properties of a hook; found on its function as `accel_spec`."""
+
+    kind: Kind
+    per_step: bool
+    refines: str | None = None
+    """Of a wrapper: the parameter that each plugin takes and gives back."""
+    observer: bool = False
+    """Whether trackers may implement it too."""
+
+
+def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callable[[F], F]:
+    """Declare a hook.
+
+    Args:
+        kind: owner: exactly one plugin does it. everyone: all plugins that implement it, bottom layer
+            first. observer: like everyone, trackers included. wrapper: all plugins that implement it
+            refine its first parameter after `unit`, bottom layer innermost, and return it.
+        per_step: called in each step; bound once per unit.
+    """
+
+    def declare(function: F) -> F:
+        names = [name for name in inspect.signature(function).parameters if name != "unit"]
+        function.accel_spec = Spec(  # type: ignore[attr-defined]
+            kind="everyone" if kind == "observer" else kind,
+            per_step=per_step,
+            refines=names[0] if kind == "wrapper" else None,
+            observer=kind == "observer",
+        )
+        return _spec_marker(function)
+
+    return declare
+
+
+def implements(
+    spec: Callable[P, R],
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Mark a method as the implementation of `spec`: `@implements(hooks.wrap_model)`.
+
+    A type checker then compares name, parameters and types with the spec. At run time an
+    implementation may have fewer parameters than the spec.
+    """
+
+    def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        return _impl_marker(specname=spec.__name__)(method)
+
+    return mark

@@ -1,0 +1,223 @@
+"""Doors for precisions, quantisation and extensions: gradients, optimizers, loaded state, capabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import FEATURES, net
+from torch import nn
+from torch.optim import SGD
+
+from accel_core import Accelerator, AccelError, ConfigError
+
+TOY = """
+import torch
+from torch.optim import Optimizer
+from accel_core import Card, hooks, implements
+
+class Slow(Optimizer):
+    '''Lookahead without its slow weights: counts, and steps what it wraps.'''
+
+    def __init__(self, inner):
+        self.inner, self.defaults, self.steps = inner, inner.defaults, 0
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    def step(self, closure=None):
+        self.steps += 1
+        return self.inner.step(closure)
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run, self.seen, self.loaded = run, [], 0
+
+METHODS
+
+CARD = Card(name="NAME", slot="SLOT", summary="A toy.", api_version="1.0", offers=OFFERS,
+            implementation="toy_NAME:Plugin")
+"""
+GRADIENT = """
+    @implements(hooks.transform_gradient)
+    def transform_gradient(self, unit, gradient, name):
+        self.seen.append((unit.name, name, gradient.clone()))
+        return gradient * 2
+"""
+OPTIMIZER = """
+    @implements(hooks.transform_optimizer)
+    def transform_optimizer(self, unit, optimizer):
+        return Slow(optimizer)
+"""
+LOADED = """
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit):
+        self.loaded += 1
+"""
+NO_HALF = """
+    @implements(hooks.capabilities)
+    def capabilities(self, device):
+        return self.below.capabilities(device) - {"fp16"}
+"""
+ENGINE = """
+    @implements(hooks.prepare_unit)
+    def prepare_unit(self, unit, loaders):
+        unit.wrapped += unit.models
+"""
+
+
+@pytest.fixture
+def accelerator_with(toy_plugin, monkeypatch):
+    made = []
+
+    def make(extension="    pass", strategy=None, offers=(), **options):
+        toys = [("watcher", "extension", extension, ())]
+        if strategy is not None:
+            toys.append(("toy", "strategy", strategy, offers))
+            options["strategy"] = "toy"
+        for name, slot, methods, words in toys:
+            source = TOY.replace("METHODS", methods).replace("NAME", name).replace("SLOT", slot)
+            toy_plugin(name, slot, source=source.replace("OFFERS", repr(set(words))))
+        monkeypatch.setenv("ACCEL__EXTENSIONS", "watcher")
+        made.append(Accelerator(cpu=True, **options))
+        return made[-1]
+
+    yield make
+    for accelerator in made:
+        accelerator.end_training()
+
+
+def train(accelerator, model):
+    x = torch.linspace(-1, 1, 2 * FEATURES).view(2, FEATURES)
+    accelerator.backward(model(x).pow(2).sum())
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# -- transform_gradient ----------------------------------------------------------------------------
+
+
+def test_an_extension_changes_each_gradient_before_it_is_accumulated(accelerator_with):
+    expected = train(Accelerator(cpu=True), net())
+    accelerator = accelerator_with(GRADIENT)
+    model = accelerator.prepare(net())
+    found = train(accelerator, model)
+    seen = accelerator.run.plugins["watcher"].seen
+    assert {name for _, name, _ in seen} == set(expected)
+    assert len(seen) == len(expected)
+    for unit, name, gradient in seen:
+        assert unit == "unit0"
+        assert torch.equal(gradient, expected[name])
+        assert torch.equal(found[name], 2 * expected[name])
+
+
+def test_a_frozen_parameter_that_is_trained_later_is_seen(accelerator_with):
+    accelerator = accelerator_with(GRADIENT)
+    model = net()
+    model[0].weight.requires_grad_(False)
+    model = accelerator.prepare(model)
+    assert not model[0].weight.requires_grad
+    train(accelerator, model)
+    seen = accelerator.run.plugins["watcher"].seen
+    assert "0.weight" not in {name for _, name, _ in seen}
+    model[0].weight.requires_grad_(True)
+    train(accelerator, model)
+    assert "0.weight" in {name for _, name, _ in seen}
+
+
+def test_a_tied_weight_and_models_that_are_joined_are_seen_once_by_their_last_name(accelerator_with):
+    accelerator = accelerator_with(GRADIENT)
+    first, second = net(), nn.Linear(FEATURES, 1)
+    accelerator.prepare(first)
+    accelerator.prepare(second)
+    accelerator.prepare(SGD([*first.parameters(), *second.parameters()], lr=0.1))
+    accelerator.backward((first(torch.ones(1, FEATURES)) + second(torch.ones(1, FEATURES))).sum())
+    names = sorted(name for _, name, _ in accelerator.run.plugins["watcher"].seen)
+    assert names == sorted(accelerator.run.units[0].named_parameters())
+
+
+def test_after_the_run_gradients_are_torchs_own(accelerator_with):
+    accelerator = accelerator_with(GRADIENT)
+    model = net()
+    accelerator.prepare(model)
+    accelerator.end_training()
+    model(torch.ones(1, FEATURES)).sum().backward()
+    assert accelerator.run.plugins["watcher"].seen == []
+
+
+def test_a_strategy_that_does_not_show_them_is_refused_by_name(accelerator_with):
+    accelerator = accelerator_with(GRADIENT, strategy="    pass")
+    with pytest.raises(ConfigError, match=r"(?s)watcher reads gradients .*strategy 'toy' does not.*single"):
+        accelerator.prepare(net())
+    assert accelerator.run.units == []
+
+
+# -- transform_optimizer ---------------------------------------------------------------------------
+
+
+def test_an_extension_wraps_the_optimizer_and_its_state_is_saved(accelerator_with, tmp_path):
+    accelerator = accelerator_with(OPTIMIZER)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, prepared = accelerator.prepare(model, optimizer)
+    train(accelerator, model)
+    prepared.step()
+    (wrapped,) = accelerator.run.units[0].optimizers
+    assert wrapped.steps == 1
+    assert wrapped.inner is optimizer
+    buffers = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+    accelerator.save_state(tmp_path / "saved")
+    prepared.step()
+    accelerator.load_state(tmp_path / "saved")
+    loaded = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, buffers, loaded))
+
+
+def test_an_engines_optimizer_cannot_be_wrapped(accelerator_with):
+    accelerator = accelerator_with(OPTIMIZER, strategy=ENGINE)
+    model = net()
+    with pytest.raises(AccelError, match="watcher would wrap the SGD, which strategy 'toy' steps itself"):
+        accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+
+
+# -- state_loaded ----------------------------------------------------------------------------------
+
+
+def test_every_plugin_hears_that_state_was_loaded(accelerator_with, tmp_path):
+    accelerator = accelerator_with(LOADED, strategy=LOADED)
+    accelerator.prepare(net())
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    assert [accelerator.run.plugins[name].loaded for name in ("toy", "watcher")] == [1, 1]
+
+
+# -- capabilities ----------------------------------------------------------------------------------
+
+
+def test_a_strategy_narrows_what_the_device_can_do(accelerator_with):
+    message = r"precision fp16 \(.*\) needs fp16, which strategy 'toy' cannot do\n.*another strategy"
+    with pytest.raises(ConfigError, match=message):
+        accelerator_with(strategy=NO_HALF, mixed_precision="fp16")
+    accelerator = Accelerator(cpu=True, strategy="toy", mixed_precision="bf16")
+    assert "bf16" in accelerator.run.hooks.capabilities(accelerator.device)
+    accelerator.end_training()
+
+
+def test_so_does_a_strategy_that_only_prepare_names(accelerator_with):
+    accelerator_with(strategy=NO_HALF)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", strategy="single")
+    with pytest.raises(ConfigError, match="which strategy 'toy' cannot do"):
+        accelerator.prepare(net(), strategy="toy")
+    accelerator.end_training()
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_a_rank_alone_has_no_process_group():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.run.collectives("world").group is None
+    accelerator.end_training()
