@@ -191,7 +191,7 @@ def test_a_loss_scale_that_megatron_core_has_not_is_refused() -> None:
 
 
 def by_hand(options: dict[str, Any], precision: str) -> float:
-    """A loop with a loss of its own, around a model without a twin; how far from plain PyTorch it ends."""
+    """A loop with a loss of its own, around a model without adapter; its distance from plain PyTorch."""
     torch.manual_seed(3)
     made = [
         torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)) for _ in range(2)

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from accel_core import ConfigError
 from accel_megatron import building, library, settings
 from accel_megatron.building import Chunks
-from accel_megatron.datasets import Onward, indexed_datasets
-from accel_megatron.pieces import Piece
-from accel_megatron.provided import Provided, _all, _pieces, _placeholder
+from accel_megatron.datasets import ResumableSampler, indexed_datasets
+from accel_megatron.native import NativeModel, _all, _pieces, _placeholder
+from accel_megatron.shard_map import Piece
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +82,7 @@ def build_model(
             pieces.setdefault(parameter, []).append(piece)
     chunks = Chunks(raw[0].config, raw, {parameter: tuple(found) for parameter, found in pieces.items()})
     model: Any = _placeholder(_all(run, pieces))
-    model.chunks, model.twin = chunks, Provided()
+    model.chunks, model.adapter = chunks, NativeModel()
     made: nn.Module = model
     return made
 
@@ -180,7 +180,7 @@ def indexed_loaders(
             DataLoader(
                 dataset,
                 rows * readers if accelerator.run.config.data.split_batches else rows,
-                sampler=Onward(len(dataset), start, each),
+                sampler=ResumableSampler(len(dataset), start, each),
                 num_workers=num_workers,
                 drop_last=True,
             )

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from accel_megatron import settings
 from accel_megatron.library import part, quiet
-from accel_megatron.pieces import Piece, boxes
+from accel_megatron.shard_map import Piece, boxes
 
 if TYPE_CHECKING:
     from accel_core import Run
+    from accel_megatron.adapters.adapter import Adapter
     from accel_megatron.config import MegatronLMPlugin
-    from accel_megatron.twins.twin import Twin
 
 __all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "first_ranks", "share_buffers", "wrap"]
 
@@ -27,12 +27,12 @@ Make = Callable[..., nn.Module]
 class Chunks:
     """raw: the modules themselves. run: what the schedule calls, each wrapped as far as training asks.
 
-    pieces: parameter here -> what it is of the user's model.
+    shard_map: parameter here -> its pieces of the user's model.
     """
 
     config: Any
     raw: list[nn.Module]
-    pieces: dict[nn.Parameter, Sequence[Piece]]
+    shard_map: dict[nn.Parameter, Sequence[Piece]]
     run: list[Any] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Chunks:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all chunks, each once."""
-        return iter(self.pieces)
+        return iter(self.shard_map)
 
 
 def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
@@ -49,20 +49,20 @@ def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
     return None if each is None else layers // (config.pp_degree * each)
 
 
-def build(run: Run, plugin: MegatronLMPlugin, twin: Twin) -> Chunks:
+def build(run: Run, plugin: MegatronLMPlugin, adapter: Adapter) -> Chunks:
     """The chunks of this rank, their weights not yet the user's. Collective."""
-    virtual = chunk_numbers(plugin, twin.layers)
-    config = settings.build(run, plugin, virtual, **twin.settings())
-    chunks = made(run, plugin, virtual, lambda **stage: twin.chunk(config, **stage))
+    virtual = chunk_numbers(plugin, adapter.layers)
+    config = settings.build(run, plugin, virtual, **adapter.settings())
+    chunks = made(run, plugin, virtual, lambda **stage: adapter.chunk(config, **stage))
     with quiet():
         from megatron.core import parallel_state
     split = part(parallel_state.get_tensor_model_parallel_group())
-    pieces = {
-        parameter: twin.pieces(name, parameter, split)
+    shard_map = {
+        parameter: adapter.pieces(name, parameter, split)
         for chunk in chunks
         for name, parameter in global_names(chunk)
     }
-    return Chunks(config, chunks, pieces)
+    return Chunks(config, chunks, shard_map)
 
 
 def made(run: Run, plugin: MegatronLMPlugin, virtual: int | None, make: Make) -> list[nn.Module]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["Onward", "indexed_datasets", "inputs_of"]
+__all__ = ["ResumableSampler", "indexed_datasets", "inputs_of"]
 
 
 class Samples(Dataset[dict[str, "Tensor"]]):
@@ -125,7 +125,7 @@ def _build(samples: list[int], **options: Any) -> Sequence[Any]:
 
 
 @define(eq=False)
-class Onward(Sampler[int]):
+class ResumableSampler(Sampler[int]):
     """Samples in their order from `start` on, `each` of them a pass; the next pass goes on behind it."""
 
     samples: int

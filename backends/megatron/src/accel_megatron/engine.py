@@ -11,24 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_core import AccelError, StepOutput
+from accel_megatron.adapters.adapter import LABELS
 from accel_megatron.datasets import inputs_of
 from accel_megatron.library import quiet
 from accel_megatron.microbatches import check_lengths, cut, shape
-from accel_megatron.twins.twin import LABELS
 
 if TYPE_CHECKING:
     from accel_core import Unit
+    from accel_megatron.adapters.adapter import Adapter
     from accel_megatron.building import Chunks
     from accel_megatron.config import MegatronLMPlugin
-    from accel_megatron.provided import Provided
-    from accel_megatron.twins.twin import Twin
+    from accel_megatron.native import NativeModel
 
 __all__ = ["Engine"]
 
 ForwardLoss = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
-class _Left(BaseException):
+class _ChunkExit(BaseException):
     """A chunk's forward is over, and others follow: no error, but the way out of the user's function."""
 
     def __init__(self, activation: Tensor) -> None:
@@ -36,7 +36,7 @@ class _Left(BaseException):
         self.activation = activation
 
 
-class _Done(torch.autograd.Function):
+class _KnownGradients(torch.autograd.Function):
     """A loss whose gradients exist already. Backward of it tells how it was scaled afterwards."""
 
     @staticmethod
@@ -59,11 +59,11 @@ class Engine(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, chunks: Chunks, twin: Twin | Provided, plugin: MegatronLMPlugin
+        self, module: nn.Module, chunks: Chunks, adapter: Adapter | NativeModel, plugin: MegatronLMPlugin
     ) -> None:
         super().__init__()
         self.module = module
-        self.chunks, self.twin = chunks, twin
+        self.chunks, self.adapter = chunks, adapter
         self.plugin = plugin
         self.unit: Unit | None = None
         self.scaled: Tensor | None = None
@@ -125,40 +125,40 @@ class Engine(nn.Module):
     def _of_chunk(self, inputs: Mapping[str, Any]) -> Any:
         chunk = self._chunk
         last = _inside(chunk).post_process
-        found = self.twin.call(chunk, inputs, last=last, logits=self.plugin.return_logits)
+        found = self.adapter.call(chunk, inputs, last=last, logits=self.plugin.return_logits)
         if last:
             return found
-        raise _Left(found)
+        raise _ChunkExit(found)
 
     def _of_batch(self, inputs: Mapping[str, Any]) -> Any:
         training = self.training and torch.is_grad_enabled()
         count = self.plugin.micro_batches
         batches = cut(inputs, count, exact=training)
         own = self.plugin.custom_loss_function or self.plugin.custom_get_batch_function or self.train_step
-        judges = own or any(name in inputs for name in LABELS)
-        if training and not judges:
+        has_loss = own or any(name in inputs for name in LABELS)
+        if training and not has_loss:
             raise AccelError(
                 "megatron: in training the model computes its loss itself, and the batch has no labels\n"
                 "add labels, or call accelerator.forward_backward(model, batches, forward_loss)"
             )
-        forward_loss = self._judged if self.train_step is None else None
+        forward_loss = self._computed_loss if self.train_step is None else None
         found = self.run(batches, forward_loss, forward_only=not training, scale=self.scale)
         given = self._everywhere(found)
         logits = (
             None if given[0] is None else torch.cat([each for each in given if each is not None]).detach()
         )
-        loss = found.loss if judges else None
+        loss = found.loss if has_loss else None
         if training:
             anchor = torch.empty((), device=found.loss.device, requires_grad=True)
-            loss = _done(found.loss, anchor, self)
-        return self.twin.answer(loss, logits)
+            loss = _with_known_gradients(found.loss, anchor, self)
+        return self.adapter.make_output(loss, logits)
 
-    def _judged(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def _computed_loss(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Loss and logits of a micro-batch; zero where nothing says what the loss is."""
         if self.plugin.custom_get_batch_function is not None:
             inputs = self.plugin.custom_get_batch_function(iter([inputs]))
         output = model(**inputs)
-        loss, logits = self.twin.judge(output, inputs)
+        loss, logits = self.adapter.compute_loss(output, inputs)
         if self.plugin.custom_loss_function is not None:
             loss = self.plugin.custom_loss_function(output, inputs)
         device = next(self.chunks.parameters()).device
@@ -256,7 +256,7 @@ class Engine(nn.Module):
             self._chunk = chunk
             try:
                 loss, output = forward_loss(self, batch)
-            except _Left as left:
+            except _ChunkExit as left:
                 return left.activation, None
             finally:
                 self._chunk = None
@@ -283,7 +283,7 @@ class Engine(nn.Module):
         return step
 
 
-_done: Callable[[Tensor, Tensor, Engine], Tensor] = _Done.apply
+_with_known_gradients: Callable[[Tensor, Tensor, Engine], Tensor] = _KnownGradients.apply
 
 
 def _inside(chunk: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_core import World
+    from accel_megatron.adapters.adapter import Adapter
     from accel_megatron.config import MegatronLMPlugin
-    from accel_megatron.twins.twin import Twin
 
 __all__ = ["of_model", "of_world"]
 
@@ -30,32 +30,32 @@ def of_world(config: MegatronLMPlugin, world: World) -> Iterator[str]:
         )
 
 
-def of_model(config: MegatronLMPlugin, twin: Twin) -> Iterator[str]:
+def of_model(config: MegatronLMPlugin, adapter: Adapter) -> Iterator[str]:
     """What keeps a model from being split so."""
     tp, pp, each = config.tp_degree, config.pp_degree, config.num_layers_per_virtual_pipeline_stage
     for count, what in (
-        (twin.groups * twin.queries, "attention heads"),
-        (twin.groups, "key and value heads"),
+        (adapter.groups * adapter.queries, "attention heads"),
+        (adapter.groups, "key and value heads"),
     ):
         if count % tp:
             yield (
                 f"megatron: the model has {count} {what}, which tp_degree {tp} does not divide\n"
                 f"choose a tp_degree that divides {count}"
             )
-    if config.sequence_parallelism and not twin.splits_sequences:
+    if config.sequence_parallelism and not adapter.splits_sequences:
         yield (
             "megatron: sequence_parallelism: megatron-core's BERT head has a norm that cannot follow it\n"
             "leave it out"
         )
-    if twin.layers % (pp * (each or 1)):
+    if adapter.layers % (pp * (each or 1)):
         virtual = f" × num_layers_per_virtual_pipeline_stage {each}" if each else ""
         yield (
-            f"megatron: the model has {twin.layers} layers, which pp_degree {pp}{virtual} does not divide\n"
-            "choose degrees that divide the number of layers"
+            f"megatron: the model has {adapter.layers} layers, which pp_degree {pp}{virtual} does not divide"
+            "\nchoose degrees that divide the number of layers"
         )
-    elif each and twin.layers == pp * each:
+    elif each and adapter.layers == pp * each:
         yield (
-            f"megatron: {twin.layers} layers in chunks of {each} are one chunk for each of {pp} ranks\n"
+            f"megatron: {adapter.layers} layers in chunks of {each} are one chunk for each of {pp} ranks\n"
             "leave num_layers_per_virtual_pipeline_stage out, or lower it"
         )
     elif each and config.micro_batches % pp:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel_core import AccelError, Entry, Leaf, OptimizerState, hooks, implements, refuse_own_state, whole
 from accel_megatron.building import first_ranks
-from accel_megatron.pieces import boxes
+from accel_megatron.shard_map import boxes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel_core import Run, TensorTemplate, Unit
     from accel_megatron.engine import Engine
-    from accel_megatron.pieces import Piece
+    from accel_megatron.shard_map import Piece
     from accel_megatron.stepping import Stepped, Stepper
 
 __all__ = ["MegatronState"]
@@ -54,7 +54,7 @@ class MegatronState:
         engine, stepper = self.engines[unit], self.steppers.get(unit)
         held: dict[str, list[Any]] = {}
         stepped = {} if stepper is None else {each.parameter: each for each in stepper.stepped()}
-        for parameter, pieces in engine.chunks.pieces.items():
+        for parameter, pieces in engine.chunks.shard_map.items():
             each = stepped.get(parameter)
             if each is None and stepper is not None and parameter.requires_grad:
                 continue  # other ranks step all of it
@@ -75,7 +75,7 @@ class MegatronState:
         held: dict[str, dict[str, list[Any]]] = {}
         leaves: dict[str, Leaf] = {}
         for each in self.steppers[unit].stepped():
-            pieces = self.engines[unit].chunks.pieces[each.parameter]
+            pieces = self.engines[unit].chunks.shard_map[each.parameter]
             numbers = {"step": each.group["step"]} if each.counts_by_group and "step" in each.group else {}
             for key, value in [*each.state.items(), *numbers.items()]:
                 if _is_number(value, each):
@@ -122,7 +122,7 @@ class MegatronState:
         self, unit: Unit, each: Stepped, template: Template
     ) -> dict[str, Mapping[str, TensorTemplate]]:
         """What is wanted of those weights of a tensor of which the checkpoint has any state."""
-        names = _names(unit, self.engines[unit].chunks.pieces[each.parameter])
+        names = _names(unit, self.engines[unit].chunks.shard_map[each.parameter])
         return {name: wanted for name in names if (wanted := template.get(name))}
 
     @implements(hooks.materialize_optimizer_state)
@@ -139,7 +139,7 @@ class MegatronState:
         for each in self.steppers[unit].stepped():
             known, state = self._known(unit, each, template), each.optimizer.state[each.key]
             wanted = next(iter(known.values()), {})
-            names = _names(unit, self.engines[unit].chunks.pieces[each.parameter])
+            names = _names(unit, self.engines[unit].chunks.shard_map[each.parameter])
             fresh = [name for name in names if known and name not in known]
             new += fresh
             for key in [key for key in state if key not in wanted]:

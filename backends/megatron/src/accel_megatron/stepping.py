@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accel_megatron.building import Chunks
     from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["Stepped", "Stepper", "why_not"]
+__all__ = ["Stepped", "Stepper", "why_unsupported"]
 
 _KINDS: Final = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
@@ -28,7 +28,7 @@ _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 _GROUP: Final = "accel_group"
 
 
-def why_not(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
+def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
     """Why megatron-core has no such optimizer, if it has none."""
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS:
@@ -259,7 +259,7 @@ def _groups_of(unit: Unit, optimizer: Optimizer, chunks: Chunks) -> dict[nn.Para
         if parameter.requires_grad
     }
     found: dict[nn.Parameter, int] = {}
-    for parameter, pieces in chunks.pieces.items():
+    for parameter, pieces in chunks.shard_map.items():
         mine = {piece.name: numbers.get(unit.aliases.get(piece.name, piece.name)) for piece in pieces}
         if len(set(mine.values())) > 1:
             (one, first), *others = mine.items()

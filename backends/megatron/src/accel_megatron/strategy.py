@@ -11,9 +11,9 @@ from attrs import evolve
 from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, has_state, hooks, implements
-from accel_megatron import building, library, plain, settings, stepping, twins
+from accel_megatron import adapters, building, library, settings, stepping, unsplit
 from accel_megatron.config import MegatronLMPlugin
-from accel_megatron.datasets import Onward
+from accel_megatron.datasets import ResumableSampler
 from accel_megatron.engine import Engine, ForwardLoss
 from accel_megatron.groups import by_conditions
 from accel_megatron.layout import of_model, of_world
@@ -92,7 +92,7 @@ class Megatron(MegatronState):
     ) -> Sequence[str]:
         if len(unit.models) + len(models) > 1 or len(unit.optimizers) + len(optimizers) > 1:
             return ["megatron-core has one model and one optimizer a unit\nprepare each pair by itself"]
-        reasons = [reason for each in optimizers if (reason := stepping.why_not(each, self.config))]
+        reasons = [reason for each in optimizers if (reason := stepping.why_unsupported(each, self.config))]
         reasons += [
             f"the {type(each).__name__} has state already, and megatron-core's optimizer begins with none\n"
             "prepare it before its first step, and bring its state back with accelerator.load_state"
@@ -112,19 +112,19 @@ class Megatron(MegatronState):
                     "megatron.custom_model_provider_function makes the model, and this is another\n"
                     "prepare what accel_megatron.build_model(accelerator) gives, or leave the function out"
                 )
-            reason = twins.why_not(model)
-            if reason and plain.serves(self.config):
-                reason = plain.unserved(self.config, model)
+            reason = adapters.why_unsupported(model)
+            if reason and unsplit.serves(self.config):
+                reason = unsplit.unserved(self.config, model)
                 reasons += [reason] if reason else []
                 continue
-            reasons += [reason] if reason else of_model(self.config, twins.twin_of(model))
+            reasons += [reason] if reason else of_model(self.config, adapters.adapter_of(model))
         return reasons
 
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Collective: weights become rank 0's. A late optimizer is made for the chunks that are there."""
         skips = any(self.config.consumed_samples)
-        if skips and any(not isinstance(each.sampler, Onward) for each in loaders):
+        if skips and any(not isinstance(each.sampler, ResumableSampler) for each in loaders):
             raise ConfigError(
                 "megatron.consumed_samples is of accel_megatron.indexed_loaders; this is another DataLoader\n"
                 "leave it out, and say accelerator.skip_first_batches(loader, batches)"
@@ -154,7 +154,7 @@ class Megatron(MegatronState):
             self.steppers[unit] = stepper
         if new:
             building.fill(self.model_state(unit), weights, self.run)
-            if isinstance(engine, plain.PlainEngine):
+            if isinstance(engine, unsplit.UnsplitEngine):
                 building.share_buffers(unit.models[0], self.run)
             else:
                 building.empty(unit.models[0])
@@ -164,15 +164,15 @@ class Megatron(MegatronState):
     def _build(self, unit: Unit) -> None:
         model: Any = unit.models[0]
         if hasattr(model, "chunks"):  # made by build_model
-            engine = Engine(model, model.chunks, model.twin, self.config)
-        elif twins.why_not(model):
+            engine = Engine(model, model.chunks, model.adapter, self.config)
+        elif adapters.why_unsupported(model):
             library.enter(self.run, self, library.Layout.of(self.config, None))
-            engine = plain.PlainEngine.of(self.run, self.config, model)
+            engine = unsplit.UnsplitEngine.of(self.run, self.config, model)
         else:
-            twin = twins.twin_of(model)
-            virtual = building.chunk_numbers(self.config, twin.layers)
+            adapter = adapters.adapter_of(model)
+            virtual = building.chunk_numbers(self.config, adapter.layers)
             library.enter(self.run, self, library.Layout.of(self.config, virtual))
-            engine = Engine(model, building.build(self.run, self.config, twin), twin, self.config)
+            engine = Engine(model, building.build(self.run, self.config, adapter), adapter, self.config)
         engine.unit = unit
         self.engines[unit] = engine
         unit.wrapped.append(engine)
@@ -197,7 +197,7 @@ class Megatron(MegatronState):
         if engine is not None:
             engine.chunks.run = []
             engine.chunks.raw = []
-            engine.chunks.pieces = {}
+            engine.chunks.shard_map = {}
         if not self.engines:
             library.leave(self)
 
@@ -235,9 +235,9 @@ class Megatron(MegatronState):
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
-        """Of a twin's loss gradients exist already, and any other is refused; a plain model's are made."""
+        """Compute gradients of an unsplit model; refuse a loss that is not the engine's."""
         engine = self.engines[unit]
-        if isinstance(engine, plain.PlainEngine):
+        if isinstance(engine, unsplit.UnsplitEngine):
             with engine.silence():
                 self.steppers[unit].inner.scale_loss(loss).backward(**options)
             return

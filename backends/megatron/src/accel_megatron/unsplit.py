@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_map_only
 from accel_megatron import building, settings
 from accel_megatron.engine import Engine
 from accel_megatron.library import quiet
-from accel_megatron.pieces import same
-from accel_megatron.provided import Provided
+from accel_megatron.native import NativeModel
+from accel_megatron.shard_map import same
 
 if TYPE_CHECKING:
     from accel_core import Run
     from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["PlainEngine", "build", "serves", "unserved"]
+__all__ = ["UnsplitEngine", "build", "serves", "unserved"]
 
-_OF_TWINS: Final = (
+_OF_ADAPTERS: Final = (
     "recompute_activations",
     "custom_get_batch_function",
     "custom_loss_function",
@@ -41,14 +41,15 @@ def serves(plugin: MegatronLMPlugin) -> bool:
 
 def unserved(plugin: MegatronLMPlugin, model: nn.Module) -> str | None:
     """Which options were asked for that mean nothing to a model with a forward of its own."""
-    asked = [name for name in _OF_TWINS if getattr(plugin, name)]
+    asked = [name for name in _OF_ADAPTERS if getattr(plugin, name)]
     asked += ["expert_model_parallel_size"] if plugin.expert_model_parallel_size > 1 else []
     asked += [f"other_megatron_args.{name}" for name in settings.of_layers(plugin)]
     if not asked:
         return None
     return (
         f"megatron.{', megatron.'.join(asked)}: {type(model).__name__} runs its own forward, which"
-        " knows nothing of that\nleave it out, or give a model with a twin or of accel_megatron.build_model"
+        " knows nothing of that\n"
+        "leave it out, or give a model with an adapter, or one of accel_megatron.build_model"
     )
 
 
@@ -98,13 +99,13 @@ def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chun
     )
 
 
-class PlainEngine(Engine):
+class UnsplitEngine(Engine):
     """A model that is called as ever: outside of the schedule forward is forward, and backward backward."""
 
     @classmethod
-    def of(cls, run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> PlainEngine:
+    def of(cls, run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> UnsplitEngine:
         """An engine around the model."""
-        return cls(model, build(run, plugin, model), Provided(), plugin)
+        return cls(model, build(run, plugin, model), NativeModel(), plugin)
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """The user's own, with inputs in the dtype of the weights."""

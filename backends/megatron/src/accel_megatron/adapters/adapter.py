@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from accel_core import AccelError
 from accel_megatron import losses
 from accel_megatron.layers import block_spec, has_transformer_engine, ignore_padding
-from accel_megatron.pieces import Part, Piece, gated, heads, row, same, vocabulary
+from accel_megatron.shard_map import Part, Piece, gated, heads, row, same, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LABELS", "Causal", "Twin"]
+__all__ = ["LABELS", "Adapter", "Causal"]
 
 
 LABELS: Final = ("labels", "shift_labels")
@@ -28,7 +28,7 @@ LABELS: Final = ("labels", "shift_labels")
 _BEFORE: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 
 
-class Twin(ABC):
+class Adapter(ABC):
     """`theirs`: the config of the model of transformers."""
 
     ends: ClassVar[Mapping[str, str]]
@@ -113,13 +113,13 @@ class Twin(ABC):
         """What transformers gives, from logits split along the vocabulary."""
         loss = None if labels is None else losses.mean_loss(found, labels)
         asked = logits or labels is None
-        return self.answer(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
+        return self.make_output(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
 
-    def judge(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    def compute_loss(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """(loss, logits) of what the model gave for a micro-batch."""
         return output.loss, output.logits
 
-    def answer(self, loss: Tensor | None, logits: Tensor | None) -> Any:
+    def make_output(self, loss: Tensor | None, logits: Tensor | None) -> Any:
         """What `model(**batch)` gives of a whole batch."""
         from transformers.modeling_outputs import CausalLMOutput
 
@@ -130,12 +130,12 @@ class Twin(ABC):
         odd = [name for name, value in inputs.items() if name not in known and value is not None]
         if odd:
             raise AccelError(
-                f"megatron: the twin of {self.theirs.model_type} takes {', '.join(known)}, not {odd[0]!r}\n"
+                f"megatron: {self.theirs.model_type} takes {', '.join(known)} here, not {odd[0]!r}\n"
                 "leave it out of the batch"
             )
 
 
-class Causal(Twin):
+class Causal(Adapter):
     """Language models that predict the next token."""
 
     rotary = False

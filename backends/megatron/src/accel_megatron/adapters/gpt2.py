@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch.nn import functional
 
-from accel_megatron.twins.twin import Causal
+from accel_megatron.adapters.adapter import Causal
 
 __all__ = ["Gpt2"]
 

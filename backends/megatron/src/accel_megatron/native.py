@@ -1,4 +1,4 @@
-"""A megatron-core model of the user's own, by the names that megatron-core's checkpoints give its weights."""
+"""A megatron-core model that the user built; weights have the names of megatron-core's checkpoints."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from accel_megatron import library
-from accel_megatron.pieces import Piece
+from accel_megatron.shard_map import Piece
 
-__all__ = ["Answer", "Provided"]
+__all__ = ["ModelOutput", "NativeModel"]
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 """Of sharded_state_dict: layers and experts by their own global numbers, not stacked."""
 
 
 @frozen
-class Answer:
+class ModelOutput:
     """What `model(**batch)` gives."""
 
     loss: Tensor | None
     logits: Tensor | None
 
 
-class Provided:
-    """In the place of a twin: the model takes and gives what it takes and gives."""
+class NativeModel:
+    """Stands in for an adapter: inputs and outputs stay as the model has them."""
 
-    def judge(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    def compute_loss(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Losses of tokens, where labels were given, are averaged as `loss_mask` says."""
         if inputs.get("labels") is None:
             return None, output
@@ -37,9 +37,9 @@ class Provided:
         weights = torch.ones_like(output) if mask is None else mask.to(output.dtype)
         return (output * weights).sum() / weights.sum(), None
 
-    def answer(self, loss: Tensor | None, logits: Tensor | None) -> Answer:
+    def make_output(self, loss: Tensor | None, logits: Tensor | None) -> ModelOutput:
         """Both, by name."""
-        return Answer(loss, logits)
+        return ModelOutput(loss, logits)
 
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
         """The chunk's own forward."""

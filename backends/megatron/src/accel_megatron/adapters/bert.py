@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from accel_megatron.adapters.adapter import Adapter
 from accel_megatron.layers import Norm, ignore_padding
 from accel_megatron.library import quiet
 from accel_megatron.losses import cover_padding
-from accel_megatron.twins.twin import Twin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Bert"]
 
 
-class Bert(Twin):
+class Bert(Adapter):
     """BertForMaskedLM."""
 
     ends: ClassVar = {
@@ -103,7 +103,7 @@ class Bert(Twin):
         found = chunk(ids, mask, torch.zeros_like(ids) if kinds is None else kinds)
         return self.output(found[0], labels, logits=logits) if last else found
 
-    def answer(self, loss: Tensor | None, logits: Tensor | None) -> Any:
+    def make_output(self, loss: Tensor | None, logits: Tensor | None) -> Any:
         from transformers.modeling_outputs import MaskedLMOutput
 
         return MaskedLMOutput(loss=loss, logits=logits)

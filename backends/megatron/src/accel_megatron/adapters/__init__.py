@@ -1,4 +1,4 @@
-"""Models of transformers and their megatron-core twins."""
+"""Adapters that give models of transformers megatron-core's form."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from accel_core import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_megatron.twins.twin import Twin
+    from accel_megatron.adapters.adapter import Adapter
 
-__all__ = ["twin_of", "why_not"]
+__all__ = ["adapter_of", "why_unsupported"]
 
 _KNOWN: Final = {
     "BertForMaskedLM": "bert:Bert",
     "GPT2LMHeadModel": "gpt2:Gpt2",
     "LlamaForCausalLM": "llama:Llama",
 }
-"""Class of the model -> where its twin is."""
+"""Class of the model -> module and class of its adapter."""
 
 
-def why_not(model: nn.Module) -> str | None:
-    """Why the model has no twin, if it has none."""
+def why_unsupported(model: nn.Module) -> str | None:
+    """Reason why the model has no adapter; None if it has one."""
     name = type(model).__name__
     if name not in _KNOWN or not type(model).__module__.startswith("transformers."):
         return (
-            f"{name} has no twin in megatron-core here; known of transformers: {', '.join(_KNOWN)}\n"
+            f"{name} has no adapter to megatron-core; there are adapters for {', '.join(_KNOWN)}\n"
             "give one of those, build megatron-core's model yourself (accel_megatron.build_model), or leave"
             " tp_degree and pp_degree at 1"
         )
@@ -35,20 +35,20 @@ def why_not(model: nn.Module) -> str | None:
     if found is None:
         return None
     return (
-        f"{name} with {found} has no equal in megatron-core\n"
+        f"{name} with {found} cannot be computed by megatron-core\n"
         "leave that at its default, build megatron-core's model yourself (accel_megatron.build_model), or"
         " leave tp_degree and pp_degree at 1"
     )
 
 
-def twin_of(model: nn.Module) -> Twin:
-    """Raises ConfigError if the model has no twin."""
-    if reason := why_not(model):
+def adapter_of(model: nn.Module) -> Adapter:
+    """The adapter of a model. Raises ConfigError if there is none."""
+    if reason := why_unsupported(model):
         raise ConfigError(reason)
-    twin: Twin = _kind(model)(model.config)
-    return twin
+    adapter: Adapter = _kind(model)(model.config)
+    return adapter
 
 
 def _kind(model: nn.Module) -> Any:
     module, _, name = _KNOWN[type(model).__name__].partition(":")
-    return getattr(import_module(f"accel_megatron.twins.{module}"), name)
+    return getattr(import_module(f"accel_megatron.adapters.{module}"), name)
