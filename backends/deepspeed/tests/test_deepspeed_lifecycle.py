@@ -149,7 +149,7 @@ def released(stage: int) -> dict[str, bool]:
 
 def refused() -> bool:
     """Whether DeepSpeed is still in use after a model that it could not take."""
-    from accel_deepspeed.library import _users
+    from accel_deepspeed.compat import _users
 
     ours = accelerator(
         DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}})

@@ -22,7 +22,7 @@ from accel_core import (
     whole,
 )
 from accel_deepspeed.experts import elsewhere
-from accel_deepspeed.fragments import Fragment, fragments, live_part, nowhere, unstepped
+from accel_deepspeed.optimizer_shards import Fragment, fragments, live_part, nowhere, unstepped
 from accel_deepspeed.weights import gathered, keep_available, whole_weights
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 from attrs import evolve
 
 from accel_core import AccelError, ConfigError, has_state, hooks, implements, no_op
-from accel_deepspeed import completing, experts, gradients, settings
+from accel_deepspeed import auto_values, experts, gradients, settings
+from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.config import DeepSpeedPlugin
-from accel_deepspeed.fragments import shape_of
-from accel_deepspeed.initializing import sharded_init
-from accel_deepspeed.library import deepspeed_for, dismantle, leave, quiet
+from accel_deepspeed.engine_init import sharded_init
+from accel_deepspeed.optimizer_shards import shape_of
 from accel_deepspeed.optimizers import unserved
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
@@ -150,7 +150,7 @@ class DeepSpeed(SharedSequences, EngineState):
     @implements(hooks.complete)
     def complete(self, config: DeepSpeedPlugin | None, unit: Unit, loaders: Sequence[Any]) -> DeepSpeedPlugin:
         return DeepSpeedPlugin(
-            hf_ds_config=completing.complete(self.config, unit, loaders),
+            hf_ds_config=auto_values.complete(self.config, unit, loaders),
             is_train_batch_min=self.config.is_train_batch_min,
             zero3_init_flag=self.config.zero3_init_flag,
             transformer_moe_cls_names=self.config.transformer_moe_cls_names,
@@ -185,7 +185,7 @@ class DeepSpeed(SharedSequences, EngineState):
     def _engine(self, unit: Unit) -> Any:
         deepspeed = deepspeed_for(self.run, self)
         self._units.add(unit)
-        told = completing.engine_settings(unit.config.deepspeed_config, unit)
+        told = auto_values.engine_settings(unit.config.deepspeed_config, unit)
         if told["fp16"]["enabled"] and unit.optimizers and self.config.stage == 0:
             raise ConfigError(
                 "in ZeRO stage 0 DeepSpeed does not scale fp16's loss, and divides gradients by the scale\n"

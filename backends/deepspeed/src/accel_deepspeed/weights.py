@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_deepspeed.experts import elsewhere
-from accel_deepspeed.fragments import fragments, live_part
+from accel_deepspeed.optimizer_shards import fragments, live_part
 
 if TYPE_CHECKING:
     from accel_core import Leaf, Unit

@@ -42,7 +42,7 @@ class FullyShardedDataParallel:
         self.config = config
         self.run = run
         self._mesh: DeviceMesh | None = None
-        self._twins: list[ProcessGroup] = []
+        self._replica_groups: list[ProcessGroup] = []
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
@@ -58,7 +58,7 @@ class FullyShardedDataParallel:
         """Find the ranks that share the unit's models. Collective."""
         unit.gathers = True
         if self._mesh is None and unit.mesh is not None:
-            self._mesh, self._twins = dims.sharding(unit.mesh), dims.twins(unit.mesh)
+            self._mesh, self._replica_groups = dims.sharding(unit.mesh), dims.replica_groups(unit.mesh)
         elif self._mesh is None:
             alone.join(self.run)
             self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
@@ -133,7 +133,7 @@ class FullyShardedDataParallel:
 
     def materialize(self, group: Group) -> None:
         """Give a group's tensors storage and first values, the same on all ranks. Collective."""
-        meta.materialize(group, self.config, self.mesh, self._twins, self.run.device)
+        meta.materialize(group, self.config, self.mesh, self._replica_groups, self.run.device)
 
 
 def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from attrs import fields
 
-from accel_fsdp.naming import near
+from accel_fsdp.naming import did_you_mean
 
 Config: TypeAlias = Any
 """A FullyShardedDataParallelPlugin; its module imports this one."""
@@ -143,4 +143,4 @@ def _going_together(config: Config) -> Iterator[str]:
 
 
 def _unknown(option: str, words: Sequence[str], others: str, given: object) -> str:
-    return f"{option}: expected one of {', '.join(words)}{others}, got {given!r}{near(given, words)}"
+    return f"{option}: expected one of {', '.join(words)}{others}, got {given!r}{did_you_mean(given, words)}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_core import Mesh, World
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["declared", "sharding", "stages", "twins"]
+__all__ = ["declared", "replica_groups", "sharding", "stages"]
 
 
 def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
@@ -54,7 +54,7 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
     return both
 
 
-def twins(mesh: Mesh) -> list[ProcessGroup]:
+def replica_groups(mesh: Mesh) -> list[ProcessGroup]:
     """Groups of ranks that compute the same layers on the same data: all that splits the model but stages."""
     names = [name for name in mesh.names("model") if name != "pp" and mesh.size(name) > 1]
     return [mesh.device_mesh.get_group(name) for name in names]

@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_core import AccelError, ConfigError
-from accel_fsdp.naming import become, near
+from accel_fsdp.naming import become, did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +40,7 @@ def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
     if patterns and not found:
         raise ConfigError(
             f"fsdp.ep_modules: {', '.join(patterns)} match no module of this {type(model).__name__}"
-            f"{near(patterns[0], named)}\n"
+            f"{did_you_mean(patterns[0], named)}\n"
             "name the modules that hold experts; a model without any takes fsdp.ep_modules: []"
         )
     counts = {name: _count(name, named[name], mesh.size()) for name in sorted(found)}

@@ -38,12 +38,12 @@ def materialize(
     group: Group,
     config: FullyShardedDataParallelPlugin,
     mesh: DeviceMesh,
-    twins: Sequence[dist.ProcessGroup],
+    replica_groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> None:
     """Give the group's tensors storage on the device and first values. Collective, if it syncs.
 
-    twins: groups of ranks that split layers, and have the same of what is not split.
+    replica_groups: groups of ranks that split layers, and have the same of what is not split.
     """
     waits = config.cpu_ram_efficient_loading and not _is_first(mesh)
     for module in group.modules:
@@ -56,18 +56,18 @@ def materialize(
         if tensor.device != device:
             _move(tensor, device)
         if config.syncs:
-            _broadcast(tensor.detach(), mesh, twins)
+            _broadcast(tensor.detach(), mesh, replica_groups)
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
     return not any(mesh.get_coordinate() or ())
 
 
-def _broadcast(tensor: Tensor, mesh: DeviceMesh, twins: Sequence[dist.ProcessGroup]) -> None:
+def _broadcast(tensor: Tensor, mesh: DeviceMesh, replica_groups: Sequence[dist.ProcessGroup]) -> None:
     split = isinstance(tensor, DTensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     sent = local.resolve_conj().resolve_neg().contiguous()  # NCCL takes no transposed tensor
-    for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else twins)):
+    for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else replica_groups)):
         # As bytes: groups do not carry each dtype (gloo no int16, no float8).
         dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)
     if sent is not local:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["become", "near"]
+__all__ = ["become", "did_you_mean"]
 
 
-def near(asked: object, known: Iterable[str]) -> str:
+def did_you_mean(asked: object, known: Iterable[str]) -> str:
     """A question about names like the one asked for, if there are any."""
     found = get_close_matches(str(asked), list(known), 3)
     return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel_core import ConfigError
-from accel_fsdp.naming import near
+from accel_fsdp.naming import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -77,7 +77,7 @@ def plan_of(
         if not may_be_whole and not any(fnmatchcase(name, pattern) for name in named):
             raise ConfigError(
                 f"{OPTION}: {pattern!r} matches no module of this {type(model).__name__}"
-                f"{near(pattern, named)}\n"
+                f"{did_you_mean(pattern, named)}\n"
                 "correct it; or add '*': null, if it is for another model of this run"
             )
     plan = [*own.items(), *(given or {}).items()]

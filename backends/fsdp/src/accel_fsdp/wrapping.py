@@ -17,7 +17,7 @@ from torch.distributed.fsdp import wrap
 
 from accel_core import ConfigError
 from accel_fsdp.experts import Spread
-from accel_fsdp.naming import near
+from accel_fsdp.naming import did_you_mean
 from accel_fsdp.stages import absent
 
 if TYPE_CHECKING:
@@ -244,6 +244,6 @@ def _unfit(parameter: nn.Parameter, version: int) -> str | None:
 def _no_match(option: str, asked: str, known: Iterable[str]) -> ConfigError:
     names = sorted(filter(None, known))
     return ConfigError(
-        f"{option} {asked!r} matches nothing in this model{near(asked, names)}\n"
+        f"{option} {asked!r} matches nothing in this model{did_you_mean(asked, names)}\n"
         f"it has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
     )

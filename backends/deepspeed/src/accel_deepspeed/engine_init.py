@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel_deepspeed import settings
+from accel_deepspeed.compat import deepspeed_for, quiet
 from accel_deepspeed.hf_config import HfDeepSpeedConfig
-from accel_deepspeed.library import deepspeed_for, quiet
 
 if TYPE_CHECKING:
     from accel_core import Run
