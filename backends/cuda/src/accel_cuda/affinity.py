@@ -41,12 +41,18 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """`override_numa_affinity`, once a process: later calls with the same arguments do nothing."""
+    """Call `override_numa_affinity` once per process.
+
+    Later calls with the same arguments do nothing.
+    """
     override_numa_affinity(local_process_index, verbose)
 
 
 def cpus_near(properties: Any) -> set[int]:
-    """The CPUs of the NUMA node of a GPU with these properties; empty where that is unknown."""
+    """The CPUs of the NUMA node of a GPU with these properties.
+
+    Empty where that is unknown.
+    """
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     file = PCI_DEVICES / address / "local_cpulist"
     return parse_cpu_list(file.read_text()) if file.exists() else set()

@@ -1,4 +1,7 @@
-"""The options of section `cuda`. What is unset stays as torch, or the user, has it."""
+"""The options of section `cuda`.
+
+What is unset stays as torch, or the user, has it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ __all__ = ["CudaConfig"]
 
 @frozen(kw_only=True)
 class CudaConfig(KwargsHandler):
-    """Switches of this process's CUDA libraries, and where the process runs. Section `cuda`."""
+    """Switches of this process's CUDA libraries, and where the process runs.
+
+    Section `cuda`.
+    """
 
     tf32: bool | None = option(
         None, help="Let float32 matrix products and convolutions use TF32: faster, 10 bits of mantissa."

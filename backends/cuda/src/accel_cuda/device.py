@@ -1,4 +1,7 @@
-"""CUDA devices. The base layer runs them already; here is only what it cannot know."""
+"""CUDA devices.
+
+The base layer runs them already; here is only what it cannot know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, from files and the environment alone: no torch, no CUDA library."""
+"""The machine's GPUs, from files and the environment; no torch, no CUDA library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def probe() -> str | None:
 
 
 def torch_build() -> str | None:
-    """`cuda`, `hip` or `cpu`: what the installed torch was built for; None if there is no torch."""
+    """`cuda`, `hip` or `cpu`: what the installed torch was built for.
+
+    None if there is no torch.
+    """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -53,7 +56,7 @@ def torch_build() -> str | None:
 
 
 def driver_version() -> str | None:
-    """The kernel module's version, "unknown" where only WSL's stand-in is found, None without either."""
+    """Version of the kernel module; "unknown" under WSL; None without a driver."""
     file = ROOT / "proc/driver/nvidia/version"
     if file.exists():
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
@@ -62,7 +65,7 @@ def driver_version() -> str | None:
 
 
 def gpu_count() -> int:
-    """How many GPUs a process of this environment sees."""
+    """Number of GPUs that a process of this environment sees."""
     visible = os.environ.get(VISIBLE)
     # Under WSL no GPU has a node of its own; one is what such machines have.
     there = len(list((ROOT / "dev").glob("nvidia[0-9]*"))) or int((ROOT / "dev/dxg").exists())
@@ -78,7 +81,7 @@ def gpu_count() -> int:
 
 
 class CudaLaunch:
-    """What the launcher, and the run before torch's first CUDA call, ask of this device."""
+    """Hooks of the launcher, and of the run before torch's first CUDA call."""
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:

@@ -1,4 +1,6 @@
-"""Data parallelism on torch's DistributedDataParallel: a strategy plugin of accel-core.
+"""Data parallelism on torch's DistributedDataParallel.
+
+A strategy plugin of accel-core.
 
 Importing this package imports neither torch nor its own modules (PEP 562).
 """

@@ -1,4 +1,7 @@
-"""Communication hooks: what travels between ranks instead of the gradients themselves."""
+"""Communication hooks.
+
+What travels between ranks instead of the gradients themselves.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ def register(model: DistributedDataParallel, config: DistributedDataParallelKwar
 
 
 def settle(model: DistributedDataParallel) -> None:
-    """Wait until no thread of torch is inside this model's hook any more; a millisecond, if at all.
+    """Wait until no thread of torch is inside this model's hook any more.
+
+    A millisecond, if at all.
 
     A power SGD hook holds state and process group. Backward returns when its result is there, and
     the thread that leaves the hook last must not be the one to destroy the group: it would wait for

@@ -1,4 +1,7 @@
-"""The options of section `ddp`: arguments of DistributedDataParallel, and how gradients travel."""
+"""The options of section `ddp`.
+
+Arguments of DistributedDataParallel, and how gradients travel.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
 
 class DDPCommunicationHookType(str, Enum):
-    """How gradients are compressed on their way between ranks."""
+    """Compression of gradients on their way between ranks."""
 
     NO = "no"
     FP16 = "fp16"
@@ -41,7 +44,7 @@ POWER_SGD_OPTIONS: Final = (
 
 @frozen(kw_only=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How the model is wrapped in `torch.nn.parallel.DistributedDataParallel`. Section `ddp`."""
+    """Options of `torch.nn.parallel.DistributedDataParallel`. Section `ddp`."""
 
     dim: int = option(0, help="Dimension along which torch would scatter inputs over several devices.")
     broadcast_buffers: bool = option(True, help="Copy rank 0's buffers to all ranks before each forward.")

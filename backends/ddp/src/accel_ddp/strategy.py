@@ -1,4 +1,7 @@
-"""Each rank trains a copy of the model; DistributedDataParallel averages gradients in backward."""
+"""Each rank trains a copy of the model.
+
+DistributedDataParallel averages gradients in backward.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ _NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
 class DataParallel:
-    """Strategy `ddp`. In a world of one, and for models that train nothing, it wraps nothing."""
+    """Strategy `ddp`.
+
+    In a world of one, and for models that train nothing, it wraps nothing.
+    """
 
     below: Any
 
@@ -79,7 +85,9 @@ class DataParallel:
 
     @implements(hooks.join)
     def join(self, units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-        """Ranks that have run out shadow the others' collectives; weights are the last rank's.
+        """Ranks that have run out shadow the others' collectives.
+
+        Weights are the last rank's.
 
         How loaders share out batches (`even_batches`) is core's business.
         """
@@ -104,7 +112,10 @@ def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 @contextmanager
 def _named(model: nn.Module) -> Iterator[None]:
-    """Say which tensor the process group cannot carry to the other ranks: torch's error names none."""
+    """Say which tensor the process group cannot carry to the other ranks.
+
+    Torch's error names none.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -131,7 +142,7 @@ def _each_quiet(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
 
 
 class _Uneven(Join):
-    """torch's Join, without what it leaves behind (changed warning filters, joining enabled)."""
+    """Torch's Join, without its leftovers (warning filters, joining enabled)."""
 
     def __init__(self, models: Mapping[DistributedDataParallel, Unit]) -> None:
         super().__init__(list(models))

@@ -1,4 +1,4 @@
-"""Whether gradients are those of all ranks: torch's wrapper says nothing where they are not."""
+"""Checks that gradients come from all ranks; torch's wrapper does not check it."""
 
 from __future__ import annotations
 
@@ -104,12 +104,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             )
 
     def _odd_bytes(self) -> list[Tensor]:
-        """The memory of the buffers that cannot travel otherwise; they may be others by now."""
+        """The memory of the buffers that cannot travel otherwise.
+
+        They may be others by now.
+        """
         buffers = dict(self.module.named_buffers()) if self._odd else {}
         return [buffers[name].detach().view(-1).view(torch.uint8) for name in self._odd if name in buffers]
 
     def refuse(self, last: str | None) -> None:
-        """Raises AccelError: the gradients are this rank's alone. `last`: of the last backward."""
+        """Raises AccelError: the gradients are this rank's alone.
+
+        `last`: of the last backward.
+        """
         kind = type(self.module).__name__
         if last not in (None, _READY):
             raise AccelError(
@@ -126,7 +132,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def refuse_unfinished(self) -> None:
-        """Raises AccelError: the last backward left out parameters, for which torch still waits."""
+        """Raise for parameters that the last backward left out.
+
+        Torch still waits for them. Raises AccelError.
+        """
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -146,7 +155,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
-    """Raises ConfigError: parameters have more than `allowed` hooks that would see unreduced gradients."""
+    """Refuse parameters with more than `allowed` hooks.
+
+    Those hooks would see unreduced gradients. Raises ConfigError.
+    """
     hooks = {name: len(p._post_accumulate_grad_hooks or ()) for name, p in model.named_parameters()}
     if sum(hooks.values()) > allowed:
         hooked = max(hooks, key=lambda name: hooks[name])
@@ -158,7 +170,10 @@ def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
 
 
 def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
-    """Have the unit's models checked before each step of the optimizer, until the handle is removed."""
+    """Check the unit's models before each step of the optimizer.
+
+    The returned handle ends it.
+    """
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1 or kwargs.get("closure") is not None:  # it has yet to compute the gradients
@@ -186,7 +201,7 @@ def _check(unit: Unit) -> None:
 def _checked(
     unit: Unit, optimizer: Optimizer, closure: Callable[[], Any], *more: Any, **options: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step, with a closure that is checked each time it has computed gradients."""
+    """Arguments of a step, with a closure that checks the gradients it computed."""
 
     def watched() -> Any:
         loss = closure()
@@ -201,7 +216,7 @@ def _no_run() -> None:
 
 
 def _asked(module: nn.Module) -> list[nn.Parameter]:
-    """The first parameter that trains of the module, and of each child: a part that may be called."""
+    """The first trained parameter of the module and of each part that may be called."""
     parts = (module, *module.children())
     found = (next((p for p in part.parameters() if p.requires_grad), None) for part in parts)
     return [p for p in dict.fromkeys(found) if p is not None]
@@ -213,7 +228,10 @@ def _may_train_later(parameter: Tensor) -> bool:
 
 
 def _when_unfrozen(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
-    """Have it noted when a frozen parameter gets a gradient: nothing has to be asked in a step."""
+    """Note when a frozen parameter gets a gradient.
+
+    A step then has nothing to ask.
+    """
     parameter.requires_grad_(True)  # torch takes a hook of what trains only, and keeps it
     hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
     parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What is known only at `prepare`: the values for DeepSpeed's "auto", and what must match them."""
+"""Values for DeepSpeed's "auto", known at `prepare`, and checks against the run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def _of_run(config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loader
 def _batch_size(
     config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loaders: Sequence[Any]
 ) -> tuple[int, str]:
-    """Samples of a micro-batch on a reader. Only DeepSpeed's own sample counter looks at it."""
+    """Samples of a micro-batch on a reader.
+
+    Only DeepSpeed's own sample counter looks at it.
+    """
     run = unit.run
     sizes = [size for loader in (loaders or run.loaders) if (size := _samples(loader)) is not None]
     if not sizes:
@@ -133,7 +136,7 @@ def _schedule(scheduler: DummyScheduler) -> Iterator[tuple[str, Any]]:
 
 
 def _of_objects(asked: Mapping[str, Any], unit: Unit) -> Iterator[str]:
-    """What the JSON and the prepared optimizers and schedulers ask for twice, or nowhere."""
+    """Optimizers and schedulers that the JSON and `prepare` both give, or neither."""
     parts = (("optimizer", unit.optimizers, DummyOptim), ("scheduler", unit.schedulers, DummyScheduler))
     for section, prepared, placeholder in parts:
         for each in prepared:
@@ -158,7 +161,9 @@ def _scale(fp16: dict[str, Any], scaler: GradScalerKwargs) -> list[str]:
 
 
 def engine_settings(made: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
-    """The settings an engine is built with: core counts micro-batches and says when to clip.
+    """The settings an engine is built with.
+
+    Core counts micro-batches and says when to clip.
 
     What the engine is told is so: windows of one, no clipping, a step wherever `step` is called.
     """

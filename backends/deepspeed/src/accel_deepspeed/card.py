@@ -1,4 +1,4 @@
-"""What accel-core reads of this package before anything else of it is imported."""
+"""The card: accel-core reads it before it imports anything else of this package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DEEPSPEED"]
 
 
 def probe() -> str | None:
-    """Whether DeepSpeed is installed; it is not imported."""
+    """Reason why DeepSpeed cannot be used; it is not imported."""
     if find_spec("deepspeed") is None:
         return f"DeepSpeed is not installed; {install_hint('backends/deepspeed[runtime]')}"
     return None

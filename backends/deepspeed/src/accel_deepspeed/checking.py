@@ -1,4 +1,4 @@
-"""Settings that DeepSpeed does not know or take are named before an engine is built by them."""
+"""Checks for settings that DeepSpeed does not know or take, before engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _OPS: Final = {
 
 
 class _Asked(dict[str, Any]):
-    """Settings that note which of them are asked for: DeepSpeed ignores a key that it does not know."""
+    """Settings that note which of them are asked for.
+
+    DeepSpeed ignores a key that it does not know.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
@@ -87,7 +90,7 @@ def _reasons(error: Exception) -> Iterator[str]:
 
 
 def _lacking(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What is asked for that needs a compiled op which this device or machine has not."""
+    """Options that need a compiled op which this device or machine does not have."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()

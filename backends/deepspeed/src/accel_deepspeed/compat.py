@@ -1,4 +1,4 @@
-"""The library itself: which device it believes in, and what of it is global to the process."""
+"""The module `deepspeed`: its device, and its process-wide state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ __all__ = ["deepspeed_for", "dismantle", "leave", "quiet"]
 
 
 def deepspeed_for(run: Run, user: object) -> Any:
-    """The module `deepspeed`, for the run's device, with a process group for it, until `leave(user)`.
+    """The module `deepspeed` for the run's device, with a process group.
+
+    Until `leave(user)`.
 
     Raises:
         ConfigError: it was loaded for another device.
@@ -119,7 +121,10 @@ def _is_group(value: Any) -> bool:
 
 
 def leave(user: object) -> None:
-    """The user has no engine any more; the last one takes along what DeepSpeed keeps of process groups."""
+    """The user has no engine any more.
+
+    The last one takes along what DeepSpeed keeps of process groups.
+    """
     _users.discard(id(user))
     if _users:
         return

@@ -1,4 +1,7 @@
-"""The options of section `deepspeed`: DeepSpeed's JSON, and what is commonly set without one."""
+"""The options of section `deepspeed`.
+
+DeepSpeed's JSON, and what is commonly set without one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _PATHS: Final = {
 
 @frozen(kw_only=True)
 class DeepSpeedPlugin(KwargsHandler):
-    """What DeepSpeed does, by its own JSON, by these options, or by both. Section `deepspeed`.
+    """Options of DeepSpeed, beside or instead of its JSON. Section `deepspeed`.
 
     "auto" in the JSON is filled in as it becomes known: from these options, the run, or what is prepared.
     """
@@ -78,7 +81,10 @@ class DeepSpeedPlugin(KwargsHandler):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's settings: the JSON, and these options where it says "auto" or nothing. A copy."""
+        """DeepSpeed's settings.
+
+        The JSON, and these options where it says "auto" or nothing. A copy.
+        """
         made = settings.read(self.hf_ds_config) or {}
         for name, path in _PATHS.items():
             value = getattr(self, name)
@@ -95,11 +101,11 @@ class DeepSpeedPlugin(KwargsHandler):
 
     @property
     def shards_init(self) -> bool:
-        """Whether models are sharded while they are built."""
+        """True if models are sharded while they are built."""
         return self.stage == 3 if self.zero3_init_flag is None else self.zero3_init_flag
 
     def propose(self, run: RunConfig) -> Sequence[Proposal]:
-        """What the JSON says of the run: micro-batches a step, and the precision."""
+        """Settings of the run in the JSON: micro-batches per step, and the precision."""
         made = self.deepspeed_config
         steps = made.get("gradient_accumulation_steps", settings.AUTO)
         found = []

@@ -1,4 +1,7 @@
-"""Building models sharded from the start: DeepSpeed's zero.Init, and what transformers asks for it."""
+"""Building models sharded from the start.
+
+DeepSpeed's zero.Init, and what transformers asks for it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def sharded_init(user: object, config: DeepSpeedPlugin, run: Run) -> Iterator[No
 
 
 def _settings(config: DeepSpeedPlugin, run: Run) -> dict[str, Any]:
-    """What of the settings matters for building; "auto" of what is not known yet is left out."""
+    """Settings that matter for building, without the "auto"s that are still unknown."""
     made = config.deepspeed_config
     zero = made.get("zero_optimization", {})
     for path in settings.autos(zero):

@@ -1,4 +1,7 @@
-"""Experts of which each rank has a part: numbered over all ranks, as in a model that has them all."""
+"""Experts of which each rank has a part.
+
+Numbered over all ranks, as in a model that has them all.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def spread(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _numbered(layer: Any, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """(number here, name over all ranks, a parameter like it) for each parameter of each expert."""
+    """(number here, name over all ranks, a parameter like it) per expert parameter."""
     mine = list(layer.experts.deepspeed_experts)
     first = dist.get_rank(layer.ep_group) * len(mine)
     for number in range(layer.ep_size * len(mine)):

@@ -1,4 +1,6 @@
-"""An engine's gradients at the boundary of a window: reduced, measured, scaled, clipped, dropped.
+"""An engine's gradients at the boundary of a window.
+
+Reduced, measured, scaled, clipped, dropped.
 
 One class a ZeRO stage, because each keeps them elsewhere. DeepSpeed would do it all inside `step`;
 here reducing is a step of its own, so that the norm is known when `clip_grad_norm_` returns.
@@ -39,7 +41,9 @@ def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
 
 
 def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
-    """A backward is one, however many of the engine's outputs it begins at; with all frozen it is none.
+    """A backward is one, however many of the engine's outputs it begins at.
+
+    With all frozen it is none.
 
     DeepSpeed takes each output for a backward of its own, and waits for the end of the others.
     """
@@ -55,7 +59,9 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
 
 
 def refuse_others_unused(engine: Any, control: Collectives) -> None:
-    """Have each backward of stages 2 and 3 end with an error where ranks used different parameters.
+    """Raise at the end of a backward in which ranks used different parameters.
+
+    For stages 2 and 3.
 
     DeepSpeed reduces what each rank used, side by side in one buffer: it adds gradients of different
     parameters where their sizes are equal, and aborts the process elsewhere. The ranks compare at the end
@@ -138,7 +144,10 @@ class Gradients:
             torch._foreach_clamp_min_(tensors, -limit)
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
-        """`tensors`, to be changed. Offloaded ones are copied beside the host, so they are waited for."""
+        """`tensors`, to be changed.
+
+        Offloaded ones are copied beside the host, so they are waited for.
+        """
         found: dict[torch.device, list[Tensor]] = {}
         for each in self.tensors():
             if each is not None:  # offloaded, and nothing has come in yet
@@ -173,7 +182,10 @@ class Gradients:
 
 
 class Masters(Gradients):
-    """Stages 0 and 1 with bfloat16 weights, where they are summed in float32: whole, in the optimizer."""
+    """Stages 0 and 1 with bfloat16 weights, where they are summed in float32.
+
+    Whole, in the optimizer.
+    """
 
     def tensors(self) -> list[Tensor]:
         return list(self.optimizer.fp32_groups_gradients_flat)
@@ -221,7 +233,10 @@ class WholeWeights(Gradients):
             held.update(dict.fromkeys(held))
 
     def _clear_offloaded(self) -> None:
-        """DeepSpeed writes those of what a window uses, and would step the rest by older ones."""
+        """Clear gradients that a window did not write.
+
+        DeepSpeed would step their parameters by older ones.
+        """
         for tensors in self._by_device().values():
             torch._foreach_zero_(tensors)
 

@@ -1,4 +1,4 @@
-"""`HfDeepSpeedConfig`: DeepSpeed's settings with questions about them, as transformers asks them."""
+"""DeepSpeed's settings with the questions that transformers asks of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ __all__ = ["HfDeepSpeedConfig"]
 
 
 class HfDeepSpeedConfig:
-    """Settings in a mapping, a JSON file or base64 text; `config` holds them, and may be changed."""
+    """Settings in a mapping, a JSON file or base64 text.
+
+    `config` holds them, and may be changed.
+    """
 
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config: dict[str, Any] = settings.read(config_file_or_dict) or {}
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section a dotted key stands in, None if it is not there, and the key's last part."""
+        """The section of a dotted key, or None, and the key's last part."""
         section, _, key = ds_key_long.rpartition(".")
         found = settings.get(self.config, section) if section else self.config
         return (found if isinstance(found, dict) else None), key
@@ -34,24 +37,24 @@ class HfDeepSpeedConfig:
             raise ValueError(f"there is no {ds_key_long} in {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether the key is set, and true."""
+        """True if the key is set to true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether the key is set, and false."""
+        """True if the key is set to false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Whether gradients are sharded, and weights are not."""
+        """True if gradients are sharded, and weights are not."""
         return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
-        """Whether weights are sharded."""
+        """True if weights are sharded."""
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
-        """Whether weights or optimizer state live on the CPU or on NVMe."""
+        """True if weights or optimizer state live on the CPU or on NVMe."""
         places = (
             self.get_value(f"zero_optimization.offload_{what}.device") for what in ("param", "optimizer")
         )

@@ -1,4 +1,4 @@
-"""Which elements of which parameter this rank steps: DeepSpeed's flat tensors, by parameter, as views."""
+"""Views of DeepSpeed's flat tensors by parameter: the elements this rank steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Fragment:
         return flat_range(self.cut(tensor), shape, self.start, replicated=self.copies)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """These elements of `tensor`, which is laid out as `flat` is, as a view of one dimension."""
+        """A flat view of these elements of `tensor`, which is laid out as `flat` is."""
         return tensor.detach().view(-1)[self.at : self.at + self.numel]
 
 
@@ -62,7 +62,10 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def live_part(fragment: Fragment) -> Tensor:
-    """The elements of the fragment that forward computes with: a view of the 16-bit (or only) copy."""
+    """The elements of the fragment that forward computes with.
+
+    A view of the 16-bit (or only) copy.
+    """
     parameter = fragment.parameter
     if hasattr(parameter, "ds_tensor"):
         partition: Tensor = parameter.ds_tensor.detach()
@@ -71,7 +74,9 @@ def live_part(fragment: Fragment) -> Tensor:
 
 
 def fragments(unit: Unit) -> Iterator[Fragment]:
-    """What this rank steps of each parameter, possibly nothing of it; in the order of the optimizer's groups.
+    """The fragment of each parameter that this rank steps, in the groups' order.
+
+    A fragment may be empty.
 
     Raises:
         CheckpointError: state is where it cannot be read, or laid out in a way not known here.
@@ -172,7 +177,7 @@ def _partitioned(parameter: Any, at: int) -> Part:
 
 
 def _cut(parameters: Sequence[Any], offsets: Sequence[int], begin: int, size: int) -> Iterator[Part]:
-    """The parts in the range of `size` elements from `begin` on, of parameters at these offsets."""
+    """Parts, of parameters at these offsets, in `size` elements from `begin` on."""
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
         yield parameter, first - begin, first - offset, end - first

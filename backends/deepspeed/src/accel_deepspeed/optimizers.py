@@ -1,4 +1,4 @@
-"""Which optimizers cannot step what DeepSpeed gives them: flat pieces of parameters."""
+"""Optimizers that cannot step flat pieces of parameters, as DeepSpeed needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _WHOLE: Final = ("adafactor", "came", "galore", "lamb", "lars", "muon", "shampoo
 
 
 def unserved(optimizer: Optimizer, *, flat: bool) -> str | None:
-    """Why the optimizer would go wrong, if it would. flat: parameters are laid end to end."""
+    """Reason why the optimizer would go wrong, or None.
+
+    flat: parameters are laid end to end.
+    """
     name = type(optimizer).__name__
     if name == "LBFGS":
         return (

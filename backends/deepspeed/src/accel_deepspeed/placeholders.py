@@ -1,4 +1,4 @@
-"""What stands for the optimizer and the scheduler that DeepSpeed makes by its JSON."""
+"""Placeholders for the optimizer and scheduler that DeepSpeed makes by its JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class DummyOptim:
 
     @property
     def parameters(self) -> list[Any]:
-        """What DeepSpeed's optimizer is made of: groups where they were given, else parameters."""
+        """Parameters of DeepSpeed's optimizer: groups if given, else parameters."""
         grouped = self.params and isinstance(self.params[0], dict)
         return self.param_groups if grouped else list(self.param_groups[0]["params"])
 
 
 class DummyScheduler:
-    """Stands for the JSON's `scheduler`, or for one that is made once DeepSpeed has its optimizer.
+    """Placeholder for the JSON's `scheduler`, or for one made with its optimizer.
 
     Args:
         optimizer: the DummyOptim, or optimizer, whose rate it sets.
@@ -58,7 +58,10 @@ class DummyScheduler:
 
 
 class EngineScheduler:
-    """A scheduler that DeepSpeed's engine steps by itself: another call of `step` does nothing."""
+    """A scheduler that DeepSpeed's engine steps by itself.
+
+    Another call of `step` does nothing.
+    """
 
     def __init__(self, scheduler: Any, optimizer: Any) -> None:
         self.scheduler, self.optimizer = scheduler, optimizer

@@ -20,7 +20,7 @@ _ABSENT: Final = object()
 
 
 def read(given: Any) -> dict[str, Any] | None:
-    """The settings in a mapping, a JSON file, base64 text, or an object with `config`.
+    """Settings from a mapping, a JSON file, base64 text, or an object with `config`.
 
     Raises:
         ValueError: there is no such file, or it holds no JSON.
@@ -109,7 +109,10 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def fill(
     settings: dict[str, Any], values: Mapping[str, tuple[Any, str]], *, must_match: bool = True
 ) -> list[str]:
-    """Put values (path -> value, its origin) where "auto" stands; give what mismatches, a line each."""
+    """Put values (path -> value, its origin) where "auto" stands.
+
+    Give what mismatches, a line each.
+    """
     mismatches = []
     for path, (value, origin) in values.items():
         found = get(settings, path, _ABSENT)

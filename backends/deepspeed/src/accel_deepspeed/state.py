@@ -1,4 +1,7 @@
-"""State hooks: weights, moments and scales of an engine by the names of the user's own model."""
+"""State hooks.
+
+Weights, moments and scales of an engine by the names of the user's own model.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ Scalars = dict[str, Tensor]
 
 
 class EngineState:
-    """Each rank's part of the state, as views of what DeepSpeed steps. Nothing is gathered."""
+    """Each rank's part of the state, as views of what DeepSpeed steps.
+
+    Nothing is gathered.
+    """
 
     below: Any
 
@@ -58,7 +64,7 @@ class EngineState:
         self._groups: dict[Unit, list[list[str]]] = {}
 
     def remember_groups(self, unit: Unit, groups: Sequence[Sequence[Any]]) -> None:
-        """Which parameters each group had before the engine was made: it forgets frozen ones."""
+        """Note each group's parameters before the engine is made: it forgets frozen ones."""
         names = {parameter: name for name, parameter in unit.named_parameters().items()}
         self._groups[unit] = [[names[parameter] for parameter in group] for group in groups]
 
@@ -68,7 +74,7 @@ class EngineState:
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        """Of a stepped parameter the master, in as many boxes as its range on this rank needs."""
+        """Leaves of weights; of a stepped parameter its master, in boxes."""
         leaves: dict[str, Leaf] = dict(self.below.model_state(unit))
         leaves |= {name: unstepped(parameter) for name, parameter in unit.named_parameters().items()}
         leaves |= {each.name: each.of(each.flat) for each in fragments(unit)}
@@ -77,7 +83,7 @@ class EngineState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        """By parameter what DeepSpeed keeps by flat tensor, in torch's words where torch has them."""
+        """State by parameter, from DeepSpeed's flat tensors, in torch's words."""
         base, scalars = _base(unit), self._loading.get(unit, {})
         with _groups_filled(unit, base):
             refuse_own_state(base)
@@ -105,7 +111,7 @@ class EngineState:
         template: Template,
         plain: Mapping[str, Mapping[str, Any]],
     ) -> Sequence[str]:
-        """What flat tensors have no place for, and parameters that differ and are stepped as one."""
+        """Reasons: state that flat tensors cannot hold, or that differs inside one."""
         reasons = [*_foreign(_base(unit), template, plain)]
         for _, parts in _by_flat(unit):
             reasons += _disagreements(_known(parts, template))
@@ -119,7 +125,10 @@ class EngineState:
         template: Template,
         plain: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Flat tensors, zero where DeepSpeed pads and of what is new. Numbers wait for `state_loaded`."""
+        """Flat tensors, zero where DeepSpeed pads and of what is new.
+
+        Numbers wait for `state_loaded`.
+        """
         (engine,) = unit.wrapped
         base, scalars = _base(unit), self._loading.setdefault(unit, {})
         scalars.clear()
@@ -167,7 +176,7 @@ class EngineState:
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
-        """Back into the engine, as far as it has such (a loss scale that grows only in fp16)."""
+        """Load counters, and the loss scale if the engine has one (fp16)."""
         for name, (home, keys) in _homes(unit).items():
             values: Any = entries[name].value if name in entries else {}
             for key in _values(home, keys).keys() & values.keys():
@@ -194,7 +203,10 @@ def _base(unit: Unit) -> Any:
 
 @contextmanager
 def _groups_filled(unit: Unit, base: Any) -> Iterator[None]:
-    """Between steps stage 3 leaves groups without parameters, and `state_dict` fails on the state of none."""
+    """Fill groups without parameters, on whose state `state_dict` fails.
+
+    Stage 3 leaves such groups between steps.
+    """
     empty = {n: group for n, group in enumerate(base.param_groups) if not group["params"]}
     for flat, parts in _by_flat(unit):
         if parts[0].group in empty:
@@ -256,7 +268,7 @@ def _foreign(base: Any, template: Template, plain: Mapping[str, Any]) -> Iterato
 
 
 def _known(parts: Sequence[Fragment], template: Template) -> dict[str, Mapping[str, TensorTemplate]]:
-    """What is wanted of those parameters of a flat tensor of which the checkpoint has any state."""
+    """Wanted state of a flat tensor's parameters, of those the checkpoint knows."""
     return {each.name: wanted for each in parts if (wanted := template.get(each.name))}
 
 
@@ -309,7 +321,10 @@ def _refresh(unit: Unit) -> None:
 
 
 def _homes(unit: Unit) -> dict[str, tuple[Any, Sequence[str]]]:
-    """What has something to remember; the scale is in an object of one class in ZeRO, of another below it."""
+    """Objects whose values are saved.
+
+    The loss scale is in an object of one class in ZeRO, of another below it.
+    """
     (engine,) = unit.wrapped
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scale = getattr(engine.optimizer, "loss_scale_config", None) if scaler is None else scaler

@@ -1,4 +1,7 @@
-"""The strategy plugin `deepspeed`: an engine a unit; core counts, and says when it steps and clips."""
+"""The strategy plugin `deepspeed`: an engine a unit.
+
+Core counts, and says when it steps and clips.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,16 @@ _NOT_SERVED: Final = {
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
-    """The plugin. Where there is no loss scale, `backward` is torch's own, and units may share a loss."""
+    """The class of the plugin.
+
+    Without a loss scale, `backward` is torch's own, and units may share a loss.
+    """
     kind = EngineBackward if run.config.mixed_precision == "fp16" else DeepSpeed
     return kind(config or DeepSpeedPlugin(), run)
 
 
 def select(run: Run, name: str) -> None:
-    """Have later `prepare` calls that name no strategy use this one of the config's `strategies`.
+    """Make this one of the config's `strategies` the default of `prepare`.
 
     Raises:
         ConfigError: the run has no strategy of that name.
@@ -158,7 +164,10 @@ class DeepSpeed(SharedSequences, EngineState):
 
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
-        """Collective: weights become rank 0's. A late optimizer has the engine built anew, in its place."""
+        """Collective: weights become rank 0's.
+
+        A late optimizer has the engine built anew, in its place.
+        """
         new = unit not in self._units
         try:
             engine = self._engine(unit)
@@ -223,7 +232,7 @@ class DeepSpeed(SharedSequences, EngineState):
         return engine
 
     def _fetch_whole(self, model: nn.Module) -> None:
-        """Layers that use some of their parts only, such as experts, are fetched with all of them."""
+        """Have layers that use a few of their parts, such as experts, fetched whole."""
         names = [name.strip() for name in (self.config.transformer_moe_cls_names or "").split(",") if name]
         found = {type(module).__name__: type(module) for module in model.modules()}
         if unknown := [name for name in names if name not in found]:

@@ -1,4 +1,7 @@
-"""Ulysses: ranks that share a sequence read the same batch, and each has the next part of it."""
+"""Ulysses sequence parallelism.
+
+Ranks that share a sequence read the same batch, and each has the next part of it.
+"""
 
 from __future__ import annotations
 

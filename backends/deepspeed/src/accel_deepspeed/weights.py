@@ -1,4 +1,7 @@
-"""An engine's weights, whole: for a moment in the user's own modules, or one after the other."""
+"""An engine's weights, whole.
+
+For a moment in the user's own modules, or one after the other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _USER: Final = "full_parameters"
 
 @contextmanager
 def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
-    """Collective. In the precision of forward; what rank 0 writes is kept, by the masters too."""
+    """A context with whole weights, in the precision of forward. Collective.
+
+    Changes that rank 0 makes are kept, by the masters too.
+    """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     (engine,) = unit.wrapped
@@ -50,7 +56,10 @@ def keep_available(optimizer: Any) -> None:
 
 @torch.no_grad()
 def _keep_written(unit: Unit, names: set[str]) -> None:
-    """Masters take over what was written; the rest keeps the digits that forward's copy has no place for."""
+    """Masters take over what was written.
+
+    The rest keeps the digits that forward's copy has no place for.
+    """
     for each in fragments(unit):
         if each.name in names:
             master = each.cut(each.flat)
@@ -61,7 +70,10 @@ def _keep_written(unit: Unit, names: set[str]) -> None:
 def whole_weights(
     unit: Unit, leaves: Mapping[str, Leaf], dtype: torch.dtype | None, to: torch.device | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. As forward computes with them; the masters' digits where their dtype is asked for."""
+    """Whole weights one by one, as forward computes with them. Collective.
+
+    If the masters' dtype is asked for, these are the masters' digits.
+    """
     run, parameters = unit.run, unit.named_parameters() | elsewhere(unit)
     for name, leaf in leaves.items():
         if name in parameters:

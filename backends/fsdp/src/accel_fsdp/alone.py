@@ -1,4 +1,7 @@
-"""The process group of a world of one: core needs none there, torch's FSDP does. Counted by run."""
+"""The process group of a world of one: core needs none there, torch's FSDP does.
+
+Counted by run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Strategy `fsdp`: what both versions of torch's FSDP have in common. `fsdp2` and `fsdp1` are the two."""
+"""Strategy `fsdp`: what both versions of torch's FSDP have in common.
+
+`fsdp2` and `fsdp1` are the two.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ __all__ = ["FullyShardedDataParallel", "reshard_after_evaluation"]
 
 
 class FullyShardedDataParallel:
-    """Each rank holds a part of every weight. Also in a world of one, which has a group of its own."""
+    """Each rank holds a part of every weight.
+
+    Also in a world of one, which has a group of its own.
+    """
 
     below: Any
 
@@ -50,7 +56,10 @@ class FullyShardedDataParallel:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks that share a model: one dimension to shard over, or one to replicate over before it."""
+        """The ranks that share a model.
+
+        One dimension to shard over, or one to replicate over before it.
+        """
         assert self._mesh is not None, "a model is wrapped first"
         return self._mesh
 
@@ -132,7 +141,10 @@ class FullyShardedDataParallel:
                 logger.warning("fsdp.%s does nothing: %s", name, reason)
 
     def materialize(self, group: Group) -> None:
-        """Give a group's tensors storage and first values, the same on all ranks. Collective."""
+        """Give a group's tensors storage and first values, the same on all ranks.
+
+        Collective.
+        """
         meta.materialize(group, self.config, self.mesh, self._replica_groups, self.run.device)
 
 

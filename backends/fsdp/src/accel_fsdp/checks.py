@@ -1,4 +1,4 @@
-"""Which options of section `fsdp` cannot be, or would be ignored by one version of FSDP without a word."""
+"""Checks for options of section `fsdp` that are wrong or that FSDP would ignore."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICY_KEYS: Final[Mapping[int, tuple[str, ...]]] = {
 
 
 def first_problem(config: Config) -> str | None:
-    """What is wrong with the config, and what to do; None if nothing is."""
+    """The first problem of the config and its remedy; None if there is none."""
     of_version = {1: _not_in_1, 2: _not_in_2}[config.fsdp_version]
     checks = (_kinds, _one_strategy, of_version, _wrapping, _policy, _going_together)
     return next(chain.from_iterable(check(config) for check in checks), None)

@@ -19,7 +19,10 @@ STATE_DICTS: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT
 
 
 def _word(words: Sequence[str], value: Any) -> Any:
-    """An enum member's name, a number's word (they count from 1), a word in any case; else as it is."""
+    """An enum member's name, a number's word (they count from 1), a word in any case.
+
+    Else as it is.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(words):
         return words[value - 1]
     name = getattr(value, "name", value)  # torch's enums, without importing them
@@ -55,7 +58,7 @@ def _names(value: Any) -> Any:
 
 @frozen(kw_only=True)
 class FullyShardedDataParallelPlugin(KwargsHandler):
-    """How models are sharded. Section `fsdp`. An option left out is what torch's FSDP does by itself."""
+    """Options of sharding. Section `fsdp`. Unset options keep FSDP's own defaults."""
 
     fsdp_version: int = option(
         2, choices=(1, 2), help="2: torch's fully_shard. 1: torch's older FullyShardedDataParallel."
@@ -180,12 +183,12 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
     @property
     def reshards(self) -> bool | int | None:
-        """What torch's fully_shard takes; None leaves it to torch (all but the root)."""
+        """The argument of torch's fully_shard; None: torch's default (all but the root)."""
         if isinstance(self.reshard_after_forward, (bool, int)):
             return self.reshard_after_forward
         return False if self.strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else None
 
     @property
     def syncs(self) -> bool:
-        """Whether all ranks start with rank 0's weights."""
+        """True if all ranks start with rank 0's weights."""
         return self.sync_module_states is not False

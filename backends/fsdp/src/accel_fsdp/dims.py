@@ -1,4 +1,4 @@
-"""The dimensions that section `fsdp` declares, and the part of a run's mesh that weights are sharded over."""
+"""Mesh dimensions of section `fsdp`, and those that weights are sharded over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["declared", "replica_groups", "sharding", "stages"]
 
 
 def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
-    """Replicas of sharded models. A HYBRID strategy without sizes shards within a node."""
+    """Replicas of sharded models.
+
+    A HYBRID strategy without sizes shards within a node.
+    """
     replicate, shard = config.dp_replicate_size, config.dp_shard_size
     if replicate is None and shard is None and config.strategy.startswith("HYBRID"):
         replicate, shard = -1, world.local_size
@@ -34,7 +37,9 @@ def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshD
 
 
 def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
-    """The ranks that share a model's weights: one dimension, or one to replicate over before it. Collective.
+    """The ranks that share a model's weights.
+
+    One dimension, or one to replicate over before it. Collective.
 
     Whatever splits samples or tokens has gradients to reduce, so weights may be sharded over it too; but
     over none of the dimensions `left`.
@@ -55,7 +60,10 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
 
 
 def replica_groups(mesh: Mesh) -> list[ProcessGroup]:
-    """Groups of ranks that compute the same layers on the same data: all that splits the model but stages."""
+    """Groups of ranks that compute the same layers on the same data.
+
+    All that splits the model but stages.
+    """
     names = [name for name in mesh.names("model") if name != "pp" and mesh.size(name) > 1]
     return [mesh.device_mesh.get_group(name) for name in names]
 

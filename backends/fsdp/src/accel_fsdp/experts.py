@@ -1,4 +1,6 @@
-"""Experts spread over the ranks of dimension `ep`: each has some of a layer's, and tokens travel to them.
+"""Experts spread over the ranks of dimension `ep`.
+
+Each has some of a layer's, and tokens travel to them.
 
 A layer's experts are one module that has their weights stacked, `(experts, ...)`, and is called in one of
 two ways: with rows grouped by expert and how many each expert gets (torchtitan's models), or with tokens,
@@ -30,7 +32,9 @@ __all__ = ["Spread", "split", "spread"]
 
 
 def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
-    """Let tokens travel to the experts that `patterns` name; their weights are still whole.
+    """Let tokens travel to the experts that `patterns` name.
+
+    Their weights are still whole.
 
     Raises:
         ConfigError: a pattern names nothing, or something that is no stack of experts `mesh` divides.
@@ -49,7 +53,10 @@ def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
 
 
 def split(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts of a stack that is whole, and the same on all ranks. Not collective."""
+    """Keep this rank's experts of a stack that is whole, and the same on all ranks.
+
+    Not collective.
+    """
     for each in module.modules():
         for key, whole in each._parameters.items():
             if whole is not None:
@@ -59,7 +66,7 @@ def split(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _count(name: str, module: nn.Module, ranks: int) -> int:
-    """How many experts the module holds."""
+    """Number of experts that the module holds."""
     if any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in module.modules()):
         raise ConfigError(
             f"fsdp.ep_modules: {name} is a list of experts, which are called one by one, where no token can"
@@ -107,7 +114,10 @@ class Spread:
         )
 
     def _chosen(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """tokens (T, width), experts and weights (T, k): the sum of what each token's experts give."""
+        """Sum of the outputs of each token's experts.
+
+        tokens (T, width), experts and weights (T, k).
+        """
         order = experts.flatten().argsort(stable=True)
         chosen = experts.flatten()  # counted without waiting for the device, as bincount would
         counts = chosen.new_zeros(self._experts).scatter_add(0, chosen, torch.ones_like(chosen))
@@ -116,7 +126,10 @@ class Spread:
         return rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, token, rows)
 
     def _travel(self, rows: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-        """rows (N, width), grouped by expert: to the ranks that have these, through them, and back."""
+        """Send rows to the ranks of their experts, through these, and back.
+
+        rows (N, width), grouped by expert.
+        """
         ranks, group = self._ranks.size(), self._ranks
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)

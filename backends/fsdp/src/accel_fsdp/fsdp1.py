@@ -1,4 +1,7 @@
-"""fsdp_version 1: torch's FullyShardedDataParallel. A group's weights are one flat vector, cut evenly."""
+"""fsdp_version 1: torch's FullyShardedDataParallel.
+
+A group's weights are one flat vector, cut evenly.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ __all__ = ["Flat"]
 
 
 class Flat(FullyShardedDataParallel):
-    """`FullyShardedDataParallel` around each group; the model's own parameters are views of its vector."""
+    """`FullyShardedDataParallel` around each group.
+
+    The model's own parameters are views of its vector.
+    """
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -160,7 +166,10 @@ class Flat(FullyShardedDataParallel):
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        """A rank without elements of a parameter never steps it: what it has of its counters is not told."""
+        """Leave out counters of parameters of which this rank has no elements.
+
+        It never steps these.
+        """
         state: OptimizerState = self.below.optimizer_state(unit, optimizer)
         parts, parameters = _parts(unit), unit.named_parameters()
         of = {key: parameters[key.rpartition("/")[0]] for key in state.leaves}
@@ -228,7 +237,10 @@ def _modules(unit: Unit) -> list[FSDP]:
 
 
 def _refuse_other_orders(model: nn.Module) -> None:
-    """Where nothing is cut, torch gives parameters in other memory orders the gradients of other elements."""
+    """Refuse parameters in other memory orders if FSDP cuts none.
+
+    Torch would give them the gradients of other elements.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous():
             raise ConfigError(
@@ -239,7 +251,7 @@ def _refuse_other_orders(model: nn.Module) -> None:
 
 
 def _strategy(name: str, *, replicates: bool) -> ShardingStrategy:
-    """torch's, which has words of its own for models that are sharded within replicas."""
+    """Torch's enum member; models sharded within replicas have other ones."""
     keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
     if name == "NO_SHARD":
         return ShardingStrategy.NO_SHARD
@@ -270,7 +282,10 @@ def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, input
 
 
 def _free(modules: Sequence[FSDP], *call: Any) -> None:
-    """Let weights go that a forward has left gathered: the next one would take them as they are."""
+    """Drop weights that a forward has left gathered.
+
+    The next forward would take them as they are.
+    """
     for module in modules:
         handle: Any = module._handle
         begun = handle and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
@@ -290,7 +305,7 @@ def _parameters(module: FSDP) -> list[nn.Parameter]:
 
 @frozen
 class _Part:
-    """What a rank has of a parameter: elements from `start` on, in the order in which they lie in memory.
+    """A rank's elements of a parameter: from `start` on, in memory order.
 
     strides: of the whole, before it became a part of a flat vector.
     """
@@ -305,12 +320,12 @@ class _Part:
 
 
 def _is_elsewhere(parameter: nn.Parameter, parts: Mapping[nn.Parameter, _Part]) -> bool:
-    """Whether only other ranks have elements of it."""
+    """True if only other ranks have elements of the parameter."""
     return parameter in parts and not parameter.numel() and 0 not in parts[parameter].shape
 
 
 def _parts(unit: Unit) -> dict[nn.Parameter, _Part]:
-    """What this rank has of each sharded parameter."""
+    """This rank's part of each sharded parameter."""
     found = {}
     for module in _modules(unit):
         handle: Any = module._handle

@@ -1,4 +1,7 @@
-"""fsdp_version 2: torch's fully_shard. Parameters become DTensors in place; the model stays the user's."""
+"""fsdp_version 2: torch's fully_shard.
+
+Parameters become DTensors in place; the model stays the user's.
+"""
 
 from __future__ import annotations
 
@@ -164,15 +167,18 @@ class Sharded(FullyShardedDataParallel):
         return _whole(unit.models, wanted, writeback=writeback)
 
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
-        """Those of its parameters that are another stage's too, which counts them."""
+        """Parameters of this stage that another stage has too, which counts them."""
         return ()
 
     def rehearses(self, unit: Unit) -> bool:
-        """Whether the backward that runs is none of the user's."""
+        """True if the backward that runs was not called by the user."""
         return False
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
-        """The ranks that the group is sharded over; experts are split over `ep` first. Collective."""
+        """The ranks that the group is sharded over; experts are split over `ep` first.
+
+        Collective.
+        """
         if unit.mesh is None or not isinstance(group.module, Spread):
             return self.mesh
         split(group.module, unit.mesh.device_mesh["ep"])
@@ -188,7 +194,10 @@ class Sharded(FullyShardedDataParallel):
 
 
 def _first_order(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-    """Begin a backward as torch does, unless a graph of it is wanted: its weights would be gone by then."""
+    """Begin a backward as torch does, unless a graph of it is wanted.
+
+    Its weights would be gone by then.
+    """
     if torch.is_grad_enabled():
         raise AccelError(
             "backward with create_graph=True (a gradient penalty, a Hessian) needs weights again after it,"
@@ -198,7 +207,7 @@ def _first_order(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    """Where parameters stand, (module, key); tied ones stand in several places."""
+    """Places of parameters, (module, key); tied ones have several."""
     for module in modules:
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -266,7 +275,10 @@ def _write_back(stand_ins: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, as the parameter is sharded. Not collective."""
+    """This rank's part of a whole tensor, as the parameter is sharded.
+
+    Not collective.
+    """
     if not isinstance(parameter, DTensor):
         return tensor
     where = tensor.to(parameter.device)
@@ -280,7 +292,7 @@ def _prefetch_in_order(model: nn.Module, made: Sequence[FSDPModule]) -> None:
 
 
 def _give_whole_state_dicts(model: nn.Module) -> None:
-    """`state_dict()` is collective then and gives whole tensors, which `load_state_dict` takes again."""
+    """Make `state_dict()` collective and whole; `load_state_dict` takes it again."""
 
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():

@@ -1,4 +1,4 @@
-"""How a group's weights come to be: from the meta device, from rank 0, on the device they train on.
+"""First values of weights: from the meta device, from rank 0, on their device.
 
 One group at a time, just before it is sharded: a rank never holds more whole weights than those.
 """
@@ -29,7 +29,7 @@ __all__ = ["init_context", "materialize"]
 
 
 def init_context(config: FullyShardedDataParallelPlugin, *, first: bool) -> AbstractContextManager[Any]:
-    """Where models are built: on the meta device, but for a first rank that loads for its mesh."""
+    """A context for building models: on the meta device, unless this rank loads."""
     loads = config.cpu_ram_efficient_loading and first
     return nullcontext() if loads else torch.device("meta")
 
@@ -41,7 +41,9 @@ def materialize(
     replica_groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> None:
-    """Give the group's tensors storage on the device and first values. Collective, if it syncs.
+    """Give the group's tensors storage on the device and first values.
+
+    Collective unless `sync_module_states` is False.
 
     replica_groups: groups of ranks that split layers, and have the same of what is not split.
     """

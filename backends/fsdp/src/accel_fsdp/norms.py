@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients that lie on several meshes, which torch's own clipping cannot put together.
+"""Norm and clipping of gradients on several meshes, which torch cannot combine.
 
 Each rank looks at its own parts only. What they give is reduced once over each dimension that some
 gradient is split over, for all gradients together: a number each, however many parameters there are.
@@ -22,7 +22,7 @@ __all__ = ["Layout", "clip_norm", "clip_value", "is_double"]
 
 @frozen(eq=False)
 class Layout:
-    """Where the gradients of some parameters lie. The same on all ranks that hold parts of them.
+    """Places of the gradients of some parameters, alike on all ranks with parts.
 
     kinds: for each parameter, which set of `splits` it belongs to; -1: others count it. splits: the
     groups that its parts are spread over. is_double: one is float64. stages: the group of those that hold
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of norms."""
+        """The dtype of norms."""
         return torch.float64 if self.is_double else torch.float32
 
     @classmethod
@@ -47,7 +47,10 @@ class Layout:
         stages: dist.ProcessGroup | None = None,
         elsewhere: Collection[nn.Parameter] = (),
     ) -> Layout:
-        """Look at each parameter once; parameters do not move afterwards. elsewhere: others count them."""
+        """Look at each parameter once.
+
+        Parameters do not move afterwards. elsewhere: others count them.
+        """
         found: dict[tuple[dist.ProcessGroup, ...], int] = {}
         kinds = tuple(
             [-1 if p in elsewhere else found.setdefault(_groups(p), len(found)) for p in parameters]
@@ -55,14 +58,14 @@ class Layout:
         return cls(tuple(parameters), kinds, tuple(found), is_double(parameters), stages)
 
     def is_of(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether it is that of these parameters."""
+        """True if this is the layout of these parameters."""
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
 
 
 def is_double(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether one of them is float64. The same on all ranks that name the same parameters."""
+    """True if one of them is float64; alike on all ranks that name the same ones."""
     return any(parameter.dtype == torch.float64 for parameter in parameters)
 
 
@@ -77,7 +80,9 @@ def _groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
 
 @torch.no_grad()
 def clip_norm(layout: Layout, max_norm: float, norm_type: float, device: torch.device) -> Tensor:
-    """Scale the gradients so that their total norm is `max_norm` at most; gives the norm before. Collective.
+    """Scale the gradients so that their total norm is `max_norm` at most.
+
+    Gives the norm before. Collective.
 
     As `torch.nn.utils.clip_grad_norm_` computes it of the whole gradients, in float32; in float64, where a
     parameter is of it.

@@ -1,4 +1,4 @@
-"""Which optimizers compute the same with parts of weights: those that treat each element by itself.
+"""Checks that an optimizer computes the same with parts of weights.
 
 An optimizer says so by an attribute, `elementwise`; else its class is recognised by its name.
 """
@@ -27,7 +27,7 @@ NOT_FOR_DTENSORS: Final = {"Adafactor": "take AdamW, or strategy ddp", "Rprop": 
 
 
 def refused(optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages: bool) -> Iterator[str]:
-    """What speaks against each optimizer, and what to do.
+    """Reasons against each optimizer, each with its remedy.
 
     cuts: several ranks share a weight. stages: ranks have weights that others lack.
     """

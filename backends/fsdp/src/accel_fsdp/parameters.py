@@ -1,4 +1,7 @@
-"""Parameters that sharding replaces: their hooks, and what still holds those from before."""
+"""Parameters that sharding replaces.
+
+Their hooks, and what still holds those from before.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ ADVICE = (
 
 
 class Replaced(nn.Parameter):
-    """A parameter that another has taken the place of: an optimizer that still holds it trains nothing."""
+    """A parameter that another has taken the place of.
+
+    An optimizer that still holds it trains nothing.
+    """
 
     @property
     def grad(self) -> Tensor | None:
@@ -40,7 +46,7 @@ class Replaced(nn.Parameter):
 
 
 def with_hooks(models: Sequence[nn.Module], *, after_accumulation: bool) -> Iterator[str]:
-    """What speaks against parameters with hooks: those that no sharded parameter could call.
+    """Reasons against parameters with hooks that a sharded parameter cannot call.
 
     after_accumulation: `register_post_accumulate_grad_hook` is one of them.
     """
@@ -64,7 +70,10 @@ def guard(parameter: Any, name: str, *, after_accumulation: bool) -> None:
 
 
 def replace_parameter(old: nn.Parameter, new: Any, name: str) -> None:
-    """Take over the hooks that see reduced gradients; let what still holds `old` hear of it, and free it."""
+    """Take over the hooks that see reduced gradients.
+
+    Let what still holds `old` hear of it, and free it.
+    """
     guard(new, name, after_accumulation=False)
     if isinstance(old, (Replaced, DTensor)):  # tied, or made by another plugin
         return

@@ -1,4 +1,7 @@
-"""Pipelines: a strategy for models whose stages are on the ranks of dimension `pp`."""
+"""Pipeline parallelism.
+
+A strategy for models whose stages are on the ranks of dimension `pp`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = ["Pipelined"]
 
 
 class Pipelined(Sharded):
-    """As `Sharded`, of a model whose stages are on different ranks."""
+    """FSDP of version 2, for a model whose stages are on different ranks."""
 
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
@@ -97,7 +100,10 @@ class Pipelined(Sharded):
         microbatches: int | None,
         forward_only: bool,
     ) -> StepOutput:
-        """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave."""
+        """Run the schedule over one window. Collective.
+
+        All ranks get the loss; those of the last stage also what `forward_loss` gave.
+        """
         with unit.whole_window(batches, microbatches) as taken:
             scale, divisor = None if forward_only else self._scale(unit), unit.window.divisor
             output = self._pipes[unit].run(taken, forward_loss, scale, divisor)
@@ -112,7 +118,7 @@ class Pipelined(Sharded):
         self.below.reduce_gradients(unit, num_items)
 
     def _scale(self, unit: Unit) -> Tensor:
-        """What the layers below multiply losses by, before they begin a window's backward."""
+        """Loss scale of the layers below, read before a window's backward begins."""
         one = torch.ones((), device=self.run.device, requires_grad=True)
         self.below.backward(unit, one, True, {})
         assert one.grad is not None
@@ -159,7 +165,10 @@ class Pipelined(Sharded):
 
 
 def _refuse_own_state(model: nn.Module) -> None:
-    """State that only the rank of a stage would have right: others keep modules that do not run."""
+    """Refuse state that only the rank of a stage would have right.
+
+    Others keep modules that do not run.
+    """
     tensors = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     if own := sorted(model.state_dict().keys() - {name for each in tensors for name, _ in each}):
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Plans of tensor parallelism: patterns of module names -> how those modules are split.
+"""Plans of tensor parallelism.
+
+Patterns of module names -> how those modules are split.
 
 A style is a word, a mapping `{style, input, output}` with layouts, or an object of
 torch.distributed.tensor.parallel. Everything is checked before anything is changed.
@@ -54,7 +56,10 @@ WORDS: Final[Mapping[str, Mapping[str, str]]] = {
 
 @frozen(eq=False)
 class Planned:
-    """A module and how it is split. `head`: it gives whole logits, of which each rank computes a part."""
+    """A module and how it is split.
+
+    `head`: it gives whole logits, of which each rank computes a part.
+    """
 
     name: str
     module: nn.Module
@@ -65,7 +70,7 @@ class Planned:
 def plan_of(
     model: nn.Module, given: Mapping[str, Any] | None, size: int, *, loss_parallel: bool
 ) -> list[Planned]:
-    """What to split, in the model's order.
+    """Modules to split, in the model's order.
 
     Raises:
         ConfigError: there is no plan, one of its patterns or styles means nothing here, a weight does
@@ -184,7 +189,10 @@ def _cuts(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, int]]:
 
 
 def _refuse_parted(model: nn.Module, found: list[Planned]) -> None:
-    """A tied weight that is split in one place and not, or otherwise, in another would become two."""
+    """Refuse a tied weight that is split differently in its places.
+
+    It would become two.
+    """
     cut: dict[tuple[nn.Module, str], int] = {
         (planned.module, key): dim for planned in found for key, dim in _cuts(planned.module, planned.style)
     }

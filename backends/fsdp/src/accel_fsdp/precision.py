@@ -1,4 +1,7 @@
-"""In which dtypes weights are gathered, gradients reduced and outputs given: torch's policy objects."""
+"""Dtypes of gathered weights, reduced gradients and outputs.
+
+As torch's policy objects.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ POLICIES: Final[Mapping[int, type]] = {1: MixedPrecision, 2: MixedPrecisionPolic
 
 
 class SharedScaler(GradScaler):
-    """A loss scaler whose overflows are those of all ranks, whatever they hold of the model.
+    """A loss scaler that sees overflows on all ranks, whatever part each holds.
 
     torch's own ask the mesh and placement of an optimizer's first gradient only, or the ranks of one replica,
     and nobody of other stages.
@@ -55,7 +58,7 @@ def _offloaded(optimizer: Optimizer) -> bool:
 
 
 def mixed_precision(config: FullyShardedDataParallelPlugin, run: Run) -> Any:
-    """The policy that the config gives, or else the one that fits the run's precision.
+    """The policy of the config, or else the one that fits the run's precision.
 
     The run's bf16 and fp16 gather weights in it and reduce gradients in float32, as data parallelism
     over whole weights does; a policy given as a word does both in that dtype.

@@ -37,7 +37,7 @@ ForwardLoss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 
 @frozen(eq=False)
 class _Window:
-    """What the stages work on."""
+    """One window of micro-batches, as the stages work on it."""
 
     batches: Sequence[Any]
     forward_loss: ForwardLoss
@@ -92,7 +92,10 @@ class Pipe:
     def run(
         self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: int
     ) -> StepOutput:
-        """Forward and backward of all micro-batches, losses times `scale`; None: no backward. Collective."""
+        """Forward and backward of all micro-batches, losses times `scale`.
+
+        None: no backward. Collective.
+        """
         forward_only = scale is None
         self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
         numbers = torch.arange(len(batches))
@@ -163,7 +166,10 @@ class Pipe:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Gradients that are here already are added afterwards: a schedule that learns shapes drops them."""
+        """Add gradients that were there before, afterwards.
+
+        A schedule that learns shapes drops them.
+        """
         unit = self.unit()
         parameters = () if unit is None else unit.named_parameters().values()
         held = [(each, each.grad) for each in parameters if each.grad is not None]
@@ -176,7 +182,10 @@ class Pipe:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
 
     def held(self, leaves: Mapping[str, Leaf]) -> dict[str, tuple[Leaf, int, torch.dtype]]:
-        """Name -> its leaf here, the rank of the group that has it, its dtype. Collective."""
+        """Name -> its leaf here, the rank of the group that has it, its dtype.
+
+        Collective.
+        """
         mine = {name: leaf.shards[0][1].dtype for name, leaf in leaves.items() if leaf.shards}
         everyone: list[Any] = [None] * self.group.size()
         dist.all_gather_object(everyone, mine, group=self.group)
@@ -189,7 +198,7 @@ def _loss(loss: Tensor, number: Tensor) -> Tensor:
 
 
 class _Stage(nn.Module):
-    """What a schedule calls: the user's own forward and loss, as far as this stage goes."""
+    """The module that a schedule calls: this stage of the user's forward and loss."""
 
     stage: int
     pipe: Pipe
@@ -238,7 +247,7 @@ class _Stage(nn.Module):
 
 @contextmanager
 def _without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random streams and buffers, such as batch norm's statistics, are afterwards as they were."""
+    """Restore random streams and buffers, such as batch norm's statistics."""
     held = [(each, each.clone()) for each in model.buffers() if not each.is_meta]
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):

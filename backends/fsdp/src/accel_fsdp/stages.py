@@ -1,4 +1,6 @@
-"""A model cut into pipeline stages: its names stay whole, and a rank keeps the weights of its own stages.
+"""A model cut into pipeline stages.
+
+Its names stay whole, and a rank keeps the weights of its own stages.
 
 The model's own forward runs on every rank. What belongs to an earlier stage is passed over; the first
 module of the stage is given what the stage before sent; the first of the next stage ends the forward
@@ -30,7 +32,7 @@ class Left(BaseException):
 
 
 class Running:
-    """Which stage of the model is running, and what it was sent."""
+    """The stage of the model that is running, and its input."""
 
     def __init__(self) -> None:
         self.stage: int | None = None
@@ -134,7 +136,7 @@ def points_of(model: nn.Module, named: Sequence[str], stages: int) -> list[str]:
 def cut(
     model: nn.Module, points: Sequence[str], mine: Sequence[int]
 ) -> tuple[Running, dict[int, list[nn.Module]]]:
-    """Let the model run by stages, and give the weights of all but the stages `mine` up.
+    """Let the model run by stages, and drop weights of all stages but `mine`.
 
     Returns the switch, and the pieces by stage. A weight of several stages stays with each of them.
 
@@ -163,12 +165,18 @@ def cut(
 
 
 def absent(model: nn.Module) -> list[nn.Module]:
-    """The modules of other ranks' stages. They may share weights with modules of this rank's."""
+    """The modules of other ranks' stages.
+
+    They may share weights with modules of this rank's.
+    """
     return [module for module in model.modules() if "_absent" in module.__dict__]
 
 
 def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:
-    """(name, module, stage) of the largest modules that have weights, can be called, and are of one stage."""
+    """(name, module, stage) of the largest modules inside one stage.
+
+    They have weights and can be called.
+    """
     stage, started = 0, set[str]()
     stack = [("", model)]
     while stack:
@@ -191,7 +199,7 @@ def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.M
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether a rank must have the module's stage to run it; others run wherever they are called."""
+    """True if only the rank with the module's stage may run it."""
     kept = (set(each._buffers) - each._non_persistent_buffers_set for each in module.modules())
     return any(True for _ in module.parameters()) or any(kept)
 

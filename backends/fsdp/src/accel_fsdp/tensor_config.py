@@ -14,7 +14,7 @@ __all__ = ["TorchTensorParallelPlugin"]
 
 @frozen(kw_only=True)
 class TorchTensorParallelPlugin(KwargsHandler):
-    """How single layers are split over ranks. Section `tensor-parallel`, beside strategy fsdp."""
+    """Splitting of single layers over ranks, under fsdp. Section `tensor-parallel`."""
 
     tp_size: int = option(1, help="Over how many ranks a layer is split; -1: over all that are left.")
     parallelize_plan: Mapping[str, Any] | None = option(

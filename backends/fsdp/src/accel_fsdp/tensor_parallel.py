@@ -1,4 +1,7 @@
-"""Extension `tensor-parallel`: layers are split over the ranks of mesh dimension `tp`, as plans say."""
+"""Extension `tensor-parallel`.
+
+Layers are split over the ranks of mesh dimension `tp`, as plans say.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ class TensorParallel:
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-        """In `parallelize`. Collective: all ranks of `tp` begin with the weights of its first."""
+        """Split layers in `parallelize`.
+
+        Collective: all ranks of `tp` begin with the weights of its first.
+        """
         size = 1 if unit.mesh is None else unit.mesh.size("tp")
         if phase != "parallelize" or unit.mesh is None or size == 1:
             return model
@@ -125,7 +131,7 @@ def _give_no_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 def _ties(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[nn.Module, str]]:
-    """Where a parameter stands again -> where it stands first."""
+    """Second name of a tied parameter -> its first."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     again = {}
     for module in model.modules():

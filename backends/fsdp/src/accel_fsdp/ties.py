@@ -1,4 +1,7 @@
-"""Weights of several pipeline stages: each has all of it, and the gradient is the sum of what they find."""
+"""Weights of several pipeline stages.
+
+Each has all of it, and the gradient is the sum of what they find.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Places = dict[int, list["tuple[nn.Module, str]"]]
 
 
 class Ties:
-    """Those of one pipeline, found before anything is sharded."""
+    """Tied weights of one pipeline, found before anything is sharded."""
 
     def __init__(
         self, pieces: Mapping[int, Sequence[nn.Module]], group: dist.ProcessGroup, device: torch.device
@@ -34,7 +37,10 @@ class Ties:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Once weights are sharded: one parameter each, with the values of its first rank. Collective."""
+        """Make each tie one sharded parameter, with the values of its first rank.
+
+        Collective.
+        """
         if self._places:  # NCCL makes its communicator with all of a group, not with some who send
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         for places in self._places:
@@ -51,7 +57,7 @@ class Ties:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Give all that have a weight the gradient that all of them have found, once a window. Collective."""
+        """Sum the gradients of each tie over its ranks, once per window. Collective."""
         if self.summed:
             return
         self.summed = True
@@ -65,7 +71,7 @@ class Ties:
         return {parameter for parameter, ranks in self._tied if ranks[0] != self.rank}
 
     def _everyones(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """What each of these ranks gives, this one among them; in their order, so that sums are the same."""
+        """Each rank's tensor, in the order of ranks, so that sums are the same."""
         mine = _local(tensor).to(self.device).contiguous()
         given = {rank: torch.empty_like(mine) for rank in ranks if rank != self.rank}
         transfers = [

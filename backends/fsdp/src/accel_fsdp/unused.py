@@ -1,4 +1,6 @@
-"""Parameters that get no gradient on some ranks: experts in a list, heads by rank, blocks that are skipped.
+"""Parameters that get no gradient on some ranks.
+
+Experts in a list, heads by rank, blocks that are skipped.
 
 torch's fully_shard reduces what got a gradient on each rank, in one buffer: ranks that use different
 parameters would add up gradients of different parameters. Here a zero takes part where there is none,
@@ -65,7 +67,10 @@ class Unused:
             vars(each)["_unused"] = self
 
     def zero(self, parameter: FSDPParam, zero: Tensor) -> Tensor:
-        """Note that `zero` stands for a gradient; in the dtype of those that have been accumulated."""
+        """Note that `zero` stands for a gradient.
+
+        In the dtype of those that have been accumulated.
+        """
         self.left[parameter] = parameter.sharded_param.grad is not None
         accumulated = self.unit.window.index > 0 and parameter.reduce_dtype is not None
         return zero.to(parameter.reduce_dtype) if accumulated else zero
@@ -86,7 +91,10 @@ class Unused:
         return ended
 
     def refuse_unreduced(self, optimizer: Optimizer, *arguments: Any) -> None:
-        """Before a step. Raises AccelError: it would train nothing, for torch keeps such gradients apart."""
+        """Refuse a step that would train nothing.
+
+        Torch keeps such gradients apart. Raises AccelError.
+        """
         if self.unreduced:
             self.unreduced = False
             raise AccelError(
@@ -131,7 +139,7 @@ class Unused:
 
 
 def followed(models: Sequence[nn.Module]) -> set[Unused]:
-    """What follows the backwards of these models."""
+    """The trackers of unused parameters in these models."""
     modules = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
     groups = (group for module in modules for group in _groups(module._get_fsdp_state()))
     found = (vars(each).get("_unused") for group in groups for each in group.fsdp_params)

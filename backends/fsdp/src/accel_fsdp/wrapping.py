@@ -1,4 +1,4 @@
-"""Which modules are sharded each by itself: the blocks, whose weights are gathered together."""
+"""Selection of blocks: modules whose weights are gathered together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 @frozen(eq=False)
 class Group:
-    """A module that is sharded by itself, and what of it no module inside it is sharded with.
+    """A module that is sharded by itself, without parts that inner groups have.
 
     modules: itself and those inside it that are in no inner group.
     """
@@ -56,7 +56,9 @@ class Group:
 
 
 def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Group]:
-    """The blocks, experts that are spread and, last, the model around them; inner ones before outer ones.
+    """The blocks, experts that are spread and, last, the model around them.
+
+    Inner ones before outer ones.
 
     Raises:
         ConfigError: the policy names no module of this model, or parts tied weights; torch cannot shard
@@ -117,7 +119,7 @@ def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.
 
 
 def wraps(model: nn.Module, config: FullyShardedDataParallelPlugin) -> bool:
-    """Whether there is a policy that says what blocks are."""
+    """True if a policy says what blocks are."""
     return _policy(model, config) is not None
 
 
@@ -126,7 +128,10 @@ def _left(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Mo
 
 
 def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn.Module:
-    """The model with each block's activations computed again in backward; a model without blocks whole."""
+    """The model with each block's activations computed again in backward.
+
+    A model without blocks whole.
+    """
 
     def wrapped(module: nn.Module) -> nn.Module:
         again = checkpoint_wrapper(module)

@@ -1,4 +1,7 @@
-"""Batches of few lengths: a graph is compiled for each shape, so sequences are padded to a few."""
+"""Batches of few lengths.
+
+A graph is compiled for each shape, so sequences are padded to a few.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["padded"]
 
 
 def padded(batch: Any, lengths: Sequence[int], padding: Mapping[str, float]) -> Any:
-    """The batch, in which the entries that `padding` names have one of these lengths in dimension 1.
+    """Pad the entries that `padding` names to one of these lengths (dimension 1).
 
     Raises:
         ConfigError: an entry is longer than the longest of them.

@@ -1,4 +1,7 @@
-"""The options of section `hpu`. What is unset stays as Gaudi's software, or the user, has it."""
+"""The options of section `hpu`.
+
+What is unset stays as Gaudi's software, or the user, has it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def _usual() -> dict[str, float]:
 
 @frozen(kw_only=True)
 class HpuConfig(KwargsHandler):
-    """How this process uses its HPU. Section `hpu`."""
+    """Options of the HPU of this process. Section `hpu`."""
 
     lazy: bool | None = option(
         None, help="Record operations and compile them in graphs (true), or run each at once (false)."

@@ -1,4 +1,7 @@
-"""Gaudi HPUs. The base layer runs them through `torch.hpu`; here is only what it cannot know."""
+"""Gaudi HPUs.
+
+The base layer runs them through `torch.hpu`; here is only what it cannot know.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _CUTS: Final = ("backward", "step")
 
 
 def vendor(module: str) -> Any:
-    """A module of Gaudi's software; the first one imported gives torch its `hpu` type."""
+    """Import a module of Gaudi's software; the first one gives torch its `hpu` type."""
     return import_module(f"habana_frameworks.torch.{module}")
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, from files and the environment alone: no torch, no Gaudi library."""
+"""The machine's HPUs, from files and the environment; no torch, no Gaudi library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def probe() -> str | None:
 
 
 def hpu_count() -> int:
-    """How many HPUs a process of this environment sees."""
+    """Number of HPUs that a process of this environment sees."""
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return _modules()
@@ -43,7 +43,7 @@ def hpu_count() -> int:
 
 
 def lazy_mode() -> bool:
-    """Whether operations are recorded. Gaudi's software reads the variable when it is imported."""
+    """True if operations are recorded; Gaudi's software reads this at its import."""
     return os.environ.get(LAZY, "1") == "1"
 
 
@@ -53,7 +53,7 @@ def _modules() -> int:
 
 
 class HpuLaunch:
-    """What the launcher, and the run before Gaudi's software is imported, ask of this device."""
+    """Hooks of the launcher, and of the run before Gaudi's software is imported."""
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:

@@ -1,4 +1,6 @@
-"""Megatron-core's tensor, pipeline, expert and data parallelism: a strategy plugin of accel-core.
+"""Megatron-core's tensor, pipeline, expert and data parallelism.
+
+A strategy plugin of accel-core.
 
 Importing this package imports neither torch, nor megatron-core, nor its own modules (PEP 562).
 """

@@ -1,4 +1,7 @@
-"""Functions around a run whose strategy is `megatron`: models, options and loaders."""
+"""Functions around a run whose strategy is `megatron`.
+
+Models, options and loaders.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _LATE: Final = frozenset(
 
 
 def transformer_config(accelerator: Accelerator, *, num_layers: int, **what: Any) -> Any:
-    """A TransformerConfig with the degrees, dtypes and `other_megatron_args` of the run filled in.
+    """A TransformerConfig with the run's degrees, dtypes and `other_megatron_args`.
 
     Args:
         accelerator: of the run.
@@ -55,7 +58,7 @@ def build_model(
     *,
     num_layers: int | None = None,
 ) -> nn.Module:
-    """A model to make an optimizer of and to prepare, of which this rank has its own chunks. Collective.
+    """A model to prepare, of which this rank has its own chunks. Collective.
 
     Its parameters have the names and shapes of the whole model's, and no data.
 
@@ -98,7 +101,9 @@ def plugin_of(accelerator: Accelerator) -> Any:
 
 
 def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
-    """Set options before a model is prepared: any but the degrees, by which the ranks are divided already.
+    """Set options before a model is prepared.
+
+    Any but the degrees, by which the ranks are divided already.
 
     For libraries that learn them late. Gives all of the run's. Those of `indexed_loaders` may come later.
 
@@ -134,7 +139,9 @@ def indexed_loaders(
     num_workers: int = 0,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Prepared DataLoaders to train, validate and test with, or None; as many samples as the options say.
+    """Prepared DataLoaders to train, validate and test with, or None.
+
+    As many samples as the options say.
 
     A pass of the first is the whole training, less `consumed_samples`; one of the others `eval_iters`
     batches, and the next pass goes on behind them. They are saved and resumed as all prepared loaders are,
@@ -192,7 +199,10 @@ def indexed_loaders(
 
 
 def _counts(config: MegatronLMPlugin, batch: int) -> tuple[int, int, int]:
-    """Samples to train, validate and test on, as Megatron-LM counts them; `batch`: of all ranks."""
+    """Samples to train, validate and test on, as Megatron-LM counts them.
+
+    `batch`: of all ranks.
+    """
     samples = config.train_samples
     if config.train_iters is not None:
         samples = config.train_iters * batch

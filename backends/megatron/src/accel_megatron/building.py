@@ -1,4 +1,7 @@
-"""This rank's chunks of a model: built by megatron-core, filled from the user's own weights, wrapped."""
+"""This rank's chunks of a model.
+
+Built by megatron-core, filled from the user's own weights, wrapped.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ Make = Callable[..., nn.Module]
 
 @define(eq=False)
 class Chunks:
-    """raw: the modules themselves. run: what the schedule calls, each wrapped as far as training asks.
+    """This rank's parts of a model.
+
+    raw: the modules themselves. run: what the schedule calls, each wrapped as far as training asks.
 
     shard_map: parameter here -> its pieces of the user's model.
     """
@@ -44,7 +49,7 @@ class Chunks:
 
 
 def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
-    """How many chunks a rank has; None: one, and the plain schedule."""
+    """Number of chunks per rank; None: one, and the plain schedule."""
     each = config.num_layers_per_virtual_pipeline_stage
     return None if each is None else layers // (config.pp_degree * each)
 
@@ -66,7 +71,7 @@ def build(run: Run, plugin: MegatronLMPlugin, adapter: Adapter) -> Chunks:
 
 
 def made(run: Run, plugin: MegatronLMPlugin, virtual: int | None, make: Make) -> list[nn.Module]:
-    """What `make` gives for each chunk of this rank, on the device."""
+    """Make each chunk of this rank with `make`, on the device."""
     with quiet():
         from megatron.core import parallel_state, tensor_parallel
 
@@ -133,7 +138,10 @@ def first_ranks(tensor: Tensor, run: Run) -> Tensor:
 
 
 def empty(model: nn.Module) -> None:
-    """Give the weights of the user's model up; their names, shapes and identity stay, over one NaN."""
+    """Give the weights of the user's model up.
+
+    Their names, shapes and identity stay, over one NaN.
+    """
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
@@ -163,5 +171,5 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def shards_of(piece: Piece, parameter: nn.Parameter, elements: Tensor, begin: int) -> Sequence[Any]:
-    """Boxes of `elements`, which are those from number `begin` on of the flattened parameter."""
+    """Boxes of `elements`: the flattened parameter from number `begin` on."""
     return list(boxes(piece, elements, begin, parameter.shape))

@@ -1,4 +1,4 @@
-"""What accel-core reads of this package before anything else of it is imported."""
+"""The card: accel-core reads it before it imports anything else of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MEGATRON"]
 
 
 def probe() -> str | None:
-    """Whether megatron-core is installed; it is not imported, nor the package it is in."""
+    """Reason why megatron-core cannot be used; nothing of it is imported."""
     found = find_spec("megatron")
     folders = () if found is None else found.submodule_search_locations or ()
     if not any(Path(folder, "core", "__init__.py").is_file() for folder in folders):

@@ -1,4 +1,4 @@
-"""The options of section `megatron`, under the names they have everywhere, and which of them go together."""
+"""The options of section `megatron`, and checks which of them go together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _filled(kind: type) -> Callable[[Any], Any]:
 
 @frozen(kw_only=True)
 class MegatronLMPlugin(KwargsHandler):
-    """How models are split, scheduled and stepped. Section `megatron`."""
+    """Options of splitting, scheduling and stepping models. Section `megatron`."""
 
     tp_degree: int = option(1, minimum=1, help="Over how many ranks each layer is split.")
     pp_degree: int = option(1, minimum=1, help="Over how many ranks the layers are spread, in stages.")
@@ -140,7 +140,7 @@ class MegatronLMPlugin(KwargsHandler):
 
     @property
     def micro_batches(self) -> int:
-        """How many a batch given to the model is cut into."""
+        """Number of micro-batches that a batch given to the model is cut into."""
         return self.num_micro_batches or self.pp_degree
 
 

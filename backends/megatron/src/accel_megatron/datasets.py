@@ -1,4 +1,7 @@
-"""megatron-core's indexed datasets (.bin and .idx files), as samples that a prepared model takes."""
+"""Samples for a prepared model from megatron-core's indexed datasets.
+
+Those are pairs of .bin and .idx files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ __all__ = ["ResumableSampler", "indexed_datasets", "inputs_of"]
 
 
 class Samples(Dataset[dict[str, "Tensor"]]):
-    """Of a GPTDataset: `input_ids`, and in `shift_labels` the token that follows each."""
+    """Samples of a GPTDataset.
+
+    `input_ids`, and in `shift_labels` the token that follows each.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -33,7 +39,9 @@ class Samples(Dataset[dict[str, "Tensor"]]):
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is given of a batch, or a sample, of megatron-core's datasets; of others what they are.
+    """Inputs of a model, from a batch or sample of megatron-core's datasets.
+
+    Batches of other datasets stay as they are.
 
     Such have `tokens`, and the `labels` that follow, counted as `loss_mask` says; of old `text`, which is
     both, a token longer.
@@ -53,7 +61,7 @@ def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 @frozen
 class _Tokens:
-    """What megatron-core asks of a tokenizer here."""
+    """The part of a tokenizer that megatron-core's datasets use."""
 
     eod: int
     vocab_size: int
@@ -80,7 +88,9 @@ def indexed_datasets(
     path_to_cache: str | None = None,
     eod_mask_loss: bool = False,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Datasets to train, validate and test on, to make DataLoaders of; None for a share of nothing.
+    """Datasets to train, validate and test on, to make DataLoaders of.
+
+    None for a share of nothing.
 
     Collective: rank 0 builds the index of each, the others read it from the cache.
 
@@ -126,7 +136,10 @@ def _build(samples: list[int], **options: Any) -> Sequence[Any]:
 
 @define(eq=False)
 class ResumableSampler(Sampler[int]):
-    """Samples in their order from `start` on, `each` of them a pass; the next pass goes on behind it."""
+    """Samples in their order from `start` on, `each` of them a pass.
+
+    The next pass goes on behind it.
+    """
 
     samples: int
     start: int
@@ -134,7 +147,7 @@ class ResumableSampler(Sampler[int]):
     passes: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """How many passes there were."""
+        """Set the number of passes so far."""
         self.passes = epoch
 
     def __len__(self) -> int:

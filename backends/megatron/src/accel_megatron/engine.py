@@ -1,4 +1,4 @@
-"""What the user trains with: forward of a batch runs megatron-core's schedule over its micro-batches."""
+"""The prepared model: its forward runs megatron-core's schedule over a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ForwardLoss = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
 class _ChunkExit(BaseException):
-    """A chunk's forward is over, and others follow: no error, but the way out of the user's function."""
+    """A chunk's forward is over, and others follow.
+
+    No error, but the way out of the user's function.
+    """
 
     def __init__(self, activation: Tensor) -> None:
         super().__init__()
@@ -37,7 +40,10 @@ class _ChunkExit(BaseException):
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients exist already. Backward of it tells how it was scaled afterwards."""
+    """A loss whose gradients exist already.
+
+    Backward of it tells how it was scaled afterwards.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, engine: Engine) -> Tensor:  # noqa: ARG004
@@ -53,7 +59,9 @@ class _KnownGradients(torch.autograd.Function):
 
 
 class Engine(nn.Module):
-    """`module` is the user's model, whose weights are elsewhere: names, shapes and config are its own.
+    """`module` is the user's model, whose weights are elsewhere.
+
+    Names, shapes and config are its own.
 
     chunks: this rank's parts of it.
     """
@@ -74,7 +82,7 @@ class Engine(nn.Module):
         self.train_step: Any = None if made is None else made(plugin, **plugin.custom_train_step_kwargs)
 
     def train(self, mode: bool = True) -> Engine:
-        """As of any module, for the chunks too."""
+        """Set training mode, for the chunks too."""
         super().train(mode)
         for each in self.chunks.run:
             each.train(mode)
@@ -82,7 +90,7 @@ class Engine(nn.Module):
 
     @property
     def config(self) -> Any:
-        """That of the user's model."""
+        """The config of the user's model."""
         return self.module.config
 
     @property
@@ -92,7 +100,7 @@ class Engine(nn.Module):
         return 1.0 if self.unit.run.accumulation is None else 1.0 / self.unit.window.divisor
 
     def is_own(self, loss: Tensor) -> bool:
-        """Whether `loss`, after its backward, is the last that forward gave, as core scales it.
+        """True if `loss`, after its backward, is forward's last one, as core scales it.
 
         Its graph says so in the plain case. Reading its scale would wait for the device.
         """
@@ -106,7 +114,9 @@ class Engine(nn.Module):
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        """Of one micro-batch inside the schedule; outside, the schedule over a batch cut into them.
+        """Run one micro-batch inside the schedule; outside, the schedule over a batch.
+
+        The schedule cuts the batch into micro-batches.
 
         Collective. In training backward runs with it, and all ranks get the mean loss; in evaluation
         logits too, where there are no labels or `return_logits` is set.
@@ -193,7 +203,9 @@ class Engine(nn.Module):
         forward_only: bool,
         scale: float = 1.0,
     ) -> StepOutput:
-        """Forward and backward of micro-batches. All ranks get the loss, the last stage's what was given.
+        """Forward and backward of micro-batches.
+
+        All ranks get the loss, the last stage's what was given.
 
         Collective. `forward_loss` None: by custom_train_step_class. `scale`: of the gradients.
         """

@@ -1,4 +1,4 @@
-"""megatron-core's own distributed checkpoints of a prepared model, written and read."""
+"""Write and read megatron-core's own checkpoints of a prepared model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _METADATA: Final = {"distrib_optim_sharding_type": "fully_reshardable", "chained
 def export_checkpoint(
     accelerator: Accelerator, model: nn.Module, directory: str | os.PathLike[str], *, optimizer: bool = True
 ) -> None:
-    """Write a `dist_checkpointing` directory, as Megatron-LM does: weights, and what the optimizer keeps.
+    """Write a `dist_checkpointing` directory, as Megatron-LM does.
+
+    Weights, and what the optimizer keeps.
 
     Collective. It starts processes: a script that calls this needs `if __name__ == "__main__":`.
 
@@ -46,7 +48,9 @@ def export_checkpoint(
 def import_checkpoint(
     accelerator: Accelerator, model: nn.Module, directory: str | os.PathLike[str], *, optimizer: bool = True
 ) -> None:
-    """Read what `export_checkpoint`, or Megatron-LM with the same kind of model, has written. Collective.
+    """Read what `export_checkpoint`, or Megatron-LM with such a model, has written.
+
+    Collective.
 
     The layout may be another. Only for directories that you trust: megatron-core unpickles what is in them.
 
@@ -78,7 +82,7 @@ def import_checkpoint(
 def _described(
     accelerator: Accelerator, model: nn.Module, optimizer: bool, *, loading: bool
 ) -> dict[str, Any]:
-    """What megatron-core saves and loads by: live tensors, and where they belong."""
+    """Sharded state dict of megatron-core: live tensors and their places."""
     unit = _unit(accelerator, model)
     engine, stepper = unit.plugin.engines[unit], unit.plugin.steppers.get(unit)
     chunks = engine.chunks.raw
@@ -96,7 +100,7 @@ def _described(
 
 
 def _refuse(stepper: Any) -> None:
-    """What megatron-core's format has no place for."""
+    """Raise for state that megatron-core's format cannot hold."""
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 
     groups = stepper.inner.param_groups

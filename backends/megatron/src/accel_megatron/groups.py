@@ -12,7 +12,7 @@ __all__ = ["by_conditions"]
 
 
 def by_conditions(config: MegatronLMPlugin, unit: Unit) -> None:
-    """Give parameters that `no_wd_decay_cond` or `scale_lr_cond` holds for groups of their own."""
+    """Move parameters under `no_wd_decay_cond` or `scale_lr_cond` to own groups."""
     if config.no_wd_decay_cond is None and config.scale_lr_cond is None:
         return
     names = {parameter: name for name, parameter in unit.named_parameters().items()}

@@ -1,4 +1,4 @@
-"""What the launcher, and the run before CUDA starts, ask of this strategy. No torch here."""
+"""Hooks of the launcher, and of the run before CUDA starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class MegatronLaunch:
 
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        """Ranks that split layers overlap sending and computing only in the order of one queue."""
+        """One queue: only its order lets ranks that split layers overlap sending."""
         splits = getattr(config.plugins.get("megatron"), "tp_degree", 1) > 1
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if splits else {}

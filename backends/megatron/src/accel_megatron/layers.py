@@ -1,4 +1,7 @@
-"""Layer specs: transformer-engine's where it is installed, else megatron-core's own with a norm of ours."""
+"""Layer specs.
+
+Transformer-engine's where it is installed, else megatron-core's own with a norm of ours.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["Norm", "block_spec", "has_transformer_engine", "ignore_padding"]
 
 
 class Norm:
-    """Makes torch's LayerNorm or RMSNorm, whose weights know that a sequence may be split.
+    """Torch's LayerNorm or RMSNorm, with weights marked for split sequences.
 
     megatron-core's own wrapper refuses `sequence_parallel`, though all it takes is this mark, by which
     `finalize_model_grads` sums gradients over the ranks that split a layer.
@@ -43,14 +46,17 @@ def ignore_padding(embeddings: nn.Module, token: int | None) -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether megatron-core has found transformer-engine, with its part for torch."""
+    """True if megatron-core has found transformer-engine, with its part for torch."""
     with quiet():
         from megatron.core.models.gpt import gpt_layer_specs
     return bool(gpt_layer_specs.HAVE_TE)
 
 
 def block_spec(config: Any, vp_stage: int | None, layer: Any = None) -> Any:
-    """The layers of one chunk, as `config` describes them; `layer`: another spec of one, with our norm."""
+    """The layers of one chunk, as `config` describes them.
+
+    `layer`: another spec of one, with our norm.
+    """
     with quiet():
         from megatron.core.models.gpt import gpt_layer_specs as specs
         from megatron.core.transformer.transformer_block import (

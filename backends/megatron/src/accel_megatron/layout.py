@@ -1,4 +1,4 @@
-"""Which layouts cannot be, found before any group of ranks is made."""
+"""Checks of layouts, before any group of ranks is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["of_model", "of_world"]
 
 
 def of_world(config: MegatronLMPlugin, world: World) -> Iterator[str]:
-    """What keeps a world from being divided so."""
+    """Reasons why a world cannot be divided by these degrees."""
     tp, pp, cp = config.tp_degree, config.pp_degree, config.context_parallel_size
     ranks = tp * pp * cp
     if world.size % ranks:
@@ -31,7 +31,7 @@ def of_world(config: MegatronLMPlugin, world: World) -> Iterator[str]:
 
 
 def of_model(config: MegatronLMPlugin, adapter: Adapter) -> Iterator[str]:
-    """What keeps a model from being split so."""
+    """Reasons why a model cannot be split by these degrees."""
     tp, pp, each = config.tp_degree, config.pp_degree, config.num_layers_per_virtual_pipeline_stage
     for count, what in (
         (adapter.groups * adapter.queries, "attention heads"),

@@ -1,4 +1,4 @@
-"""What of megatron-core is global to the process: its groups of ranks and its random streams."""
+"""Process-wide state of megatron-core: its groups of ranks and random streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Layout", "enter", "leave", "own_streams", "quiet", "unusable"]
 
 @frozen
 class Layout:
-    """How the ranks of a world are divided."""
+    """Division of the ranks of a world."""
 
     tp: int
     pp: int
@@ -104,7 +104,7 @@ def _initialize(run: Run, layout: Layout) -> None:
 
 @contextmanager
 def own_streams(device: torch.device) -> Iterator[None]:
-    """Keep the streams of this process, which `enter` seeds alike on data-parallel ranks."""
+    """Keep this process's streams, which `enter` seeds alike on data-parallel ranks."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
 
@@ -136,7 +136,10 @@ def unusable() -> str | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what megatron-core's imports and own use of torch are warned of: no user can change it."""
+    """Silence warnings of megatron-core's imports and of its use of torch.
+
+    No user can change what they warn of.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What transformers computes from logits, over logits that are split along the vocabulary."""
+"""Losses of transformers' models, over logits split along the vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def cover_padding(output_layer: nn.Module, vocabulary: int) -> None:
-    """Have the layer that makes logits give tokens of the vocabulary's padding no probability."""
+    """Give tokens of the vocabulary's padding no probability."""
 
     def cover(module: Any, inputs: object, found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         logits, bias = found
@@ -38,7 +38,10 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of (batch, sequence, part of the vocabulary) over labels that count. Collective."""
+    """Mean cross entropy of logits split by vocabulary, over labels that count.
+
+    logits: (batch, sequence, part of the vocabulary). Collective.
+    """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     counts = labels != IGNORED

@@ -42,7 +42,7 @@ def cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str,
 
 
 def shape(batches: Sequence[Any], stages: int, *, decoded: bool = False) -> tuple[int, int]:
-    """(rows, sequence length) of the micro-batches, which stages send each other activations of.
+    """(rows, sequence length) of the micro-batches that stages exchange.
 
     decoded: of the inputs of a decoder, beside those of its encoder; 0 where there are none.
     """
@@ -67,7 +67,7 @@ def _of_rows(batch: Any, decoded: bool) -> tuple[int, int]:
 
 
 def check_lengths(plugin: MegatronLMPlugin, batches: Sequence[Any]) -> None:
-    """Raises AccelError for a sequence longer than the options say that sequences are."""
+    """Raises AccelError for a sequence longer than the options allow."""
     (_, sequence), (_, decoded) = shape(batches, 1), shape(batches, 1, decoded=True)
     lengths = {
         "seq_length": (sequence, plugin.seq_length),

@@ -1,4 +1,7 @@
-"""A megatron-core model that the user built; weights have the names of megatron-core's checkpoints."""
+"""A megatron-core model that the user built.
+
+Weights have the names of megatron-core's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 
 @frozen
 class ModelOutput:
-    """What `model(**batch)` gives."""
+    """The result of `model(**batch)`."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -47,7 +50,7 @@ class NativeModel:
 
 
 def _pieces(chunk: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
-    """What each row of each parameter is of the whole model, as the chunk's own sharded_state_dict says."""
+    """Pieces of the whole model per parameter, by the chunk's sharded_state_dict."""
     with library.quiet():
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

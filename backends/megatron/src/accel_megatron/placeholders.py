@@ -1,4 +1,4 @@
-"""What stands for megatron-core's own schedule of rate and weight decay until the optimizer is prepared."""
+"""Placeholder for megatron-core's schedule of learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MegatronLMDummyScheduler:
 
 
 class Schedule:
-    """megatron-core's OptimizerParamScheduler over the groups of the user's optimizer.
+    """OptimizerParamScheduler of megatron-core, over the user's optimizer's groups.
 
     samples: how many a step counts for, where the options count samples; else each step is one.
     """
@@ -91,7 +91,7 @@ class Schedule:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is."""
+        """The schedule's position."""
         return {"num_steps": self.inner.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The run's and the plugin's options in the words of megatron-core's own config classes."""
+"""Options of run and plugin in the words of megatron-core's config classes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _OURS: Final[Mapping[str, str]] = {
 
 
 def refuse_unknown(config: MegatronLMPlugin) -> Iterable[str]:
-    """What is wrong with `other_megatron_args`."""
+    """Problems of `other_megatron_args`."""
     if not config.other_megatron_args:
         return
     known = {name for kind in _classes() for name in _names(kind)}
@@ -100,13 +100,13 @@ def _names(kind: Any) -> set[str]:
 
 
 def _chosen(config: MegatronLMPlugin, number: int) -> dict[str, Any]:
-    """Those of `other_megatron_args` that are fields of the class of that number."""
+    """Entries of `other_megatron_args` that are fields of the class of that number."""
     names = _names(_classes()[number])
     return {name: value for name, value in config.other_megatron_args.items() if name in names}
 
 
 def of_layers(config: MegatronLMPlugin) -> list[str]:
-    """Those of `other_megatron_args` that say how layers of megatron-core's own are computed."""
+    """Entries of `other_megatron_args` about the layers of megatron-core."""
     layers, *others = map(_names, _classes())
     return [name for name in config.other_megatron_args if name in layers.difference(*others)]
 
@@ -148,7 +148,10 @@ def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
 
 
 def optimizer_settings(run: Run, config: MegatronLMPlugin) -> dict[str, Any]:
-    """Arguments of OptimizerConfig, but for what the prepared optimizer says. Nothing is clipped unasked."""
+    """Arguments of OptimizerConfig, but for what the prepared optimizer says.
+
+    Nothing is clipped unasked.
+    """
     return {
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "clip_grad": 0.0,
@@ -159,7 +162,10 @@ def optimizer_settings(run: Run, config: MegatronLMPlugin) -> dict[str, Any]:
 
 
 def _loss_scale(run: Run) -> dict[str, Any]:
-    """Section grad_scaler in megatron-core's words; as torch does, it falls at the first overflow."""
+    """Section grad_scaler in megatron-core's words.
+
+    As torch's, the scale falls at the first overflow.
+    """
     if run.config.mixed_precision != "fp16":
         return {}
     scaler = run.config.grad_scaler
@@ -171,7 +177,7 @@ def _loss_scale(run: Run) -> dict[str, Any]:
 
 
 def refuse_scaler(run: Run) -> Iterable[str]:
-    """What of section grad_scaler megatron-core's loss scale has no place for."""
+    """Options of section grad_scaler that megatron-core's loss scale does not have."""
     fixed = {"growth_factor": 2.0, "backoff_factor": 0.5, "enabled": True}
     for name, value in fixed.items() if run.config.mixed_precision == "fp16" else ():
         if (asked := getattr(run.config.grad_scaler, name)) != value:
@@ -179,7 +185,9 @@ def refuse_scaler(run: Run) -> Iterable[str]:
 
 
 def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) -> Any:
-    """A TransformerConfig. `what`: the model's own part of it, over which `other_megatron_args` go.
+    """A TransformerConfig.
+
+    `what`: the model's own part of it, over which `other_megatron_args` go.
 
     Raises:
         ConfigError: megatron-core cannot have it so.

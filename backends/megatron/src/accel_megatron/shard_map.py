@@ -1,4 +1,4 @@
-"""Where the rows of a megatron-core tensor on this rank belong in the weights of the user's own model."""
+"""Map of a megatron-core tensor's rows to boxes in the user's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Shard = tuple[tuple[int, ...], "Tensor"]
 
 @frozen(kw_only=True)
 class Piece:
-    """Rows `first`, `first + 1`, ... of a tensor here are the box at `offset` of the weight `name`.
+    """A box of a user's weight, held by consecutive rows of a tensor here.
+
+    Rows `first`, `first + 1`, ... are the box at `offset` of the weight `name`.
 
     shape: of the whole weight. Both as megatron-core lays weights out; `transposed`: the user's model
     has it the other way round.
@@ -48,7 +50,10 @@ def same(name: str, tensor: Tensor) -> Piece:
 
 
 def column(name: str, tensor: Tensor, part: Part) -> Piece:
-    """An even part of the rows (megatron-core's column-parallel layers: weights are (out, in))."""
+    """An even part of the rows.
+
+    These are megatron-core's column-parallel layers, whose weights are (out, in).
+    """
     (rank, ranks), (rows, *rest) = part, tensor.shape
     return Piece(name=name, shape=(rows * ranks, *rest), offset=(rows * rank, *(0 for _ in rest)), rows=rows)
 
@@ -77,7 +82,7 @@ def gated(names: Sequence[str], tensor: Tensor, part: Part) -> list[Piece]:
 
 
 def heads(names: Sequence[str], tensor: Tensor, part: Part, *, groups: int, queries: int) -> list[Piece]:
-    """Query, key and value rows of attention, which megatron-core lays out group by group.
+    """Query, key and value rows of attention, laid out group by group.
 
     names: of the three weights, or of one that has them one above the other. groups: of all ranks, each
     of `queries` heads that share a key and a value.
@@ -107,7 +112,9 @@ def heads(names: Sequence[str], tensor: Tensor, part: Part, *, groups: int, quer
 
 
 def boxes(piece: Piece, elements: Tensor, begin: int, shape: Sequence[int]) -> Iterator[Shard]:
-    """(offset in the user's weight, view) of the piece's part of `elements`, in the user's orientation.
+    """(offset in the user's weight, view) of the piece's part of `elements`.
+
+    Both are in the user's orientation.
 
     `elements` are those from number `begin` on of a flattened tensor of `shape`.
     """

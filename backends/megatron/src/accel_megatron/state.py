@@ -1,4 +1,7 @@
-"""State hooks: weights and moments on this rank by the names of the user's own model, as boxes."""
+"""State hooks.
+
+Weights and moments on this rank by the names of the user's own model, as boxes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ _STREAM = "megatron:"
 
 
 class MegatronState:
-    """Each rank's part of the state, as views of what megatron-core steps. Nothing is gathered."""
+    """Each rank's part of the state, as views of what megatron-core steps.
+
+    Nothing is gathered.
+    """
 
     below: Any
     run: Run
@@ -50,7 +56,7 @@ class MegatronState:
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        """Of a stepped parameter the master, in as many boxes as this rank's part of it needs."""
+        """Leaves of weights; of a stepped parameter its master, in boxes."""
         engine, stepper = self.engines[unit], self.steppers.get(unit)
         held: dict[str, list[Any]] = {}
         stepped = {} if stepper is None else {each.parameter: each for each in stepper.stepped()}
@@ -98,7 +104,7 @@ class MegatronState:
     def refuse_optimizer_state(
         self, unit: Unit, optimizer: Optimizer, template: Template, plain: Mapping[str, Mapping[str, Any]]
     ) -> Sequence[str]:
-        """What megatron-core's optimizer has no place for, and weights that differ and are stepped as one."""
+        """Reasons: state megatron-core cannot hold, or that differs in one tensor."""
         reasons = [
             f"there is no place for {name}'s {', '.join(kept)}" for name, kept in plain.items() if kept
         ]
@@ -121,7 +127,7 @@ class MegatronState:
     def _known(
         self, unit: Unit, each: Stepped, template: Template
     ) -> dict[str, Mapping[str, TensorTemplate]]:
-        """What is wanted of those weights of a tensor of which the checkpoint has any state."""
+        """Wanted state of a tensor's weights, of those the checkpoint knows."""
         names = _names(unit, self.engines[unit].chunks.shard_map[each.parameter])
         return {name: wanted for name in names if (wanted := template.get(name))}
 
@@ -129,7 +135,10 @@ class MegatronState:
     def materialize_optimizer_state(
         self, unit: Unit, optimizer: Optimizer, template: Template, plain: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Numbers wait for `state_loaded`. What is new in a tensor has no moments, and the tensor's step."""
+        """Numbers wait for `state_loaded`.
+
+        What is new in a tensor has no moments, and the tensor's step.
+        """
         loading = self._loading.setdefault(unit, {})
         loading.clear()
         self._asked[unit] = {
@@ -281,7 +290,10 @@ def _number(value: Any) -> Tensor:
 
 
 def _disagreements(known: Template, keys: Sequence[str] | None) -> Iterator[str]:
-    """Weights that would be stepped as one need the same state and numbers. keys: of these only."""
+    """Weights that would be stepped as one need the same state and numbers.
+
+    Keys: of these only.
+    """
     for (first, wanted), (name, other) in pairwise(known.items()):
         if keys is None and {k: t.dtype for k, t in other.items()} != {k: t.dtype for k, t in wanted.items()}:
             yield f"{first} has {sorted(wanted)}, {name} {sorted(other)}, and they are stepped as one"
@@ -293,7 +305,7 @@ def _disagreements(known: Template, keys: Sequence[str] | None) -> Iterator[str]
 
 
 def _set_step(group: dict[str, Any], value: float) -> None:
-    """As the optimizer has it: a tensor where its step can be captured, else a number."""
+    """Set a step, as the optimizer keeps it: a tensor if capturable, else a number."""
     if isinstance(group.get("step"), Tensor):
         group["step"].fill_(int(value))
     else:

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer, with the groups and hyperparameters of the one that the user prepared."""
+"""Optimizer of megatron-core, with the user's groups and hyperparameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | Non
 
 @define(eq=False)
 class Stepped:
-    """What is stepped of a parameter on this rank: elements from number `begin` on of it, flattened.
+    """A parameter's elements that this rank steps: from `begin` on, flattened.
 
     key: the tensor that the optimizer keeps state under. group: the key's, of that optimizer.
     """
@@ -61,7 +61,10 @@ class Stepped:
 
     @property
     def elements(self) -> Tensor:
-        """One dimension; a view of the live storage, the float32 master where there is one."""
+        """One dimension.
+
+        A view of the live storage, the float32 master where there is one.
+        """
         return self.key.detach().view(-1)
 
     @property
@@ -72,12 +75,15 @@ class Stepped:
 
     @property
     def counts_by_group(self) -> bool:
-        """Whether `step` is kept by group: so do the optimizers of transformer-engine and apex."""
+        """True if `step` is kept per group, as transformer-engine's and apex's do."""
         return not type(self.optimizer).__module__.startswith("torch.optim")
 
 
 class Stepper:
-    """`theirs` is the optimizer that the user holds: what its groups say counts at each step."""
+    """`theirs` is the optimizer that the user holds.
+
+    What its groups say counts at each step.
+    """
 
     def __init__(self, run: Run, unit: Unit, plugin: MegatronLMPlugin, chunks: Chunks) -> None:
         (self.theirs,) = unit.optimizers
@@ -181,7 +187,7 @@ class Stepper:
         self.forget()
 
     def forget(self) -> None:
-        """What was found out of gradients that are gone."""
+        """Forget results of checks of gradients that are gone."""
         self.ready = self.norm = self.max_norm = None
 
     def each(self) -> Sequence[Any]:
@@ -192,7 +198,7 @@ class Stepper:
         return found
 
     def stepped(self) -> Iterator[Stepped]:
-        """What this rank steps."""
+        """The tensors that this rank steps."""
         for each in self.each():
             groups = {id(key): group for group in each.optimizer.param_groups for key in group["params"]}
             for parameter, key in _pairs(each):
@@ -214,7 +220,7 @@ class Stepper:
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter of a chunk, tensor that is stepped for it) of one of megatron-core's optimizers."""
+    """(parameter of a chunk, tensor stepped for it) of a megatron-core optimizer."""
     ours: tuple[Any, ...]
     theirs: tuple[Any, ...]
     if hasattr(optimizer, "gbuf_ranges"):
@@ -250,7 +256,10 @@ def _hashable(value: Any) -> Any:
 
 
 def _groups_of(unit: Unit, optimizer: Optimizer, chunks: Chunks) -> dict[nn.Parameter, int]:
-    """Parameter of a chunk -> number of its group. Those that no group has are not trained."""
+    """Parameter of a chunk -> number of its group.
+
+    Those that no group has are not trained.
+    """
     names = {parameter: name for name, parameter in unit.named_parameters().items()}
     numbers = {
         names[parameter]: number

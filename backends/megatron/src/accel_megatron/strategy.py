@@ -1,4 +1,7 @@
-"""The strategy plugin `megatron`: an engine a unit, whose steps megatron-core schedules."""
+"""The strategy plugin `megatron`.
+
+An engine a unit, whose steps megatron-core schedules.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ __all__ = ["Megatron"]
 
 
 class Megatron(MegatronState):
-    """Tensor, pipeline, sequence, expert and data parallelism with megatron-core's own code."""
+    """Tensor, pipeline, sequence, expert and data parallelism by megatron-core."""
 
     below: Any
 
@@ -63,7 +66,10 @@ class Megatron(MegatronState):
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        """In megatron-core's own order of ranks. Experts are spread over those that read different data."""
+        """In megatron-core's own order of ranks.
+
+        Experts are spread over those that read different data.
+        """
         mine = self.config
         return [
             MeshDim("pp", mine.pp_degree),
@@ -122,7 +128,10 @@ class Megatron(MegatronState):
 
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
-        """Collective: weights become rank 0's. A late optimizer is made for the chunks that are there."""
+        """Collective: weights become rank 0's.
+
+        A late optimizer is made for the chunks that are there.
+        """
         skips = any(self.config.consumed_samples)
         if skips and any(not isinstance(each.sampler, ResumableSampler) for each in loaders):
             raise ConfigError(
@@ -205,7 +214,10 @@ class Megatron(MegatronState):
 
     @implements(hooks.place_batch)
     def place_batch(self, unit: Unit | None, batch: Any, device: torch.device) -> Any:
-        """Of ranks that share a model all train on what the first of them has read. Collective."""
+        """Give all ranks that share a model the batch of the first one.
+
+        Collective.
+        """
         sharing = [
             name for name in ("pp", "tp") if self.run.mesh is not None and self.run.mesh.size(name) > 1
         ]
@@ -223,7 +235,9 @@ class Megatron(MegatronState):
         microbatches: int | None,
         forward_only: bool,
     ) -> StepOutput:
-        """Collective. All ranks get the loss; those of the last stage also what `forward_loss` gave.
+        """Run the schedule over one window. Collective.
+
+        All ranks get the loss; those of the last stage also what `forward_loss` gave.
 
         `microbatches` None: as many as one step of a loop over model(**batch) has.
         """

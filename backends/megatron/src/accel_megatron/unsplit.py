@@ -1,4 +1,7 @@
-"""Any model, where each rank has all of it: its own forward, megatron-core's gradients and step."""
+"""Any model, where each rank has all of it.
+
+Its own forward, megatron-core's gradients and step.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,12 @@ _OF_ADAPTERS: Final = (
 
 
 def serves(plugin: MegatronLMPlugin) -> bool:
-    """Whether each rank has all of a model."""
+    """True if each rank has all of a model."""
     return plugin.tp_degree == plugin.pp_degree == plugin.context_parallel_size == 1
 
 
 def unserved(plugin: MegatronLMPlugin, model: nn.Module) -> str | None:
-    """Which options were asked for that mean nothing to a model with a forward of its own."""
+    """Reason: options that mean nothing to a model with a forward of its own."""
     asked = [name for name in _OF_ADAPTERS if getattr(plugin, name)]
     asked += ["expert_model_parallel_size"] if plugin.expert_model_parallel_size > 1 else []
     asked += [f"other_megatron_args.{name}" for name in settings.of_layers(plugin)]
@@ -54,7 +57,7 @@ def unserved(plugin: MegatronLMPlugin, model: nn.Module) -> str | None:
 
 
 class Whole(nn.Module):
-    """What megatron-core's schedule and wrappers ask of a chunk, around the user's own module."""
+    """A chunk for megatron-core's schedule and wrappers: the user's whole module."""
 
     pre_process = post_process = True
     share_embeddings_and_output_weights = False
@@ -74,7 +77,7 @@ class Whole(nn.Module):
         return self.inner(*args, **inputs)
 
     def sharded_state_dict(self, metadata: Any) -> Any:
-        """What megatron-core's checkpoints keep: the user's names, the same on all ranks."""
+        """State for megatron-core's checkpoints: the user's names, alike on all ranks."""
         from megatron.core.transformer.utils import sharded_state_dict_default
 
         return sharded_state_dict_default(self.inner, metadata=metadata)
@@ -87,7 +90,10 @@ class Whole(nn.Module):
 
 
 def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chunks:
-    """The model as the one chunk of this rank, on the device; its parameters stay the user's."""
+    """The model as the one chunk of this rank, on the device.
+
+    Its parameters stay the user's.
+    """
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         model.to_empty(device=run.device)
     for parameter in model.parameters():  # as gradients are: another order would get those of other elements
@@ -100,7 +106,10 @@ def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chun
 
 
 class UnsplitEngine(Engine):
-    """A model that is called as ever: outside of the schedule forward is forward, and backward backward."""
+    """A model that is called as ever.
+
+    Outside of the schedule forward is forward, and backward backward.
+    """
 
     @classmethod
     def of(cls, run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> UnsplitEngine:

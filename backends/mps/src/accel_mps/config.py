@@ -1,4 +1,7 @@
-"""The options of section `mps`. What is unset stays as torch, or the user, has it."""
+"""The options of section `mps`.
+
+What is unset stays as torch, or the user, has it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ __all__ = ["MpsConfig"]
 
 @frozen(kw_only=True)
 class MpsConfig(KwargsHandler):
-    """How this process uses the Apple GPU. Section `mps`."""
+    """Options of the Apple GPU. Section `mps`."""
 
     memory_fraction: float | None = option(
         None, minimum=0, help="Limit, as a share of what Metal recommends: 0 (no limit) to 2."

@@ -1,4 +1,7 @@
-"""The Apple GPU. The base layer runs it through `torch.mps`; here is only what it cannot know."""
+"""The Apple GPU.
+
+The base layer runs it through `torch.mps`; here is only what it cannot know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, without torch."""
+"""The machine's GPU, without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def probe() -> str | None:
 
 
 class MpsLaunch:
-    """What is asked before torch is imported."""
+    """Hooks before torch is imported."""
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:

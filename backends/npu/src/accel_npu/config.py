@@ -1,4 +1,7 @@
-"""The options of section `npu`. What is unset stays as torch_npu, or the user, has it."""
+"""The options of section `npu`.
+
+What is unset stays as torch_npu, or the user, has it.
+"""
 
 from __future__ import annotations
 

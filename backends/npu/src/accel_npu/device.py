@@ -1,4 +1,7 @@
-"""Ascend NPUs. The base layer runs them through `torch.npu`; here is only what it cannot know."""
+"""Ascend NPUs.
+
+The base layer runs them through `torch.npu`; here is only what it cannot know.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ __all__ = ["NpuDevice", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """torch_npu's device module; importing the library is what gives torch its `npu` type."""
+    """torch_npu's device module.
+
+    Importing the library is what gives torch its `npu` type.
+    """
     import torch_npu
 
     return torch_npu.npu

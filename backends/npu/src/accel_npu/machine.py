@@ -1,4 +1,7 @@
-"""What this machine has, from files and the environment alone: no torch, no Ascend library."""
+"""The machine's NPUs, from files and the environment.
+
+No torch, no Ascend library.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def probe() -> str | None:
 
 
 def find_runtime() -> Path | None:
-    """CANN's runtime library: where its set_env.sh points, else where its installer puts it."""
+    """CANN's runtime library.
+
+    Where its set_env.sh points, else where its installer puts it.
+    """
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if home := os.environ.get(variable):
@@ -54,7 +60,7 @@ def find_runtime() -> Path | None:
 
 
 def chip_count() -> int:
-    """How many NPUs a process of this environment sees."""
+    """Number of NPUs that a process of this environment sees."""
     there, visible = _chips(), os.environ.get(VISIBLE)
     if visible is None:
         return there
@@ -78,7 +84,7 @@ def _version(distribution: str) -> str | None:
 
 
 class NpuLaunch:
-    """What the launcher, and the run before torch_npu is imported, ask of this device."""
+    """Hooks of the launcher, and of the run before torch_npu is imported."""
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:

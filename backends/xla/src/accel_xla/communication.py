@@ -1,4 +1,7 @@
-"""Collectives of XLA: operations in the recorded graph, between replicas that XLA numbers by itself."""
+"""Collectives of XLA.
+
+Operations in the recorded graph, between replicas that XLA numbers by itself.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["SpmdConfig", "XlaConfig"]
 
 @frozen(kw_only=True)
 class XlaConfig(KwargsHandler):
-    """How this process uses its XLA device. Section `xla`."""
+    """Options of the XLA device of this process. Section `xla`."""
 
     pjrt_device: str | None = option(
         None,
@@ -27,7 +27,7 @@ class XlaConfig(KwargsHandler):
 
 @frozen(kw_only=True)
 class SpmdConfig(KwargsHandler):
-    """How one process spreads a model over all its devices. Section `xla-spmd`."""
+    """Options of spreading a model over one process's devices. Section `xla-spmd`."""
 
     dp_shard_size: int = option(
         -1, help="Devices over which parameters are spread (FSDPv2); -1: all that are left."

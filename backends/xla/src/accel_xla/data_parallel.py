@@ -1,4 +1,7 @@
-"""Each process trains a copy on its XLA device; gradients are averaged at the end of a window."""
+"""Each process trains a copy on its XLA device.
+
+Gradients are averaged at the end of a window.
+"""
 
 from __future__ import annotations
 

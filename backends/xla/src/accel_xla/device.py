@@ -1,4 +1,7 @@
-"""XLA devices: torch gives them no module of their own, so each service is torch_xla's."""
+"""XLA devices.
+
+Torch gives them no module of their own, so each service is torch_xla's.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ __all__ = ["XlaDevice", "verify"]
 
 
 def verify() -> str | None:
-    """None if torch_xla loads for the device that is asked for, else why not. Starts no runtime."""
+    """None if torch_xla loads for the device that is asked for, else why not.
+
+    Starts no runtime.
+    """
     if machine.DEVICE not in os.environ:
         return (
             "no TPU or Neuron device is found here, and XLA's CPU device is used only when named"
@@ -38,7 +44,10 @@ def verify() -> str | None:
 
 
 class XlaDevice:
-    """Device `xla`. The run has one device; in a world of several, torch_xla must see as many replicas."""
+    """Device `xla`.
+
+    The run has one device; in a world of several, torch_xla must see as many replicas.
+    """
 
     below: Any
 
@@ -62,7 +71,7 @@ class XlaDevice:
         return torch.device(self._device())
 
     def _join(self, world: World) -> None:
-        """What torch_xla does in a process that torch's own launcher has started (torch_xla.launch)."""
+        """Set up torch_xla in a process that torch's own launcher has started."""
         from torch_xla._internal import pjrt
 
         if world.size == 1:
@@ -171,7 +180,7 @@ class XlaDevice:
 
 
 def _require_replicas(world: World, devices: int, replicas: int) -> None:
-    """Refuse processes that would train alone, or hold several devices each, without a word."""
+    """Refuse processes that would silently train alone or hold several devices."""
     if devices != 1:
         raise LaunchError(
             f"this process is given {devices} XLA devices, but it trains on one\n"
@@ -186,7 +195,7 @@ def _require_replicas(world: World, devices: int, replicas: int) -> None:
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """(module, name, first module, first name) of each tensor that is another's alias."""
+    """(module, name, first module, first name) of each tensor that is an alias."""
     first: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:

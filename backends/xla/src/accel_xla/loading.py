@@ -1,4 +1,7 @@
-"""Batches on their way to an XLA device: threads of torch_xla upload the next ones."""
+"""Batches on their way to an XLA device.
+
+Threads of torch_xla upload the next ones.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ __all__ = ["Uploading"]
 
 
 class Uploading:
-    """The batches of an iterable, on the run's device. What torch_xla's MpDeviceLoader does."""
+    """The batches of an iterable, on the run's device.
+
+    What torch_xla's MpDeviceLoader does.
+    """
 
     marks = frozenset({"batch"})
     """It ends the recorded graph before each batch itself."""

@@ -1,4 +1,4 @@
-"""What this machine has, from files and the environment alone: no torch, no torch_xla."""
+"""The machine's XLA devices, from files and the environment; no torch_xla."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ def probe() -> str | None:
 
 
 def hardware() -> str | None:
-    """The PJRT device whose hardware is here; None if there is none that this package knows."""
+    """The PJRT device whose hardware is here.
+
+    None if there is none that this package knows.
+    """
     if _tpus():
         return "TPU"
     return "NEURON" if (ROOT / "dev/neuron0").exists() else None
 
 
 def chip_count() -> int:
-    """How many processes, one a device, this machine can hold; as torch_xla counts them."""
+    """Number of processes, one per device, as torch_xla counts them."""
     kind = os.environ.get(DEVICE) or hardware()
     if kind == "TPU":
         return _tpu_processes()
@@ -99,7 +102,7 @@ def _version(distribution: str) -> str | None:
 
 
 class XlaLaunch:
-    """What the launcher, and the run before torch_xla is imported, ask of this device."""
+    """Hooks of the launcher, and of the run before torch_xla is imported."""
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:
@@ -113,7 +116,7 @@ class XlaLaunch:
 
 
 class SpmdLaunch:
-    """What the strategy `xla-spmd` needs before torch_xla is imported."""
+    """Hooks of strategy `xla-spmd` before torch_xla is imported."""
 
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:

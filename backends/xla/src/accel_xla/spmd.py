@@ -1,4 +1,7 @@
-"""One process drives all devices; XLA's compiler spreads model and batch over them (SPMD)."""
+"""One process drives all devices.
+
+XLA's compiler spreads model and batch over them (SPMD).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ _DATA = ("dp_replicate", "dp_shard")
 
 
 class Spmd:
-    """Strategy `xla-spmd`: FSDPv2 on torch_xla's own mesh, which spans the devices, not the processes.
+    """Strategy `xla-spmd`.
+
+    FSDPv2 on torch_xla's own mesh, which spans the devices, not the processes.
 
     Each tensor is one object with its global shape; how it lies on the devices is a mark on it, which
     gradients and optimizer state inherit.
@@ -96,7 +101,7 @@ class Spmd:
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Mark each parameter, and the outputs of the model and of the classes named by `wrap`."""
+        """Mark parameters, and the outputs of the model and of classes in `wrap`."""
         for parameter in model.parameters():
             self._shard(unit, parameter)
         wrapped = [module for module in model.modules() if type(module).__name__ in self.config.wrap]
@@ -181,7 +186,7 @@ class Spmd:
         return {name: self._boxes(unit, name, leaf) for name, leaf in leaves.items()}
 
     def _boxes(self, unit: Unit, name: str, leaf: Leaf) -> Leaf:
-        """The parts of a sharded tensor that this host's devices hold, each once, copied to the host."""
+        """Parts of a sharded tensor on this host's devices, each once, as host copies."""
         ((_, data),) = leaf.shards
         tensor = self._xs.wrap_if_sharded(data)
         if tensor is data:
@@ -194,7 +199,7 @@ class Spmd:
 
 
 def _offset(shard: Any) -> tuple[int, ...]:
-    """Where a shard's part begins; empty for one that is whole."""
+    """Offset of a shard's part; empty for one that is whole."""
     return () if shard.indices is Ellipsis else tuple(each.start for each in shard.indices)
 
 

@@ -1,4 +1,4 @@
-"""What accel-core reads of this package before anything else of it is imported."""
+"""The card: accel-core reads it before it imports anything else of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options of sections `xpu` and `ipex`. What is unset stays as the library has it."""
+"""The options of sections `xpu` and `ipex`.
+
+What is unset stays as the library has it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class XpuConfig(KwargsHandler):
 
 @frozen(kw_only=True)
 class IpexConfig(KwargsHandler):
-    """What `ipex.optimize` does to models that are trained. Section `ipex`."""
+    """Options of `ipex.optimize` for models that are trained. Section `ipex`."""
 
     fuse_update_step: bool | None = option(
         None, help="One kernel for the optimizer's step; true: an error where ipex has none for it."

@@ -1,4 +1,7 @@
-"""Intel GPUs. The base layer runs them through `torch.xpu`; here is only what it cannot know."""
+"""Intel GPUs.
+
+The base layer runs them through `torch.xpu`; here is only what it cannot know.
+"""
 
 from __future__ import annotations
 

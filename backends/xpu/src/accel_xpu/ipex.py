@@ -1,4 +1,6 @@
-"""The extension `ipex`: `ipex.optimize` of intel-extension-for-pytorch, on Intel's CPUs and GPUs.
+"""The extension `ipex`.
+
+`ipex.optimize` of intel-extension-for-pytorch, on Intel's CPUs and GPUs.
 
 It gets nothing that it would store in a form of its own (packed or bfloat16 weights): names, weights
 and optimizer state stay torch's, and so do checkpoints.
@@ -100,7 +102,10 @@ class Ipex:
 
 
 def _hide_until_compiled() -> None:
-    """Hide torch's warning while all is eager; when anything is compiled, say what it means."""
+    """Hide torch's warning while all is eager.
+
+    When anything is compiled, say what it means.
+    """
     from torch._dynamo.callback import callback_handler
 
     if _tell not in callback_handler.start_callbacks:
@@ -138,7 +143,10 @@ def _optimizers_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Op
 
 
 def _watched(optimizer: Optimizer, before: Any) -> Any:
-    """The fused step, as torch's own would be: with its step hooks, and seen by schedulers made before."""
+    """The fused step, as torch's own would be.
+
+    With its step hooks, and seen by schedulers made before.
+    """
     fused = Optimizer.profile_hook_step(optimizer.step.__func__)  # type: ignore[attr-defined]
     if not hasattr(before, "_wrapped_by_lr_sched"):
         return MethodType(fused, optimizer)

@@ -1,4 +1,4 @@
-"""What this machine has, from files and the environment alone: no torch, no Intel library."""
+"""The machine's GPUs, from files and the environment; no torch, no Intel library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def probe_ipex() -> str | None:
 
 
 def torch_is_built_for_xpu() -> bool | None:
-    """Whether the installed torch has code for Intel GPUs; None if there is no torch."""
+    """True if the installed torch has code for Intel GPUs; None without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,6 @@
-"""Context parallelism: ranks share each sequence. An extension plugin of accel-core.
+"""Context parallelism: ranks share each sequence.
+
+An extension plugin of accel-core.
 
 Importing this package imports neither torch nor its own modules (PEP 562).
 """

@@ -29,7 +29,9 @@ _attend = functional.scaled_dot_product_attention
 
 @contextmanager
 def attending(mesh: DeviceMesh, length: int, anyone: Callable[[bool], bool]) -> Iterator[None]:
-    """Within, `functional.scaled_dot_product_attention` sees all `length` tokens, those of all ranks.
+    """A context in which attention sees all `length` tokens, those of all ranks.
+
+    It replaces `functional.scaled_dot_product_attention`.
 
     By torch's own rings; on the CPU, where these have no kernel, by gathering keys and values.
     anyone: says whether a rank that has a part of the same model called it, from whether this one did.

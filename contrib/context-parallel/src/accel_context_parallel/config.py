@@ -23,7 +23,7 @@ def _usual() -> dict[str, int]:
 
 @frozen(kw_only=True)
 class ContextParallelPlugin(KwargsHandler):
-    """Which ranks share a sequence, and where batches have it. Section `cp`."""
+    """Options of splitting sequences over ranks. Section `cp`."""
 
     size: int = option(-1, help="Ranks that share a sequence; -1: as many as other dimensions leave.")
     buffers: Mapping[str, int] = option(

@@ -1,4 +1,4 @@
-"""Shares out the sequences of each batch, and lets attention see the whole of them."""
+"""Splits the sequences of each batch; attention still sees them whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 class ContextParallel:
-    """Mesh dimension `cp`: its ranks read the same samples, and have parts of their sequences."""
+    """Mesh dimension `cp`.
+
+    Its ranks read the same samples, and have parts of their sequences.
+    """
 
     below: Any
 
@@ -46,7 +49,7 @@ class ContextParallel:
 
     @property
     def ranks(self) -> int:
-        """How many share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.run.mesh.size("cp") if self.run.mesh else 1
 
     @implements(hooks.mesh_dims)
@@ -64,7 +67,7 @@ class ContextParallel:
         self._given = self._length_in((args, kwargs))
 
     def _length_in(self, batch: Any) -> int:
-        """The length of the sequences that the tensors of a batch, or their bases, are parts of; or 0."""
+        """Whole length of the sequences that a batch's tensors are parts of, or 0."""
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Tensor):
                 for tensor in (leaf, leaf._base):
@@ -96,7 +99,10 @@ class ContextParallel:
         return _with(batch, {**named, **parts})
 
     def _refuse_packed(self, batch: Mapping[str, Any]) -> None:
-        """Raises AccelError: rows hold several documents, each of which would see the others."""
+        """Raises AccelError.
+
+        Rows hold several documents, each of which would see the others.
+        """
         found = [name for name in PACKED if batch.get(name) is not None]
         where = batch.get("position_ids")
         doubt, self._restarts = self._restarts, None
@@ -112,7 +118,7 @@ class ContextParallel:
             )
 
     def _parts_of(self, batch: Mapping[str, Any], dims: Mapping[str, int], length: int) -> dict[str, Tensor]:
-        """This rank's part of each entry that has a sequence, and of those that follow from them."""
+        """This rank's part of each entry with a sequence, and of entries made from it."""
         assert self.run.mesh is not None
         rank = self.run.mesh.index("cp")
         whole = {name: batch[name] for name in dims}
@@ -201,7 +207,7 @@ class ContextParallel:
             self._attending = False
 
     def _anyone(self, called: bool) -> bool:
-        """Whether any stage of a pipeline did, of which some may have no attention. Collective."""
+        """True if any stage of a pipeline did; some have no attention. Collective."""
         assert self.run.mesh is not None
         names = [name for name in self.run.mesh.names("model") if self.run.mesh.size(name) > 1]
         if not names:

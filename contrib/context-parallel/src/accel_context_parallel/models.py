@@ -1,4 +1,7 @@
-"""What transformers' models are asked for: causal attention without masks, which would be a rank's own."""
+"""Causal attention without masks in transformers' models.
+
+A mask would be made from this rank's part of the sequence alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ __all__ = ["Asked", "attend_causally"]
 
 
 class Asked:
-    """A hook of a module. A copy of the module asks the same plugin; a pickled one asks nobody."""
+    """A hook of a module.
+
+    A copy of the module asks the same plugin; a pickled one asks nobody.
+    """
 
     def __init__(self, ask: Callable[..., Any] | None = None) -> None:
         self.ask = ask
@@ -30,7 +36,9 @@ class Asked:
 
 
 def attend_causally(model: nn.Module, is_shared: Callable[[], bool]) -> None:
-    """Let each `self_attn` be causal instead of masked; other models stay as they are.
+    """Let each `self_attn` be causal instead of masked.
+
+    Other models stay as they are.
 
     is_shared: whether the forward that runs is of parts of sequences; others keep their masks.
 

@@ -1,4 +1,4 @@
-"""Which part of a sequence a rank has: a piece of its head and the matching one of its tail.
+"""A rank's part of a sequence: a piece of its head and the matching tail piece.
 
 Under a causal mask later tokens attend to more: pairs of pieces give all ranks the same work. It is
 the order of torch's own context parallelism.
@@ -42,7 +42,10 @@ def length_of(batch: Mapping[str, Any], dims: Mapping[str, int], ranks: int) -> 
 
 
 def part(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
-    """(..., S, ...) -> (..., S / ranks, ...): pieces `rank` and `2 * ranks - 1 - rank` of 2 * ranks."""
+    """(..., S, ...) -> (..., S / ranks, ...).
+
+    Pieces `rank` and `2 * ranks - 1 - rank` of 2 * ranks.
+    """
     piece = tensor.shape[dim] // (2 * ranks)
     starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
     return torch.cat([tensor.narrow(dim, start, piece) for start in starts], dim)
@@ -50,6 +53,9 @@ def part(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def positions(length: int, ranks: int, device: torch.device) -> Tensor:
-    """(ranks, length / ranks): where in the whole sequence the tokens of each rank stand."""
+    """(ranks, length / ranks).
+
+    Where in the whole sequence the tokens of each rank stand.
+    """
     whole = torch.arange(length, device=device)
     return torch.stack([part(whole, 0, rank, ranks) for rank in range(ranks)])

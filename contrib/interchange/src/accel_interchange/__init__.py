@@ -1,4 +1,4 @@
-"""Checkpoints of Accelerate 1.x, torch.distributed.checkpoint and DeepSpeed for accel-core.
+"""Checkpoints of Accelerate 1.x, torch.distributed and DeepSpeed for accel-core.
 
 Importing this package imports neither torch nor its own modules (PEP 562).
 """

@@ -24,7 +24,9 @@ _SHARDED: Final = "pytorch_model_fsdp"
 
 
 def read(folder: Path, contents: CheckpointContents) -> list[str]:
-    """Put what `folder` holds into the contents of a checkpoint of the same run. Gives what is left out.
+    """Put what `folder` holds into the contents of a checkpoint of the same run.
+
+    Gives what is left out.
 
     Raises:
         CheckpointError: a file is damaged, holds code, or does not fit the run.
@@ -106,7 +108,10 @@ def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
 
 
 def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
-    """(unit, number there) of each object of the sort, in the order of `prepare`: Accelerate numbers so."""
+    """(unit, number there) of each object of the sort, in the order of `prepare`.
+
+    Accelerate numbers so.
+    """
     return [(unit, number) for unit, number in contents.state["prepared"][sort]]
 
 
@@ -125,7 +130,7 @@ def _load(file: Path) -> Mapping[str, Tensor]:
 def _paired(
     folder: Path, stem: str, contents: CheckpointContents, sort: str
 ) -> Iterator[tuple[Path, str, int]]:
-    """Each file of a series with the unit, and its number there, of what it belongs to."""
+    """(file, unit, number there) of each file of a series."""
     places = _places(contents, sort)
     files = _series(folder, stem, ".bin") or _folders(folder, stem)
     _same_number(folder, sort, files, places)
@@ -197,7 +202,10 @@ def _random(folder: Path, contents: CheckpointContents) -> list[Path]:
 
 
 def write(contents: CheckpointContents, folder: Path) -> list[str]:
-    """Write what Accelerate's `load_state` reads into the empty `folder`. Gives what is left out."""
+    """Write what Accelerate's `load_state` reads into the empty `folder`.
+
+    Gives what is left out.
+    """
     units = contents.state["units"]
     weights = {unit: split(contents, unit) for unit in units}
     for place, (unit, number) in enumerate(_places(contents, "models")):

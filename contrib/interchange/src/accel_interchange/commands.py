@@ -102,7 +102,10 @@ def deepspeed() -> None:
 @_like
 @_unit
 def import_deepspeed(folder: Path, target: Path, like: Path, unit: str | None) -> None:
-    """Write the checkpoint TARGET from FOLDER. Runs no code found in it, and needs no DeepSpeed."""
+    """Write the checkpoint TARGET from FOLDER.
+
+    Runs no code found in it, and needs no DeepSpeed.
+    """
     from accel_interchange.deepspeed import read
 
     contents = CheckpointContents.read(like)

@@ -1,4 +1,4 @@
-"""The folders that `torch.distributed.checkpoint` writes, read without its code, which runs what it finds."""
+"""Reads folders of `torch.distributed.checkpoint`, without running its code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ __all__ = ["Folder", "named", "read", "weights", "write"]
 
 @frozen
 class Folder:
-    """Such a folder: what is stored under which path of the nested state that was saved."""
+    """Such a folder.
+
+    What is stored under which path of the nested state that was saved.
+    """
 
     path: Path
     items: Mapping[str, Any]
@@ -114,7 +117,7 @@ class Folder:
 
 
 def _check_cover(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raises ValueError unless the parts are inside of the tensor, and as many elements as it has."""
+    """Raises ValueError unless the parts fill the tensor."""
     for offset, sizes in boxes:
         if not len(offset) == len(sizes) == len(shape) or any(
             start < 0 or size < 0 or start + size > end
@@ -135,7 +138,9 @@ def _odd(path: Path, problem: str) -> CheckpointError:
 
 
 def read(folder: Path, contents: CheckpointContents, unit: str, model: str, optimizer: str) -> list[str]:
-    """Put what `folder` holds into a unit of a checkpoint of the same run. Gives what is left out.
+    """Put what `folder` holds into a unit of a checkpoint of the same run.
+
+    Gives what is left out.
 
     model, optimizer: the keys under which they were saved; optimizers as
     `torch.distributed.checkpoint.state_dict` gives them, by parameter name.
@@ -179,7 +184,7 @@ def named(
 def _optimizer(
     saved: Mapping[Any, Any], described: Mapping[str, Any], folder: Path
 ) -> tuple[list[Group], dict[str, dict[str, Any]]]:
-    """(groups, state by name) from what torch's `get_optimizer_state_dict` gave, flattened or not."""
+    """(groups, state by name) of a `get_optimizer_state_dict`, flattened or not."""
     if "param_groups" in saved:
         found = [dict(saved["param_groups"][number]) for number in sorted(saved["param_groups"])]
         return [(_names(group.pop("params")), group) for group in found], saved.get("state", {})
@@ -211,7 +216,10 @@ def _names(params: Any) -> list[str]:
 
 
 def write(contents: CheckpointContents, folder: Path, unit: str, model: str, optimizer: str) -> list[str]:
-    """Write a unit's weights and optimizer as torch itself does, by name. Gives what is left out."""
+    """Write a unit's weights and optimizer as torch itself does, by name.
+
+    Gives what is left out.
+    """
     from torch.distributed.checkpoint.state_dict_saver import save
 
     described = contents.state["units"][unit]

@@ -1,4 +1,4 @@
-"""The folders that DeepSpeed's `save_checkpoint` writes, and universal ones, read without DeepSpeed."""
+"""Reads DeepSpeed's checkpoints, universal ones too, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ Shapes = Mapping[str, Sequence[int]]
 
 @define
 class Found:
-    """What a folder holds. weights: of both precisions, the masters. state: by parameter name."""
+    """Contents of a folder.
+
+    weights: of both precisions, the masters. state: by parameter name.
+    """
 
     weights: dict[str, Tensor] = field(factory=dict)
     state: dict[str, dict[str, Tensor]] = field(factory=dict)
@@ -47,7 +50,9 @@ class Found:
 
 
 def read(folder: Path, contents: CheckpointContents, unit: str) -> list[str]:
-    """Put what `folder` holds into a unit of a checkpoint of the same run. Gives what is left out.
+    """Put what `folder` holds into a unit of a checkpoint of the same run.
+
+    Gives what is left out.
 
     Raises:
         CheckpointError: a file is damaged, holds code, or does not fit the run.
@@ -120,7 +125,10 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Weights as forward computed with them, and buffers; in stage 3 only what is frozen is there."""
+    """Weights as forward computed with them, and buffers.
+
+    In stage 3 only what is frozen is there.
+    """
     shared, pieces = (
         mains[0].get("shared_params") or {},
         [each.get("frozen_param_fragments") for each in mains],
@@ -179,7 +187,10 @@ def _told(rank: Mapping[str, Any]) -> list[Cuts]:
 
 
 def _even(shapes: Shapes, ranks: int) -> Cuts:
-    """Stage 3: each parameter cut into as many equal pieces as there are ranks, these laid end to end."""
+    """Stage 3.
+
+    Each parameter cut into as many equal pieces as there are ranks, these laid end to end.
+    """
     sizes = [-(-math.prod(shape) // ranks) for shape in shapes.values()]
     return dict(zip(shapes, zip(accumulate([0, *sizes]), sizes, strict=False), strict=True))
 
@@ -210,7 +221,10 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_steps(found: Found) -> None:
-    """A group's number of steps is each parameter's; it stays with the group where nothing else has it."""
+    """A group's number of steps is each parameter's.
+
+    It stays with the group where nothing else has it.
+    """
     for number, (names, values) in enumerate(found.groups):
         states = [found.state[name] for name in names if found.state.get(name)]
         if all("step" in state for state in states):
@@ -282,7 +296,7 @@ def _with_frozen(groups: Sequence[Group], here: Sequence[Mapping[str, Any]]) -> 
 
 
 def _own_entries(contents: CheckpointContents, unit: str, main: Mapping[str, Any], scale: Any) -> None:
-    """What a run under DeepSpeed keeps: counters and loss scale."""
+    """State of a run under DeepSpeed: counters and loss scale."""
     fields = vars(scale) if isinstance(scale, Fields) else scale or {}
     for own in contents.ranks:
         for entries in own["plugins"].get(unit, {}).get("replicated", {}).values():

@@ -1,4 +1,4 @@
-"""Foreign state put into the place that a checkpoint of the same run has for it, by name."""
+"""Puts foreign state into a checkpoint of the same run, by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tensor(contents: CheckpointContents, unit: str, key: str) -> Tensor:
 
 
 def split(contents: CheckpointContents, unit: str) -> list[dict[str, Tensor]]:
-    """The weights and buffers of each of the unit's models, by the model's own names, tied ones once."""
+    """Weights and buffers of each model of the unit, by own names, tied ones once."""
     count: int = contents.state["units"][unit].get("models", 1)
     names = names_of(contents, unit)
     if count == 1:
@@ -82,7 +82,7 @@ def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
 
 
 def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Replace the unit's weights and buffers by tensors of their names, or of those they are tied to.
+    """Replace the unit's weights and buffers by tensors of their (tied) names.
 
     Raises:
         CheckpointError: names or shapes differ; all are named.
@@ -157,7 +157,10 @@ def put_optimizer(
 
 
 def put_no_optimizer(contents: CheckpointContents, unit: str) -> None:
-    """Remove the state of the unit's optimizers: this run's moments are not those of other weights."""
+    """Remove the state of the unit's optimizers.
+
+    This run's moments are not those of other weights.
+    """
     for name, key, _ in list(optimizer_tensors(contents, unit)):
         del contents.leaves[unit, f"optimizer/{name}/{key}"]
     for described in contents.state["units"][unit]["optimizers"]:
@@ -168,7 +171,7 @@ def put_no_optimizer(contents: CheckpointContents, unit: str) -> None:
 def _kinds(
     contents: CheckpointContents, unit: str, state: Mapping[str, Mapping[str, Any]], source: str
 ) -> dict[tuple[str, str], Any]:
-    """What sort of tensor each is.
+    """Kind of each tensor.
 
     If parameters were in another order, some tensor would be larger than its parameter, or cut otherwise.
     """

@@ -1,4 +1,4 @@
-"""Foreign checkpoints straight into a running script, which knows what their files leave open."""
+"""Loads foreign checkpoints into a running script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Read = Callable[[CheckpointContents], list[str]]
 def load_accelerate(
     accelerator: Accelerator, folder: str | os.PathLike[str], into: str | os.PathLike[str]
 ) -> list[str]:
-    """Load what Accelerate 1.x's `save_state` wrote to `folder`. Collective; objects are prepared by now.
+    """Load what Accelerate 1.x's `save_state` wrote to `folder`.
+
+    Collective; objects are prepared by now.
 
     The imported state is kept as the checkpoint `into`. Runs no code found in `folder`. Returns what is
     left out.
@@ -39,7 +41,7 @@ def load_dcp(
     model: str = "model",
     optimizer: str = "optimizer",
 ) -> list[str]:
-    """As `load_accelerate`, for what `torch.distributed.checkpoint.save` wrote.
+    """Load what `torch.distributed.checkpoint.save` wrote, like `load_accelerate`.
 
     unit: to load into; default: the only one. model, optimizer: their keys in what was saved.
     """
@@ -58,8 +60,9 @@ def load_deepspeed(
     *,
     unit: str | None = None,
 ) -> list[str]:
-    """As `load_accelerate`, for what DeepSpeed's `save_checkpoint` wrote, at any ZeRO stage, or a universal
-    checkpoint made of it.
+    """Load what DeepSpeed's `save_checkpoint` wrote, like `load_accelerate`.
+
+    Any ZeRO stage, and universal checkpoints made of one.
 
     unit: to load into; default: the only one.
     """

@@ -15,7 +15,10 @@ __all__ = ["from_foreign", "to_foreign"]
 
 
 def from_foreign(states: Mapping[str, Any], here: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The streams of a rank, each as it was there; what was not there stays as it is here."""
+    """The streams of a rank, each as it was there.
+
+    What was not there stays as it is here.
+    """
     version, numbers, gauss = states["random_state"]
     name, key, position, has_gauss, cached = states["numpy_random_seed"]
     array = np.asarray(key)
@@ -38,7 +41,7 @@ def from_foreign(states: Mapping[str, Any], here: Mapping[str, Tensor], rank: in
 
 
 def to_foreign(streams: Mapping[str, Tensor], rank: int) -> dict[str, Any]:
-    """What Accelerate's `random_states_RANK.pkl` has for these streams."""
+    """Entries of Accelerate's `random_states_RANK.pkl` for these streams."""
     version, numbers, gauss = _content(streams["python"])["$tuple"]
     numpy = _content(streams["numpy"])
     found: dict[str, Any] = {

@@ -21,7 +21,7 @@ SAFE: Final[list[Any]] = [_NUMPY, np.ndarray, np.dtype, type(np.dtype("uint32"))
 
 
 def read_torch(file: Path | io.BytesIO, name: str) -> Any:
-    """What `torch.save` wrote, tensors on the CPU.
+    """Read what `torch.save` wrote, with tensors on the CPU.
 
     Raises:
         CheckpointError: it holds more than tensors and plain data, or is damaged.
@@ -39,7 +39,10 @@ def read_torch(file: Path | io.BytesIO, name: str) -> Any:
 
 
 class Fields:
-    """Stands for any dataclass of torch's metadata: its fields as attributes, nothing of its code."""
+    """Stands for any dataclass of torch's metadata.
+
+    Its fields as attributes, nothing of its code.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -88,7 +91,9 @@ class _Restricted(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The `.metadata` of a torch.distributed.checkpoint folder. None of torch's code is called for it.
+    """The `.metadata` of a torch.distributed.checkpoint folder.
+
+    None of torch's code is called for it.
 
     Raises:
         CheckpointError: it names anything but the few classes that such a file needs, or is damaged.

@@ -58,7 +58,9 @@ class TensorBoardTracker:
 
     @implements(hooks.log)
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        """Numbers become scalars, text becomes text, of mappings each entry as OUTER/INNER; None is left out.
+        """Log numbers as scalars, text as text, mappings' entries as OUTER/INNER.
+
+        None is left out.
 
         `options` are arguments of add_scalar and add_text, such as walltime.
         """
@@ -73,7 +75,7 @@ class TensorBoardTracker:
                 )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Batches of images by name, (n, 3, height, width) unless `dataformats` says otherwise."""
+        """Log images by name: (n, 3, height, width), or as `dataformats` says."""
         for name, images in values.items():
             self.tracker.add_images(name, images, step, **options)
 
@@ -92,5 +94,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _setting(value: Any) -> bool | int | float | str:
-    """What a table of settings can hold."""
+    """A value that a table of settings can hold."""
     return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,4 +1,4 @@
-"""What the engine asks of a model of transformers in megatron-core's form."""
+"""The interface between the engine and a kind of transformers' models."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Adapter(ABC):
     @staticmethod
     @abstractmethod
     def unlike(theirs: Any) -> str | None:
-        """Which of its settings megatron-core cannot follow, if one is such."""
+        """A setting of the model that megatron-core cannot follow, or None."""
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return int(self.theirs.num_hidden_layers)
 
     @property
@@ -78,7 +78,10 @@ class Adapter(ABC):
         """A part of the megatron-core model."""
 
     def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
-        """What a parameter of a chunk is of the user's model; layers in `name` are numbered globally."""
+        """Pieces of the user's model that a chunk's parameter is made of.
+
+        Layers in `name` are numbered globally.
+        """
         module, _, kind = name.rpartition(".")
         if name in self.ends or module in self.ends:
             whole = self.ends.get(name) or f"{self.ends[module]}.{kind}"
@@ -103,14 +106,17 @@ class Adapter(ABC):
 
     @abstractmethod
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
-        """The model's own output, where the chunk is the `last`; else what goes to the next."""
+        """The model's own output, where the chunk is the `last`.
+
+        Else what goes to the next.
+        """
 
     def words(self, name: str, tensor: Tensor, part: Part) -> Piece:
         """The rows of the vocabulary."""
         return vocabulary(name, tensor, part, self.theirs.vocab_size)
 
     def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
-        """What transformers gives, from logits split along the vocabulary."""
+        """The output transformers gives, from logits split along the vocabulary."""
         loss = None if labels is None else losses.mean_loss(found, labels)
         asked = logits or labels is None
         return self.make_output(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
@@ -120,7 +126,7 @@ class Adapter(ABC):
         return output.loss, output.logits
 
     def make_output(self, loss: Tensor | None, logits: Tensor | None) -> Any:
-        """What `model(**batch)` gives of a whole batch."""
+        """The result of `model(**batch)` for a whole batch."""
         from transformers.modeling_outputs import CausalLMOutput
 
         return CausalLMOutput(loss=loss, logits=logits)
@@ -188,7 +194,7 @@ class Causal(Adapter):
 
 
 def _hidden(mask: Tensor | None) -> Tensor | None:
-    """(batch, sequence) of 1 and 0 -> (batch, 1, query, key), true where attention must not look."""
+    """(batch, sequence) of 1 and 0 -> (batch, 1, query, key), true if hidden."""
     if mask is None or mask.dim() != 2:
         return mask
     if has_transformer_engine():

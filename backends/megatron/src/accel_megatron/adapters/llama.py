@@ -1,4 +1,7 @@
-"""Llama: RMS norms, rotary positions, gated layers; keys and values may be shared by heads."""
+"""Llama: RMS norms, rotary positions, gated layers.
+
+Keys and values may be shared by heads.
+"""
 
 from __future__ import annotations
 
