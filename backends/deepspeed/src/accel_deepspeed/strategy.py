@@ -49,7 +49,7 @@ _NOT_SERVED: Final = {
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
-    """The class of the plugin.
+    """Make the plugin, of the class that the precision needs.
 
     Without a loss scale, `backward` is torch's own, and units may share a loss.
     """
