@@ -211,7 +211,7 @@ def run_all(stage: int) -> dict[str, Pair | str]:
     for scenario in SCENARIOS:
         try:
             found[scenario.__name__] = scenario(stage)
-        except Exception:
+        except Exception:  # of any kind: one scenario's failure is its row, the others still run
             found[scenario.__name__] = traceback.format_exc()
         for run in live():
             run.end()

@@ -6,21 +6,19 @@ Core counts, and says when it steps and clips.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import evolve
 
-from accel_core import AccelError, ConfigError, has_state, hooks, implements, no_op
+from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
 from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.engine_init import sharded_init
-from accel_deepspeed.optimizer_shards import shape_of
-from accel_deepspeed.optimizers import unserved
+from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
 from accel_deepspeed.ulysses import SharedSequences
@@ -35,17 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeed", "make", "select"]
 
 Kind = Literal["model", "optimizer", "scheduler", "dataloader"]
-
-_OFF: Final = (None, False, 0, 1)
-_NOT_SERVED: Final = {
-    "tensor_parallel.autotp_size": "ranks would have to read the same batches; leave it out",
-    "expert_parallel.enabled": "it replaces parameters under the optimizer; use deepspeed.moe.layer.MoE",
-    "managed_gradient_accumulation": "micro-batches are counted by the run; leave it out",
-    "elasticity.enabled": "batches are those of your loaders; leave it out",
-    "autotuning.enabled": "it starts the script by itself; tune first, then train with what it found",
-    "compression_training": "not shown to work; leave it out",
-}
-"""Paths of DeepSpeed's JSON that cannot be served -> why, and what to do."""
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
@@ -84,19 +71,7 @@ class DeepSpeed(SharedSequences, EngineState):
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        made = self.config.deepspeed_config
-        reasons = [
-            f"{path} is {found}: {reason}"
-            for path, reason in _NOT_SERVED.items()
-            if (found := settings.get(made, path)) not in _OFF
-        ]
-        offload = settings.get(made, "zero_optimization.offload_optimizer.device", "none")
-        is_lazy = self.run.stack.device.name == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "1") != "0"
-        if is_lazy and offload not in ("none", settings.AUTO):
-            reasons.append(
-                f"offload_optimizer_device is {offload}, which Gaudi's lazy mode cannot\nset hpu.lazy: false"
-            )
-        return reasons
+        return list(refused_settings(self.config, self.run))
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -122,35 +97,10 @@ class DeepSpeed(SharedSequences, EngineState):
                 "DeepSpeed's engine has one optimizer, and the model got several\n"
                 "give one optimizer several parameter groups"
             )
-        if self.config.stage == 0 and any(True for model in models for _ in experts.spread(model)):
-            reasons.append(
-                "in ZeRO stage 0 DeepSpeed clips by each rank's own experts (ep_size above 1)\n"
-                "set zero_stage to 1 or 2"
-            )
         is_half = self.run.config.mixed_precision != "no"
-        flat = self.config.stage > 0 or is_half
-        reasons += [reason for each in optimizers if (reason := unserved(each, flat=flat))]
-        reasons += [
-            f"the {type(each).__name__} has state already, and DeepSpeed's engine begins with none\n"
-            "prepare it before its first step, and bring its state back with accelerator.load_state"
-            for each in optimizers
-            if has_state(each)
-        ]
-        for name, parameter in (pair for model in models for pair in model.named_parameters()):
-            if parameter.ndim == 0:
-                reasons.append(
-                    f"{name} has no dimension, which DeepSpeed cannot broadcast\n"
-                    "give it the shape (1,): nn.Parameter(torch.ones(1))"
-                )
-            if 0 in shape_of(parameter) and self.config.stage > 0:
-                reasons.append(
-                    f"{name} has no elements, and ZeRO forgets such parameters\n"
-                    "leave it out of the model, set zero_stage to 0, or use strategy ddp"
-                )
-            if parameter.dtype is torch.float64 and parameter.requires_grad and not is_half:
-                reasons.append(
-                    f"{name} is float64, and DeepSpeed steps in float32\nmake it float32, or use strategy ddp"
-                )
+        reasons += refused_optimizers(optimizers, flat=self.config.stage > 0 or is_half)
+        for model in models:
+            reasons += refused_model(model, self.config.stage, is_half=is_half)
         return reasons
 
     @implements(hooks.complete)
@@ -195,16 +145,8 @@ class DeepSpeed(SharedSequences, EngineState):
         deepspeed = deepspeed_for(self.run, self)
         self._units.add(unit)
         told = auto_values.engine_settings(unit.config.deepspeed_config, unit)
-        if told["fp16"]["enabled"] and unit.optimizers and self.config.stage == 0:
-            raise ConfigError(
-                "in ZeRO stage 0 DeepSpeed does not scale fp16's loss, and divides gradients by the scale\n"
-                "set zero_stage to 1, 2 or 3, or mixed_precision: bf16"
-            )
-        if told["fp16"]["enabled"] and not deepspeed.get_accelerator().is_fp16_supported():
-            raise ConfigError(
-                f"DeepSpeed trains in float16 (mixed_precision fp16), which {self.run.device} cannot do\n"
-                "set mixed_precision: bf16"
-            )
+        if told["fp16"]["enabled"]:
+            self._require_float16(deepspeed, trains=bool(unit.optimizers))
         for engine in unit.wrapped:
             dismantle(engine)
         groups = [list(g["params"]) for each in unit.optimizers for g in getattr(each, "param_groups", ())]
@@ -230,6 +172,18 @@ class DeepSpeed(SharedSequences, EngineState):
         self.remember_groups(unit, groups)
         gradients.enter_once(engine, [*unit.models[0].parameters()] if unit.optimizers else [])
         return engine
+
+    def _require_float16(self, deepspeed: Any, *, trains: bool) -> None:
+        if trains and self.config.stage == 0:
+            raise ConfigError(
+                "in ZeRO stage 0 DeepSpeed does not scale fp16's loss, and divides gradients by the scale\n"
+                "set zero_stage to 1, 2 or 3, or mixed_precision: bf16"
+            )
+        if not deepspeed.get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                f"DeepSpeed trains in float16 (mixed_precision fp16), which {self.run.device} cannot do\n"
+                "set mixed_precision: bf16"
+            )
 
     def _fetch_whole(self, model: nn.Module) -> None:
         """Have layers that use a few of their parts, such as experts, fetched whole."""

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attrs import evolve, frozen
+from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_core import AccelError, ConfigError, flat_range, hooks, implements
+from accel_core import AccelError, ConfigError, hooks, implements
 from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
+from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard
 from accel_fsdp.precision import SharedScaler, mixed_precision
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import Leaf, OptimizerState, Unit
+    from accel_fsdp.flat_vectors import Part
 
 __all__ = ["Flat"]
 
@@ -149,7 +151,7 @@ class Flat(FullyShardedDataParallel):
     def clip_grad_norm(
         self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
     ) -> Tensor:
-        parts, group = _parts(unit), self.mesh.get_group(self.mesh.ndim - 1)
+        parts, group = parts_of(unit), self.mesh.get_group(self.mesh.ndim - 1)
         kinds = tuple(int(parameter not in parts) for parameter in parameters)
         layout = Layout(tuple(parameters), kinds, ((group,), ()), is_double(parameters))
         return clip_norm(layout, max_norm, norm_type, self.run.device)
@@ -158,7 +160,7 @@ class Flat(FullyShardedDataParallel):
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        parts, parameters = _parts(unit), unit.named_parameters()
+        parts, parameters = parts_of(unit), unit.named_parameters()
         return {
             name: self._leaf(leaf, parts.get(parameters.get(name)))  # type: ignore[arg-type]
             for name, leaf in self.below.model_state(unit).items()
@@ -171,15 +173,15 @@ class Flat(FullyShardedDataParallel):
         It never steps these.
         """
         state: OptimizerState = self.below.optimizer_state(unit, optimizer)
-        parts, parameters = _parts(unit), unit.named_parameters()
+        parts, parameters = parts_of(unit), unit.named_parameters()
         of = {key: parameters[key.rpartition("/")[0]] for key in state.leaves}
         leaves = {key: self._leaf(leaf, parts.get(of[key])) for key, leaf in state.leaves.items()}
         leaves = {
-            key: evolve(leaf, shards=()) if _is_elsewhere(of[key], parts) else leaf
+            key: evolve(leaf, shards=()) if is_elsewhere(of[key], parts) else leaf
             for key, leaf in leaves.items()
         }
         plain = {
-            name: values for name, values in state.plain.items() if not _is_elsewhere(parameters[name], parts)
+            name: values for name, values in state.plain.items() if not is_elsewhere(parameters[name], parts)
         }
         return evolve(state, leaves=leaves, plain=plain)
 
@@ -190,9 +192,9 @@ class Flat(FullyShardedDataParallel):
         def ready(tensor: Tensor) -> Tensor:
             return tensor.detach().to(to, dtype if tensor.is_floating_point() else None)
 
-        parts, names = _parts(unit), {p: name for name, p in unit.named_parameters().items()}
-        for module in _modules(unit):
-            mine = [p for p in _parameters(module) if p in parts]
+        parts, names = parts_of(unit), {p: name for name, p in unit.named_parameters().items()}
+        for module in modules_of(unit):
+            mine = [p for p in parameters_of(module) if p in parts]
             with FSDP.summon_full_params(module, recurse=False, writeback=False):
                 found = [(names[p], ready(p).clone()) for p in mine]
             yield from found
@@ -205,10 +207,10 @@ class Flat(FullyShardedDataParallel):
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
         wanted = {unit.named_parameters()[name] for name in names}
-        holding = [module for module in _modules(unit) if wanted.intersection(_parameters(module))]
+        holding = [module for module in modules_of(unit) if wanted.intersection(parameters_of(module))]
         return _all(FSDP.summon_full_params(module, recurse=False, writeback=writeback) for module in holding)
 
-    def _leaf(self, leaf: Leaf, part: _Part | None) -> Leaf:
+    def _leaf(self, leaf: Leaf, part: Part | None) -> Leaf:
         """A parameter's leaf, or one like it: the range of the whole that this rank has."""
         if part is None or leaf.kind != "like_param":
             return leaf
@@ -221,19 +223,6 @@ def _refuse_copy(memo: object) -> NoReturn:
         "build the model again and load get_state_dict into it; an average needs the parameters only:"
         " [p.detach().clone() for p in model.parameters()]"
     )
-
-
-def _modules(unit: Unit) -> list[FSDP]:
-    """The wrapped modules that hold parameters of their own."""
-    wrapped = [model for model in unit.wrapped if isinstance(model, FSDP)]
-    found = [each for model in wrapped for each in FSDP.fsdp_modules(model) if each._handle is not None]
-    if any(map(_is_gathered, found)):
-        raise AccelError(
-            f"unit {unit.name!r}: the last forward had no backward, and fsdp_version 1 has kept its weights"
-            f" gathered (sharding_strategy {unit.plugin.config.strategy}), where they have no names\n"
-            "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
-        )
-    return found
 
 
 def _refuse_other_orders(model: nn.Module) -> None:
@@ -269,7 +258,7 @@ def _keep(unit: Unit, kept: dict[FSDP, Tensor], model: nn.Module, inputs: Any) -
             " fsdp.fsdp_version: 2"
         )
     for module in FSDP.fsdp_modules(model) if unit.pending else ():
-        if module._handle is not None and not any(p.requires_grad for p in _parameters(module)):
+        if module._handle is not None and not any(p.requires_grad for p in parameters_of(module)):
             gradient = module._handle.flat_param.grad
             if gradient is not None:
                 kept[module] = gradient
@@ -291,52 +280,6 @@ def _free(modules: Sequence[FSDP], *call: Any) -> None:
         begun = handle and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
         if begun and not handle.needs_unshard():
             handle.reshard(True)
-
-
-def _is_gathered(module: FSDP) -> bool:
-    handle: Any = module._handle
-    return bool(handle._skipped_use_sharded_views)
-
-
-def _parameters(module: FSDP) -> list[nn.Parameter]:
-    flat: Any = module._handle.flat_param  # type: ignore[union-attr]
-    return list(flat._params)
-
-
-@frozen
-class _Part:
-    """A rank's elements of a parameter: from `start` on, in memory order.
-
-    strides: of the whole, before it became a part of a flat vector.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-
-    def leaf(self, elements: Tensor, *, replicated: bool) -> Leaf:
-        """elements (n,): this rank's, of the parameter or of something like it."""
-        return flat_range(elements, self.shape, self.start, strides=self.strides, replicated=replicated)
-
-
-def _is_elsewhere(parameter: nn.Parameter, parts: Mapping[nn.Parameter, _Part]) -> bool:
-    """True if only other ranks have elements of the parameter."""
-    return parameter in parts and not parameter.numel() and 0 not in parts[parameter].shape
-
-
-def _parts(unit: Unit) -> dict[nn.Parameter, _Part]:
-    """This rank's part of each sharded parameter."""
-    found = {}
-    for module in _modules(unit):
-        handle: Any = module._handle
-        if handle.uses_sharded_strategy:
-            flat = handle.flat_param
-            for parameter, shape, strides, shard in zip(
-                flat._params, flat._shapes, flat._strides, flat._shard_param_infos, strict=True
-            ):
-                start = shard.intra_param_start_idx or 0
-                found[parameter] = _Part(tuple(shape), tuple(strides), start)
-    return found
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Models, options and loaders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import asdict, evolve
@@ -154,25 +154,10 @@ def indexed_loaders(
         num_workers: of each DataLoader.
         options: others of `indexed_datasets`.
     """
-    from accel_megatron.api import plugin_of
-
     config: MegatronLMPlugin = plugin_of(accelerator).config
     rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
     counts = _counts(config, rows * readers)
-    provide, made = config.custom_megatron_datasets_provider_function, None
-    if provide is None:
-        made = indexed_datasets(data_path, samples=counts, **options)
-    elif data_path or options:
-        raise ConfigError(
-            "indexed_loaders: custom_megatron_datasets_provider_function makes the datasets itself\n"
-            "leave out data_path and what else describes them"
-        )
-    datasets = made or tuple(provide(counts))
-    if len(datasets) != 3:
-        raise ConfigError(
-            f"custom_megatron_datasets_provider_function gave {len(datasets)} dataset(s)\n"
-            "return three, to train, validate and test on; None for what there is not"
-        )
+    datasets = _datasets(config, counts, data_path, options)
     starts = (*config.consumed_samples, 0, 0, 0)
     passes = (counts[0] - starts[0], *(config.eval_iters * rows * readers,) * 2)
     if passes[0] <= 0:
@@ -196,6 +181,29 @@ def indexed_loaders(
     ]
     train, valid, test = loaders
     return train, valid, test
+
+
+def _datasets(
+    config: MegatronLMPlugin,
+    counts: tuple[int, int, int],
+    data_path: str | Sequence[str],
+    options: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    provide = config.custom_megatron_datasets_provider_function
+    if provide is None:
+        return indexed_datasets(data_path, samples=counts, **options)
+    if data_path or options:
+        raise ConfigError(
+            "indexed_loaders: custom_megatron_datasets_provider_function makes the datasets itself\n"
+            "leave out data_path and what else describes them"
+        )
+    datasets = tuple(provide(counts))
+    if len(datasets) != 3:
+        raise ConfigError(
+            f"custom_megatron_datasets_provider_function gave {len(datasets)} dataset(s)\n"
+            "return three, to train, validate and test on; None for what there is not"
+        )
+    return datasets
 
 
 def _counts(config: MegatronLMPlugin, batch: int) -> tuple[int, int, int]:

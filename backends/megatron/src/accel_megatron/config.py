@@ -183,12 +183,10 @@ def _schedule(config: Config) -> str | None:
     warmup = [n for n in ("lr_warmup_iters", "lr_warmup_samples") if getattr(config, n) is not None]
     if config.lr_warmup_fraction is not None and warmup:
         return f"lr_warmup_fraction and {warmup[0]} are two lengths of the warmup; set one"
-    if config.weight_decay_incr_style == "constant" and config.start_weight_decay != config.end_weight_decay:
+    decay = (config.start_weight_decay, config.end_weight_decay)
+    if config.weight_decay_incr_style == "constant" and decay[0] != decay[1]:
         return "start_weight_decay and end_weight_decay differ; set weight_decay_incr_style: linear or cosine"
-    if config.weight_decay_incr_style != "constant" and None in (
-        config.start_weight_decay,
-        config.end_weight_decay,
-    ):
+    if config.weight_decay_incr_style != "constant" and None in decay:
         return (
             f"weight_decay_incr_style {config.weight_decay_incr_style} goes from start_weight_decay to"
             " end_weight_decay; set both"

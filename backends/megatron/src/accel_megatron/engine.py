@@ -154,9 +154,8 @@ class Engine(nn.Module):
         forward_loss = self._computed_loss if self.train_step is None else None
         found = self.run(batches, forward_loss, forward_only=not training, scale=self.scale)
         given = self._everywhere(found)
-        logits = (
-            None if given[0] is None else torch.cat([each for each in given if each is not None]).detach()
-        )
+        parts = [logits for logits in given if logits is not None]
+        logits = torch.cat(parts).detach() if parts else None
         loss = found.loss if has_loss else None
         if training:
             anchor = torch.empty((), device=found.loss.device, requires_grad=True)

@@ -42,17 +42,7 @@ class Schedule:
         with quiet():
             from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         decay = _length(plugin, stands)
-        warmup = next(
-            (each for each in (plugin.lr_warmup_iters, plugin.lr_warmup_samples) if each is not None),
-            stands.warmup_num_steps,
-        )
-        if plugin.lr_warmup_fraction is not None:
-            warmup = round(plugin.lr_warmup_fraction * decay)
-        if warmup >= decay:
-            raise ConfigError(
-                f"megatron: the warmup of {warmup} is not shorter than the decay of {decay}\n"
-                "shorten lr_warmup_iters, lr_warmup_samples or lr_warmup_fraction"
-            )
+        warmup = _warmup(plugin, stands, decay)
         for group in optimizer.param_groups:
             group.setdefault("max_lr", float(group["lr"]))
             group.setdefault("wd_mult", 0.0 if group["weight_decay"] == 0 else 1.0)
@@ -98,6 +88,20 @@ class Schedule:
         """Go on from there."""
         self.inner.num_steps = 0
         self.inner.step(int(state["num_steps"]))
+
+
+def _warmup(plugin: MegatronLMPlugin, stands: MegatronLMDummyScheduler, decay: int) -> int:
+    """Length of the warmup, in the unit that `decay` is counted in."""
+    counts = [each for each in (plugin.lr_warmup_iters, plugin.lr_warmup_samples) if each is not None]
+    warmup = counts[0] if counts else stands.warmup_num_steps
+    if plugin.lr_warmup_fraction is not None:
+        warmup = round(plugin.lr_warmup_fraction * decay)
+    if warmup >= decay:
+        raise ConfigError(
+            f"megatron: the warmup of {warmup} is not shorter than the decay of {decay}\n"
+            "shorten lr_warmup_iters, lr_warmup_samples or lr_warmup_fraction"
+        )
+    return warmup
 
 
 def _length(plugin: MegatronLMPlugin, stands: MegatronLMDummyScheduler) -> int:

@@ -13,13 +13,13 @@ import torch
 from attrs import evolve
 from torch.utils._pytree import tree_map_only
 
-from accel_core import AccelError, ConfigError, MeshDim, StepOutput, has_state, hooks, implements
-from accel_megatron import adapters, building, library, settings, stepping, unsplit
+from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
+from accel_megatron import adapters, building, library, settings, unsplit
+from accel_megatron.checks import of_model, of_optimizers, of_world
 from accel_megatron.config import MegatronLMPlugin
 from accel_megatron.datasets import ResumableSampler
 from accel_megatron.engine import Engine, ForwardLoss
 from accel_megatron.groups import by_conditions
-from accel_megatron.layout import of_model, of_world
 from accel_megatron.placeholders import MegatronLMDummyScheduler, Schedule
 from accel_megatron.state import MegatronState
 from accel_megatron.stepping import Stepper
@@ -98,32 +98,10 @@ class Megatron(MegatronState):
     ) -> Sequence[str]:
         if len(unit.models) + len(models) > 1 or len(unit.optimizers) + len(optimizers) > 1:
             return ["megatron-core has one model and one optimizer a unit\nprepare each pair by itself"]
-        reasons = [reason for each in optimizers if (reason := stepping.why_unsupported(each, self.config))]
-        reasons += [
-            f"the {type(each).__name__} has state already, and megatron-core's optimizer begins with none\n"
-            "prepare it before its first step, and bring its state back with accelerator.load_state"
-            for each in optimizers
-            if has_state(each)
-        ]
+        is_half = self.run.config.mixed_precision != "no"
+        reasons = list(of_optimizers(self.config, optimizers))
         for model in models:
-            reasons += [
-                f"{name} is float64, and megatron-core steps in float32\nmake it float32, or use strategy ddp"
-                for name, parameter in model.named_parameters()
-                if parameter.dtype is torch.float64 and self.run.config.mixed_precision == "no"
-            ][:1]
-            if hasattr(model, "chunks"):  # made by build_model
-                continue
-            if self.config.custom_model_provider_function is not None:
-                reasons.append(
-                    "megatron.custom_model_provider_function makes the model, and this is another\n"
-                    "prepare what accel_megatron.build_model(accelerator) gives, or leave the function out"
-                )
-            reason = adapters.why_unsupported(model)
-            if reason and unsplit.serves(self.config):
-                reason = unsplit.unserved(self.config, model)
-                reasons += [reason] if reason else []
-                continue
-            reasons += [reason] if reason else of_model(self.config, adapters.adapter_of(model))
+            reasons += of_model(self.config, model, is_half=is_half)
         return reasons
 
     @implements(hooks.prepare_unit)

@@ -38,12 +38,7 @@ def read(folder: Path, contents: CheckpointContents) -> list[str]:
     for file, unit, number in _paired(folder, "scheduler", contents, "schedulers"):
         contents.state["units"][unit]["schedulers"][number]["state"] = read_torch(file, str(file))
         used.add(file)
-    registered = [folder / f"custom_checkpoint_{number}.pkl" for number in range(1000)]
-    registered = [file for file in registered if file.exists()]
-    _same_number(folder, "registered objects", registered, contents.state["registered"])
-    for file, item in zip(registered, contents.state["registered"], strict=True):
-        item["state"] = read_torch(file, str(file))
-    used |= {*registered, *_scaler(folder, contents), *_random(folder, contents)}
+    used |= {*_registered(folder, contents), *_scaler(folder, contents), *_random(folder, contents)}
     rest = sorted(file for file in folder.iterdir() if file not in used)
     for file in rest:
         if file.is_dir():
@@ -75,6 +70,21 @@ def _folders(folder: Path, stem: str) -> list[Path]:
 
 
 def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
+    files = _model_files(folder)
+    places = _places(contents, "models")
+    _same_number(folder, "models", files, places)
+    for unit, described in contents.state["units"].items():
+        mine = {number: file for file, (name, number) in zip(files, places, strict=True) if name == unit}
+        tensors = {
+            f"{number}.{name}" if described.get("models", 1) > 1 else name: tensor
+            for number, file in mine.items()
+            for name, tensor in _load(file).items()
+        }
+        put_weights(contents, unit, tensors, ", ".join(map(str, mine.values())))
+    return set(files)
+
+
+def _model_files(folder: Path) -> list[Path]:
     files = (
         _series(folder, "model", ".safetensors")
         or _series(folder, "pytorch_model", ".bin")
@@ -94,17 +104,7 @@ def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
             "give a folder that Accelerate's save_state wrote",
             path=str(folder),
         )
-    places = _places(contents, "models")
-    _same_number(folder, "models", files, places)
-    for unit, described in contents.state["units"].items():
-        mine = {number: file for file, (name, number) in zip(files, places, strict=True) if name == unit}
-        tensors = {
-            f"{number}.{name}" if described.get("models", 1) > 1 else name: tensor
-            for number, file in mine.items()
-            for name, tensor in _load(file).items()
-        }
-        put_weights(contents, unit, tensors, ", ".join(map(str, mine.values())))
-    return set(files)
+    return files
 
 
 def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
@@ -174,6 +174,15 @@ def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int)
             f"{file} is no optimizer's state: {error!r}\nrestore this file", path=str(file)
         ) from error
     put_optimizer(contents, unit, number, groups, state, str(file))
+
+
+def _registered(folder: Path, contents: CheckpointContents) -> list[Path]:
+    files = [folder / f"custom_checkpoint_{number}.pkl" for number in range(1000)]
+    files = [file for file in files if file.exists()]
+    _same_number(folder, "registered objects", files, contents.state["registered"])
+    for file, item in zip(files, contents.state["registered"], strict=True):
+        item["state"] = read_torch(file, str(file))
+    return files
 
 
 def _scaler(folder: Path, contents: CheckpointContents) -> list[Path]:

@@ -191,14 +191,8 @@ def _optimizer(
     groups: list[Group] = []
     state: dict[str, dict[str, Any]] = {}
     for group in described["groups"]:
-        first = f"param_groups.{group['params'][0]}."
-        hyper = {key.removeprefix(first): value for key, value in saved.items() if str(key).startswith(first)}
-        groups.append((group["params"], hyper))
-        for name in group["params"]:
-            start = f"state.{name}."
-            state[name] = {
-                key.removeprefix(start): value for key, value in saved.items() if str(key).startswith(start)
-            }
+        groups.append((group["params"], _under(saved, f"param_groups.{group['params'][0]}.")))
+        state |= {name: _under(saved, f"state.{name}.") for name in group["params"]}
     if not any(hyper for _, hyper in groups):
         raise CheckpointError(
             f"{folder}: its optimizer has no parameter groups by name\n"
@@ -206,6 +200,10 @@ def _optimizer(
             path=str(folder),
         )
     return groups, state
+
+
+def _under(saved: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in saved.items() if str(key).startswith(prefix)}
 
 
 def _names(params: Any) -> list[str]:
@@ -231,15 +229,19 @@ def write(contents: CheckpointContents, folder: Path, unit: str, model: str, opt
         state[model][alias] = state[model][name]
     left = ["schedulers, random streams, registered objects and the position of dataloaders"]
     if len(described["optimizers"]) == 1:
-        (saved,) = described["optimizers"]
-        values: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in saved["plain"].items()}
-        for name, key, found in optimizer_tensors(contents, unit):
-            values.setdefault(name, {})[key] = found
-        # Torch loads the keys that a program asks for, and fails for one that is not there.
-        state[optimizer] = {"state": values, "param_groups": [{**HOW, **group} for group in saved["groups"]]}
+        state[optimizer] = _optimizer_state(contents, unit)
     elif described["optimizers"]:
         left.append(f"the {len(described['optimizers'])} optimizers of the unit")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is distributed here
         save(state, checkpoint_id=folder, no_dist=True)
     return left
+
+
+def _optimizer_state(contents: CheckpointContents, unit: str) -> dict[str, Any]:
+    (saved,) = contents.state["units"][unit]["optimizers"]
+    values: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in saved["plain"].items()}
+    for name, key, tensor_of_key in optimizer_tensors(contents, unit):
+        values.setdefault(name, {})[key] = tensor_of_key
+    # Torch loads the keys that a program asks for, and fails for one that is not there.
+    return {"state": values, "param_groups": [{**HOW, **group} for group in saved["groups"]]}

@@ -1,0 +1,80 @@
+"""Settings, models and optimizers that DeepSpeed's engine cannot take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from accel_core import has_state
+from accel_deepspeed import experts, settings
+from accel_deepspeed.optimizer_shards import shape_of
+from accel_deepspeed.optimizers import unserved
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core import Run
+    from accel_deepspeed.config import DeepSpeedPlugin
+
+__all__ = ["refused_model", "refused_optimizers", "refused_settings"]
+
+_OFF: Final = (None, False, 0, 1)
+_NOT_SERVED: Final = {
+    "tensor_parallel.autotp_size": "ranks would have to read the same batches; leave it out",
+    "expert_parallel.enabled": "it replaces parameters under the optimizer; use deepspeed.moe.layer.MoE",
+    "managed_gradient_accumulation": "micro-batches are counted by the run; leave it out",
+    "elasticity.enabled": "batches are those of your loaders; leave it out",
+    "autotuning.enabled": "it starts the script by itself; tune first, then train with what it found",
+    "compression_training": "not shown to work; leave it out",
+}
+"""Paths of DeepSpeed's JSON that cannot be served -> why, and what to do."""
+
+
+def refused_settings(config: DeepSpeedPlugin, run: Run) -> Iterator[str]:
+    """Reasons against the config on the run's device, each with its remedy."""
+    made = config.deepspeed_config
+    for path, reason in _NOT_SERVED.items():
+        if (value := settings.get(made, path)) not in _OFF:
+            yield f"{path} is {value}: {reason}"
+    offload = settings.get(made, "zero_optimization.offload_optimizer.device", "none")
+    is_lazy = run.stack.device.name == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "1") != "0"
+    if is_lazy and offload not in ("none", settings.AUTO):
+        yield f"offload_optimizer_device is {offload}, which Gaudi's lazy mode cannot\nset hpu.lazy: false"
+
+
+def refused_optimizers(optimizers: Sequence[Optimizer], *, flat: bool) -> Iterator[str]:
+    """Reasons against optimizers. flat: parameters are laid end to end."""
+    for optimizer in optimizers:
+        if reason := unserved(optimizer, flat=flat):
+            yield reason
+        if has_state(optimizer):
+            yield (
+                f"the {type(optimizer).__name__} has state already, and DeepSpeed's engine begins with none\n"
+                "prepare it before its first step, and bring its state back with accelerator.load_state"
+            )
+
+
+def refused_model(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[str]:
+    """Reasons against a model, in this ZeRO stage. is_half: it computes in 16 bits."""
+    if stage == 0 and any(True for _ in experts.spread(model)):
+        yield (
+            "in ZeRO stage 0 DeepSpeed clips by each rank's own experts (ep_size above 1)\n"
+            "set zero_stage to 1 or 2"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            yield (
+                f"{name} has no dimension, which DeepSpeed cannot broadcast\n"
+                "give it the shape (1,): nn.Parameter(torch.ones(1))"
+            )
+        if 0 in shape_of(parameter) and stage > 0:
+            yield (
+                f"{name} has no elements, and ZeRO forgets such parameters\n"
+                "leave it out of the model, set zero_stage to 0, or use strategy ddp"
+            )
+        if parameter.dtype is torch.float64 and parameter.requires_grad and not is_half:
+            yield f"{name} is float64, and DeepSpeed steps in float32\nmake it float32, or use strategy ddp"
