@@ -71,9 +71,7 @@ def build_model(
     config, run = plugin.config, accelerator.run
     provider = provider or config.custom_model_provider_function
     if provider is None:
-        raise ConfigError(
-            "build_model: there is no provider\npass one, or set custom_model_provider_function"
-        )
+        raise ConfigError("build_model: no provider\npass one, or set custom_model_provider_function")
     if config.num_layers_per_virtual_pipeline_stage and num_layers is None:
         raise ConfigError("build_model: virtual pipeline stages are cut by layers\npass num_layers=")
     virtual = building.chunk_numbers(config, num_layers or 0)

@@ -155,7 +155,7 @@ class Engine(nn.Module):
         found = self.run(batches, forward_loss, forward_only=not training, scale=self.scale)
         given = self._everywhere(found)
         parts = [logits for logits in given if logits is not None]
-        logits = torch.cat(parts).detach() if parts else None
+        logits = None if given[0] is None else torch.cat(parts).detach()
         loss = found.loss if has_loss else None
         if training:
             anchor = torch.empty((), device=found.loss.device, requires_grad=True)
