@@ -74,7 +74,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what torch, or the incumbent, would ignore without a word."""
+        """Refuse options that torch would silently ignore."""
         if self.comm_wrapper is not _Hook.NO and self.comm_hook is _Hook.NO:
             raise ValueError(
                 f"comm_wrapper is {self.comm_wrapper.value!r}, but there is no comm_hook to wrap;"

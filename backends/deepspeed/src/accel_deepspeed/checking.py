@@ -64,7 +64,7 @@ def check(settings: Mapping[str, Any], unit_name: str) -> None:
     try:
         DeepSpeedConfig(asked)
         problems = [
-            f"{key} is no setting of DeepSpeed's{_near(key, asked.asked)}"
+            f"{key} is not a setting of DeepSpeed{_near(key, asked.asked)}"
             for key in settings
             if key not in asked.asked
         ]

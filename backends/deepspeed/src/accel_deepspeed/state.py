@@ -69,7 +69,7 @@ class EngineState:
         self._groups[unit] = [[names[parameter] for parameter in group] for group in groups]
 
     def forget(self, unit: Unit) -> None:
-        """The unit is no more."""
+        """Forget a unit that was released."""
         self._groups.pop(unit, None)
 
     @implements(hooks.model_state)

@@ -167,7 +167,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what cannot be, or what one version of FSDP would ignore without a word."""
+        """Refuse options that cannot be, or that one version of FSDP would ignore."""
         if problem := first_problem(self):
             raise ValueError(problem)
 

@@ -37,7 +37,7 @@ def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
     Their weights are still whole.
 
     Raises:
-        ConfigError: a pattern names nothing, or something that is no stack of experts `mesh` divides.
+        ConfigError: a pattern matches nothing, or something that is not a stack of experts `mesh` divides.
     """
     named = {name: module for name, module in model.named_modules() if name}
     found = {name for name in named for pattern in patterns if fnmatchcase(name, pattern)}

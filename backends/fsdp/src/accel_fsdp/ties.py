@@ -41,7 +41,7 @@ class Ties:
 
         Collective.
         """
-        if self._places:  # NCCL makes its communicator with all of a group, not with some who send
+        if self._places:  # NCCL's communicator is made by all ranks of a group, not by pairs
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         for places in self._places:
             ranks = {stage: stage % self.group.size() for stage in places}

@@ -15,7 +15,7 @@ __all__ = ["HpuConfig"]
 
 
 def _lengths(value: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(value, str):  # its letters are no lengths
+    if isinstance(value, str):  # its letters are not lengths
         raise TypeError(f"expected a list, got {value!r}")
     return tuple(sorted({int(length) for length in value}))
 

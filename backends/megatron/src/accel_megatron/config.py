@@ -133,7 +133,7 @@ class MegatronLMPlugin(KwargsHandler):
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what cannot be, or what would be ignored without a word."""
+        """Refuse options that cannot be, or that would be ignored."""
         problem = next(filter(None, (check(self) for check in _CHECKS)), None)
         if problem:
             raise ValueError(problem)

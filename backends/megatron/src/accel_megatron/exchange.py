@@ -55,14 +55,14 @@ def import_checkpoint(
     The layout may be another. Only for directories that you trust: megatron-core unpickles what is in them.
 
     Raises:
-        CheckpointError: it is no such directory.
+        CheckpointError: the directory is not such a checkpoint.
     """
     with library.quiet():
         from megatron.core import dist_checkpointing
 
         if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             raise CheckpointError(
-                f"{directory} is no directory of megatron-core's dist_checkpointing\n"
+                f"{directory} is not a directory of megatron-core's dist_checkpointing\n"
                 "give the folder that has its metadata.json, such as iter_0001000",
                 path=str(directory),
             )

@@ -106,7 +106,11 @@ class MegatronState:
     ) -> Sequence[str]:
         """Reasons: state megatron-core cannot hold, or that differs in one tensor."""
         reasons = [
-            f"there is no place for {name}'s {', '.join(kept)}" for name, kept in plain.items() if kept
+            f"megatron-core's optimizer cannot keep {', '.join(kept)} of {name}"
+            for name, kept in plain.items()
+            if kept
+            for name, kept in plain.items()
+            if kept
         ]
         reasons += [
             f"{key} of {name} is {tensor.kind}, which is not kept here; resume with what saved it"

@@ -64,7 +64,7 @@ def chip_count() -> int:
     there, visible = _chips(), os.environ.get(VISIBLE)
     if visible is None:
         return there
-    # As torch_npu reads it: ascending numbers up to the first that is no chip; another character ends it.
+    # As torch_npu reads it: ascending numbers up to the first that is not a chip; another character ends it.
     listed = re.match(r"[\d,]*", visible)
     numbers = [int(entry) for entry in takewhile(bool, listed[0].split(",") if listed else ())]
     if numbers != sorted(set(numbers)):

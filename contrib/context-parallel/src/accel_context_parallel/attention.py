@@ -65,7 +65,7 @@ def _torchs_own(mesh: DeviceMesh, length: int) -> Iterator[None]:
         with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}):
             replaced = functional.scaled_dot_product_attention
             yield
-    finally:  # torch remembers each function that it has replaced, one more each time, for ever
+    finally:  # torch keeps each function that it has replaced: the list would grow with each step
         inspect.unwrap(context_parallel).__globals__.get("_replaced_functions", {}).pop(replaced, None)
 
 

@@ -171,7 +171,7 @@ def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int)
         state = {names[number]: values for number, values in saved["state"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{file} is no optimizer's state: {error!r}\nrestore this file", path=str(file)
+            f"{file} is not an optimizer's state: {error!r}\nrestore this file", path=str(file)
         ) from error
     put_optimizer(contents, unit, number, groups, state, str(file))
 

@@ -59,7 +59,7 @@ def optimizer_tensors(contents: CheckpointContents, unit: str) -> Iterator[tuple
     """(parameter, key, tensor) of the unit's optimizers.
 
     Raises:
-        CheckpointError: a key is no text, or has a slash.
+        CheckpointError: a key is not text, or has a slash.
     """
     for owner, key in contents.leaves:
         sort, _, rest = key.partition("/")
