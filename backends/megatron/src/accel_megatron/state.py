@@ -109,8 +109,6 @@ class MegatronState:
             f"megatron-core's optimizer cannot keep {', '.join(kept)} of {name}"
             for name, kept in plain.items()
             if kept
-            for name, kept in plain.items()
-            if kept
         ]
         reasons += [
             f"{key} of {name} is {tensor.kind}, which is not kept here; resume with what saved it"
