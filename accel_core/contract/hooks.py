@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The contract between core and plugins: every hook, in the order in which a run meets them.
+"""The contract between core and plugins: every hook, in the order of a run.
 
 Each hook has a kind:
 
@@ -15,8 +15,7 @@ Layers, bottom to top: base (core's defaults) < device < precision < strategy < 
 Trackers implement observers only, extensions no owner hook.
 
 Hooks and implementations take plain parameters: no `*`, no defaults, no `**kwargs`. An implementation may
-leave out parameters that it does not need; later versions only add parameters. Per-step hooks are bound
-once per unit, when it is prepared, so a step calls the plugin's method directly.
+leave out some of them; later versions only add more. Per-step hooks are bound once per unit, by `prepare`.
 
 The order of a step (only core counts; a window is the micro-batches of one optimizer step):
 
@@ -57,31 +56,31 @@ Point = Literal["batch", "backward", "step", "host_read", "state"]
 
 @spec("everyone")
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Variables that vendor libraries read when they are imported. Must not import torch.
+    """Variables that vendor libraries read when they are imported.
 
-    Called in the launcher, where `world` is a guess, and by the run before vendor imports, so that plain
-    python and torchrun get them too. Core sets unset variables; a user's own value stays, and core says so.
+    Called in the launcher, where `world` is a guess, and by the run before vendor imports, under any
+    launcher. Must not import torch. Core sets unset variables; a user's own value stays, and core says so.
     """
 
 
 @spec("owner")
 def visible_devices(config: RunConfig) -> tuple[str, int]:
-    """Name of the variable that masks devices, and their number on this machine. Must not import torch."""
+    """(variable that masks devices, their number on this machine), without torch."""
 
 
 @spec("owner")
 def launch(job: Job) -> int:
-    """Start the job's workers on this node, wait, and return the exit code. Launcher slot only.
+    """Start the job's workers on this node, wait, and return the exit code.
 
-    Reports the first failing rank once; ends all workers on SIGINT and SIGTERM. Raises LaunchError.
+    Launchers only. Reports the first failing rank once; ends all workers on SIGINT and SIGTERM.
     """
 
 
 @spec("owner")
 def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
-    """Run `function(*args)` in `job.processes_per_node` workers of this machine. Launcher slot only.
+    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
 
-    Returns each rank's value, in rank order; raises LaunchError with the first failing rank's traceback.
+    Launchers only. Returns each rank's value, in rank order; LaunchError has a failing rank's traceback.
     """
 
 
@@ -90,9 +89,9 @@ def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Jo
 
 @spec("owner")
 def select_device(world: World) -> torch.device:
-    """The device of this process, made current. Raises if there is none for `local_rank`.
+    """The device of this process, made current.
 
-    base: the card's torch device type, index `local_rank`.
+    Raises if `local_rank` has none. base: the card's torch device type, index `local_rank`.
     """
 
 
@@ -103,7 +102,7 @@ def seed(seed: int, topology: Topology) -> None:
 
 @spec("owner")
 def capabilities(device: torch.device) -> frozenset[str]:
-    """Capability words of this very chip under this stack. The card's `offers` is the upper bound.
+    """Capability words of this chip under this stack; at most the card's `offers`.
 
     A strategy narrows the device's answer: `self.below.capabilities(device) - {"fp16"}`. A plugin of the
     stack that needs a missing word is refused, in the name of the layer that took it away.
@@ -112,21 +111,21 @@ def capabilities(device: torch.device) -> frozenset[str]:
 
 @spec("owner")
 def communication_backend(device: torch.device) -> Mapping[str, str]:
-    """Torch device type -> name of the torch.distributed backend. Core adds one for the CPU."""
+    """Torch device type -> torch.distributed backend. Core adds one for the CPU."""
 
 
 @spec("owner")
 def init_process_group(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
-    """Make the default process group; True if this call did. Collective, worlds of two and more.
+    """Make the default process group; True if this call did. Collective.
 
-    Not called if a group exists: core adopts that one. base: torch's rendezvous, under a store prefix of
-    its own per restart attempt and per group made in this process.
+    Called in worlds of two and more, without a group: core adopts one that exists. base: torch's rendezvous,
+    under a store prefix of its own per restart attempt and per group made in this process.
     """
 
 
 @spec("owner")
 def destroy_process_group() -> None:
-    """Undo `init_process_group`, after the last run of the process that uses the group."""
+    """Undo `init_process_group`, after the last run that uses the group."""
 
 
 @spec("everyone")
@@ -146,12 +145,12 @@ def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
 
 @spec("owner")
 def data_topology(mesh: Mesh | None, world: World) -> Topology:
-    """Division of data and losses over ranks. base: `mesh.topology()`; without a mesh every rank reads."""
+    """Division of data and losses over ranks. base: the mesh's, else all ranks read."""
 
 
 @spec("owner")
 def collectives(dim: str) -> Collectives:
-    """Collectives over `dim`, with torch's process group in `group`. Cached by core per `dim`.
+    """Collectives over `dim`, with torch's process group in `group`; cached by core.
 
     `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of the run's mesh, or
     several joined by "+", outermost first. Called on all ranks in the same order.
@@ -164,7 +163,7 @@ DUTIES: Final = ("precision", "accumulation", "clipping", "optimizer", "schedule
 
 @spec("everyone")
 def owns(config: RunConfig) -> Sequence[str]:
-    """The duties this plugin takes over with this config. Two claims of one in a unit are refused."""
+    """The duties this plugin takes over; two claims of one in a unit are refused."""
 
 
 @spec("observer")
@@ -180,9 +179,9 @@ PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", 
 
 @spec("owner")
 def kind_of(object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
-    """Kind of an object given to `prepare`; ask `below` about unknown ones. None is an error.
+    """Kind of an object given to `prepare`; None is an error.
 
-    base: torch's Module, Optimizer, LRScheduler and ReduceLROnPlateau, DataLoader.
+    Ask `below` about other objects. base: torch's Module, Optimizer, LRScheduler, DataLoader.
     """
 
 
@@ -196,7 +195,7 @@ def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Op
 
 @spec("everyone")
 def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
-    """A context for building models that are too large to be built whole: on the meta device, in parts.
+    """A context for building large models: on the meta device, or in parts.
 
     Entered by `accelerator.model_init_context` before the unit (None: not named yet) is prepared, on all
     ranks; may be collective. `wrap_model` fills in the weights that the context leaves out.
@@ -205,7 +204,7 @@ def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | N
 
 @spec("wrapper")
 def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-    """Change the model in one of `PHASES`, in place or by returning another; return it as it is in others.
+    """Change the model in one of `PHASES`, in place or by returning another.
 
     Called once per model and phase: with the user's model up to `compile`, on the device it comes from;
     in `post` with the result of `wrap_model`. Optimizers of the same `prepare` are in the unit already.
@@ -216,12 +215,12 @@ def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
 
 @spec("everyone")
 def compile_options() -> Mapping[str, Any]:
-    """Arguments of `torch.compile` that section `compile` leaves open; `backend` for backend `auto`."""
+    """Arguments of `torch.compile` that section `compile` leaves unset or `auto`."""
 
 
 @spec("owner")
 def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model's parameters and buffers to the device. base: `model.to(device)`."""
+    """Move the model's parameters and buffers. base: `model.to(device)`."""
 
 
 @spec("owner")
@@ -235,7 +234,7 @@ def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
 
 @spec("owner")
 def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
-    """The optimizer that per-step hooks get. Its groups already hold the final parameters.
+    """The optimizer that per-step hooks get; its groups hold the final parameters.
 
     base: the user's own object. Schedulers keep the optimizer that they were made with: one that replaces
     it shares its `param_groups` list, so that a new rate reaches both, or `wrap_scheduler` replaces them.
@@ -244,7 +243,7 @@ def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
 
 @spec("wrapper")
 def transform_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
-    """Wrap or change the optimizer that `wrap_optimizer` or `prepare_unit` made; once per optimizer.
+    """Wrap or change the optimizer that `wrap_optimizer` or `prepare_unit` made.
 
     A wrapper shares `param_groups` and `state` with the optimizer inside. Replacing an engine's optimizer
     (`prepare_unit`) is an error.
@@ -253,7 +252,7 @@ def transform_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
 
 @spec("owner")
 def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
-    """An iterable that brings a prepared loader's batches to the device, instead of core.
+    """An iterable that brings a loader's batches to the device, instead of core.
 
     Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
     leaves out the points in the iterable's attribute `marks`. base: nothing; core moves batch by batch.
@@ -272,7 +271,7 @@ def wrap_scheduler(unit: Unit, scheduler: Any) -> Any:
 
 @spec("owner")
 def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
-    """The strategy's config with values known only now filled in; kept as `unit.config`.
+    """The strategy's config, with values known only now; kept as `unit.config`.
 
     Called in each `prepare` that adds to the unit, with its models, optimizers and schedulers there,
     untransformed. `loaders`: the dataloaders of this call. base: the config as it is.
@@ -281,18 +280,18 @@ def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
 
 @spec("owner")
 def prepare_unit(unit: Unit, loaders: Sequence[Any]) -> None:
-    """Make an engine of all objects of the unit; replaces `place_model`, `wrap_model`, `wrap_optimizer`.
+    """Make an engine of all objects of the unit.
 
-    Called in each `prepare` that adds to the unit, after the phases up to `compile`, with the user's
-    objects, new ones last, in `unit.models`, `optimizers` (which hold the final parameters) and
-    `schedulers`. Afterwards `unit.wrapped` has an entry per model; optimizers are replaced by those that
-    per-step hooks get. Raise for an object that comes too late. base: each object by its own hooks.
+    Replaces `place_model`, `wrap_model` and `wrap_optimizer`, in each `prepare` that adds to the unit, after
+    the phases up to `compile`. The user's objects, new ones last, are in `unit.models`, `optimizers` (which
+    hold the final parameters) and `schedulers`. Afterwards `unit.wrapped` has an entry per model; optimizers
+    are replaced by those that per-step hooks get. Raise for late objects. base: each by its own hooks.
     """
 
 
 @spec("everyone")
 def release(unit: Unit) -> None:
-    """Drop what binds the unit to devices and process groups. Also from `atexit`; must not raise."""
+    """Drop ties to devices and process groups. Also from `atexit`; must not raise."""
 
 
 # -- each step, in this order --------------------------------------------------------------------
@@ -300,7 +299,7 @@ def release(unit: Unit) -> None:
 
 @spec("wrapper", per_step=True)
 def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
-    """The batch as the user gets it: a rank's part of it, padded, in types the device can hold.
+    """The batch as the user gets it: a rank's part, padded, in the device's dtypes.
 
     Called for each batch of a prepared loader, after it was moved to the device, on the stream that
     computes, by all ranks alike. `unit`: the run's only one; None if it has several.
@@ -309,7 +308,7 @@ def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
 
 @spec("everyone", per_step=True)
 def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
-    """A context around forward and backward of one micro-batch, with the placed batch.
+    """A context around forward and backward of one micro-batch.
 
     Entered where the batch is known: in `forward_backward`, evaluation included, and in
     `accumulate(model, batch=...)`. A plugin that relies on it must raise if a forward runs outside it.
@@ -320,7 +319,7 @@ def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
 def share_sequences(
     buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
 ) -> AbstractContextManager[Any] | None:
-    """A context in which each tensor is, in place, this rank's part along its dimension of `dims`.
+    """A context in which each tensor is this rank's part of it along its `dims`.
 
     Entered by `accelerator.maybe_context_parallel` around forward and backward of one micro-batch that no
     loader has split. Afterwards the tensors are whole again, except those in `kept`.
@@ -346,7 +345,7 @@ def backward(unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any
 
 @spec("wrapper", per_step=True)
 def transform_gradient(unit: Unit, gradient: Tensor, name: str) -> Tensor:
-    """Read or change a parameter's gradient of one micro-batch, before ranks reduce it.
+    """Read or change a parameter's gradient of one backward, before its reduction.
 
     Called once per backward, with the parameter's canonical name, under the loss scale. Needs a strategy
     that offers `local_gradients`; any other is refused in `prepare`.
@@ -355,7 +354,7 @@ def transform_gradient(unit: Unit, gradient: Tensor, name: str) -> Tensor:
 
 @spec("owner", per_step=True)
 def no_sync(unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-    """A context for forward and backward in which `models` (wrapped) do not reduce gradients."""
+    """A context in which `models` (wrapped) do not reduce gradients."""
 
 
 @spec("owner", per_step=True)
@@ -366,7 +365,7 @@ def forward_backward(
     microbatches: int | None,
     forward_only: bool,
 ) -> StepOutput:
-    """Forward and backward of one window of `microbatches` batches. base: the plain loop.
+    """Forward and backward of one window of `microbatches`. base: the plain loop.
 
     None means `unit.window.size`, or an option of the strategy. A strategy that owns the schedule trains by
     this hook only, and takes `unit.whole_window`. Losses are divided by `unit.window.divisor`.
@@ -375,7 +374,7 @@ def forward_backward(
 
 @spec("owner", per_step=True)
 def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
-    """Reduce what backward left unreduced. Once per window, at the boundary, before unscale and clip.
+    """Reduce what backward left unreduced, once per window, at its boundary.
 
     `num_items`: None if losses are means. If they are sums over items: the items of the whole window on all
     ranks with a loss of their own (0-dim, float32). base multiplies averaged gradients by
@@ -385,14 +384,14 @@ def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
 
 @spec("owner", per_step=True)
 def unscale(unit: Unit, optimizer: Optimizer) -> None:
-    """Divide the optimizer's gradients by the loss scale. Called at most once per window."""
+    """Divide the optimizer's gradients by the loss scale, once per window at most."""
 
 
 @spec("owner", per_step=True)
 def clip_grad_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Clip to exactly this `max_norm`, or raise. Returns the total norm before clipping (0-dim)."""
+    """Clip to exactly this `max_norm`, or raise; the total norm before (0-dim)."""
 
 
 @spec("owner", per_step=True)
@@ -402,7 +401,7 @@ def clip_grad_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float
 
 @spec("owner", per_step=True)
 def optimizer_step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-    """Apply the optimizer; False if the step was skipped (overflow under a loss scale)."""
+    """Apply the optimizer; False if the step was skipped, as after an overflow."""
 
 
 @spec("everyone", per_step=True)
@@ -422,7 +421,7 @@ def grad_scaler(unit: Unit) -> GradScaler | None:
 
 @spec("owner", per_step=True)
 def mark_step(point: Point) -> None:
-    """Cut the device's lazily recorded graph here, if it has one. The one per-step hook without a unit.
+    """Cut the device's lazily recorded graph here, if it has one.
 
     Called after a batch is placed (batch), after backward, after an optimizer step (step), before
     core reads a tensor on the host (host_read), and before state is read (state).
@@ -431,12 +430,12 @@ def mark_step(point: Point) -> None:
 
 @spec("owner")
 def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-    """A context in which ranks may run out of batches at different times. Raises if unsupported."""
+    """A context in which ranks may run out of batches at different times, or raise."""
 
 
 @spec("owner")
 def average_parameters(unit: Unit) -> None:
-    """Set the unit's trainable parameters to their mean over the topology's `loss_dim`. Collective.
+    """Average trainable parameters over the topology's `loss_dim`. Collective.
 
     For `LocalSGD`, between steps. base: one all_reduce per dtype. A strategy without whole weights raises.
     """
@@ -447,10 +446,10 @@ def average_parameters(unit: Unit) -> None:
 
 @spec("owner")
 def model_state(unit: Unit) -> Mapping[str, Leaf]:
-    """Canonical parameter or persistent buffer name -> leaf, its tensors views of the live storage.
+    """Canonical name of parameter or persistent buffer -> leaf.
 
-    Every name on every rank: a leaf without shards if the tensor lives elsewhere. The weight is the
-    most precise copy there is. Tied weights appear once (`unit.aliases`).
+    Tensors are views of the live storage, of the most precise copy there is. Every name is on every rank: a
+    leaf without shards if the tensor lives elsewhere. Tied weights appear once (`unit.aliases`).
     """
 
 
@@ -469,7 +468,7 @@ def refuse_optimizer_state(
     template: Mapping[str, Mapping[str, TensorTemplate]],
     plain: Mapping[str, Mapping[str, Json]],
 ) -> Sequence[str]:
-    """Reasons why `materialize_optimizer_state` could not take this state, in words for the user.
+    """Reasons why `materialize_optimizer_state` could not take this state.
 
     Asked on every rank before a load touches anything; not collective. A parameter that the checkpoint
     does not know, or that was never stepped, is in neither argument; a strategy that steps several
@@ -484,24 +483,24 @@ def materialize_optimizer_state(
     template: Mapping[str, Mapping[str, TensorTemplate]],
     plain: Mapping[str, Mapping[str, Json]],
 ) -> None:
-    """Allocate state that does not exist yet, and take back values that are not tensors, by name and key.
+    """Allocate state that does not exist yet, and take back plain values.
 
-    Afterwards `optimizer_state` must offer all of the template's leaves, without shards for state that
-    other ranks hold; core copies into this rank's shards.
+    Both by name and key. Afterwards `optimizer_state` must offer all of the template's leaves, without
+    shards for state that other ranks hold; core copies into this rank's shards.
     """
 
 
 @spec("owner")
 def snapshot_safe(unit: Unit) -> bool:
-    """Whether the tensors of the unit's leaves can be copied now, to be written while training goes on.
+    """True if the tensors of the unit's leaves can be copied now.
 
-    Asked before a save that does not wait; False refuses it. base: True.
+    Asked before a save that is written while training goes on; False refuses it. base: True.
     """
 
 
 @spec("everyone")
 def state_loaded(unit: Unit) -> None:
-    """Refresh masters, scales and graphs: weights and optimizer state were overwritten in place.
+    """Refresh masters, scales and graphs: state was overwritten in place.
 
     Called on each plugin after the unit's weights and optimizers are loaded, before `load_state`.
     """
@@ -509,7 +508,7 @@ def state_loaded(unit: Unit) -> None:
 
 @spec("everyone")
 def save_state(unit: Unit) -> Mapping[str, Entry]:
-    """What the plugin itself must remember (scales, counters; never weights). Kept under its name."""
+    """The plugin's own state (scales, counters; never weights), kept under its name."""
 
 
 @spec("everyone")
@@ -519,17 +518,17 @@ def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
 
 @spec("everyone")
 def rng_state() -> Mapping[str, Tensor]:
-    """Generator stream -> its state, a uint8 CPU tensor. Streams: python, numpy, torch, devices."""
+    """Generator stream (python, numpy, torch, devices) -> state, a uint8 CPU tensor."""
 
 
 @spec("everyone")
 def set_rng_state(streams: Mapping[str, Tensor]) -> None:
-    """Restore the streams that this plugin's `rng_state` names; raise for one that cannot be."""
+    """Restore the streams that this plugin's `rng_state` names, or raise."""
 
 
 @spec("owner")
 def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> AbstractContextManager[Any]:
-    """A context in which the parameters of these canonical names are whole, in the user's own modules.
+    """A context in which parameters of these names are whole in the user's modules.
 
     Collective. `writeback`: keep changes made to them inside. base: they are whole already.
     """
@@ -539,7 +538,7 @@ def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> Abstra
 def iter_weights(
     unit: Unit, dtype: torch.dtype | None, to: torch.device | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Canonical name -> whole parameter or persistent buffer, one after the other, tied weights once.
+    """(canonical name, whole parameter or persistent buffer), tied weights once.
 
     Collective: all ranks read it to its end. Holds a few weights at a time, never the model. `dtype`: of
     floating-point ones. `to`: a device; None: the cheapest one. base: the model's own tensors.
@@ -556,7 +555,7 @@ def synchronize(device: torch.device) -> None:
 
 @spec("owner")
 def memory_stats(device: torch.device) -> Mapping[str, int]:
-    """Bytes: allocated, reserved, peak, total. Keys that cannot be known are left out."""
+    """Bytes: allocated, reserved, peak, total; without those that are unknown."""
 
 
 @spec("owner")
@@ -592,7 +591,7 @@ def checkpoint_committed(folder: Path, step: int | None) -> None:
 
 @spec("observer")
 def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Open the project for `init_trackers`, and note `config` (nested; any values, None too).
+    """Open the project for `init_trackers`, and note `config` (nested, any values).
 
     This hook and `log` are called on the main process, and on all ranks for a plugin whose attribute
     `main_process_only` is False. `options`: the entry of `init_kwargs` under the plugin's name.
@@ -601,7 +600,7 @@ def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[s
 
 @spec("observer")
 def log(values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-    """Log for `accelerator.log`, after `tracking_started`. Raise for values that cannot be logged.
+    """Log for `accelerator.log`, or raise for values that cannot be logged.
 
     `values`: mappings may be nested; tensors of one element have become numbers. `options`: the entry of
     `log_kwargs` under the plugin's name.
@@ -620,7 +619,7 @@ def environment_report() -> Mapping[str, str]:
 
 @spec("everyone")
 def profiler_activities() -> Sequence[str]:
-    """Names of torch.profiler's activities that `accelerator.profile()` records by default.
+    """Names of torch.profiler's activities that `accelerator.profile()` records.
 
     base: the CPU, and the run's device if torch's profiler knows it.
     """
