@@ -16,6 +16,7 @@ from accel_core.plugins.binding import LAYERS, Binder, Hooks, Registered
 from accel_core.plugins.discovery import discover, environment_of, implementation, load
 
 if TYPE_CHECKING:
+    from accel_core.contract.bound import Hooks as BoundHooks
     from accel_core.contract.card import Card
     from accel_core.contract.run import Run
     from accel_core.contract.stack import Stack
@@ -182,7 +183,7 @@ def check_refusals(run: Run) -> None:
         )
 
 
-def check_capabilities(run: Run, hooks: Hooks, strategy: str) -> None:
+def check_capabilities(run: Run, hooks: BoundHooks, strategy: str) -> None:
     """Raises ConfigError: a plugin of the stack needs what this device, or this strategy on it, cannot do."""
     able = hooks.capabilities(run.device)
     on_the_device = hooks.under(LAYERS["strategy"]).capabilities(run.device)

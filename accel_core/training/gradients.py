@@ -10,6 +10,7 @@ from accel_core.plugins.discovery import offering
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
     from accel_core.contract.unit import Unit
 
@@ -52,6 +53,6 @@ def _register(parameter: nn.Parameter, transform: Callable[[Tensor], Tensor]) ->
     # torch takes hooks of trainable tensors only; a frozen one may be trained later.
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    handle = parameter.register_hook(transform)
+    handle: RemovableHandle = parameter.register_hook(transform)
     parameter.requires_grad_(not frozen)
     return handle.remove
