@@ -38,6 +38,7 @@ def test_collectives(run: Run, world: int, dim: str) -> None:
     for rank, found in enumerate(run(work.dims, world=world)):
         mine = found[dim]
         assert (mine["rank"], mine["size"]) == (rank, world)
+        assert mine["torchs"] in (None, world), "its torch process group is of another size"
         assert mine["sum"] == [sum(r + 1 for r in ranks), 10 * world]
         assert mine["mean"] == [(world + 1) / 2, 10]
         assert mine["min"] == [1, 10]

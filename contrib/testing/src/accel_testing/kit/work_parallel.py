@@ -58,7 +58,8 @@ def _collectives(accelerator: Accelerator, dim: str) -> dict[str, Any]:
     found["objects"] = list(group.all_gather_object({"rank": group.rank}))
     found["object"] = group.broadcast_object(f"from {group.rank}", source=0)
     group.barrier()
-    return found | {"rank": group.rank, "size": group.size}
+    torchs = None if group.group is None else torch.distributed.get_world_size(group.group)
+    return found | {"rank": group.rank, "size": group.size, "torchs": torchs}
 
 
 def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
