@@ -1,4 +1,4 @@
-"""An extension sees gradients before DistributedDataParallel reduces them; runs have torch's process group."""
+"""An extension sees gradients before DistributedDataParallel reduces them."""
 
 from __future__ import annotations
 

@@ -127,6 +127,7 @@ class DeepSpeed(SharedSequences, EngineState):
             raise
         unit.gathers = engine.zero_optimization_partition_weights()
         if unit.wrapped:
+            # The user holds the engine of an earlier `prepare`: it becomes the new one.
             held: Any = unit.wrapped[0]
             held.__dict__ = engine.__dict__
         else:
@@ -147,6 +148,7 @@ class DeepSpeed(SharedSequences, EngineState):
         told = auto_values.engine_settings(unit.config.deepspeed_config, unit)
         if told["fp16"]["enabled"]:
             self._require_float16(deepspeed, trains=bool(unit.optimizers))
+        # An engine cannot take a late optimizer: the old one makes room.
         for engine in unit.wrapped:
             dismantle(engine)
         groups = [list(g["params"]) for each in unit.optimizers for g in getattr(each, "param_groups", ())]
@@ -206,6 +208,7 @@ class DeepSpeed(SharedSequences, EngineState):
         engine: Any = unit.wrapped[0]
         if scheduler.lr_scheduler_callable is not None:
             return scheduler.lr_scheduler_callable(engine.basic_optimizer)
+        # The scheduler of the JSON, which the engine has made and steps by itself.
         for each in unit.schedulers:
             if isinstance(each, EngineScheduler):
                 unit.schedulers.remove(each)

@@ -73,6 +73,7 @@ class Pipe:
         self.single = issubclass(self.kind, PipelineScheduleSingle)
         points = points_of(model, config.pp_split_points, ranks if self.single else 2 * ranks)
         self.stages = len(points) + 1
+        # Schedules with one stage per rank want as many stages as ranks, interleaved ones a multiple.
         if self.stages % ranks or (self.stages == ranks) is not self.single:
             wanted = f"{ranks} stages" if self.single else f"several times {ranks} stages"
             raise ConfigError(
@@ -107,6 +108,7 @@ class Pipe:
                 "install torch 2.9 or newer"
             )
         last = self.rank == self.last
+        # A backward leaves gradients of tied weights that are still to be summed.
         self.ties.summed &= forward_only
         try:
             with (
@@ -129,6 +131,7 @@ class Pipe:
         losses = [loss.to(self.dtype) for loss, _ in found]
         whole = torch.empty((), dtype=self.dtype, device=self.device)
         loss = torch.stack(losses).sum() / window.divisor if last else whole
+        # Only the last stage has losses.
         dist.broadcast(loss, group=self.group, group_src=self.last)
         return StepOutput(loss=loss, outputs=tuple(output for _, output in found))
 
@@ -212,6 +215,7 @@ class _Stage(nn.Module):
         self.pipe = pipe
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
+        # Torch calls each stage once with meaningless numbers, to learn shapes; nothing of it may stay.
         self.pipe.rehearses = not self.known
         if self.known:
             return self._run(received, int(number))

@@ -156,6 +156,7 @@ def indexed_loaders(
     rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
     counts = _counts(config, rows * readers)
     datasets = _datasets(config, counts, data_path, options)
+    # Consumed samples of training, validation and test; those left out are 0.
     starts = (*config.consumed_samples, 0, 0, 0)
     passes = (counts[0] - starts[0], *(config.eval_iters * rows * readers,) * 2)
     if passes[0] <= 0:

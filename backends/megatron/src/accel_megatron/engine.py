@@ -105,7 +105,8 @@ class Engine(nn.Module):
         Its graph says so in the plain case. Reading its scale would wait for the device.
         """
         node: Any = loss.grad_fn
-        if node is not None and self.scale != 1.0:  # core has divided it
+        # Core's division, if there is one, is a node above the loss that forward gave.
+        if node is not None and self.scale != 1.0:
             ((node, _), *_) = node.next_functions
         if getattr(node, "engine", None) is self:
             return True
@@ -138,6 +139,7 @@ class Engine(nn.Module):
         found = self.adapter.call(chunk, inputs, last=last, logits=self.plugin.return_logits)
         if last:
             return found
+        # The user's function would go on with an activation where it expects a loss.
         raise _ChunkExit(found)
 
     def _of_batch(self, inputs: Mapping[str, Any]) -> Any:
@@ -158,6 +160,7 @@ class Engine(nn.Module):
         logits = None if given[0] is None else torch.cat(parts).detach()
         loss = found.loss if has_loss else None
         if training:
+            # The gradients exist already: backward of this loss only tells how it was scaled.
             anchor = torch.empty((), device=found.loss.device, requires_grad=True)
             loss = _with_known_gradients(found.loss, anchor, self)
         return self.adapter.make_output(loss, logits)
@@ -181,6 +184,7 @@ class Engine(nn.Module):
         if dist.get_world_size(group) == 1:
             return found.outputs
         source = parallel_state.get_pipeline_model_parallel_last_rank()
+        # The other stages learn shapes and dtypes first, then receive each tensor.
         told: list[Any] = [[None if each is None else (each.shape, each.dtype) for each in found.outputs]]
         dist.broadcast_object_list(told, source, group=group)
         device = found.loss.device
@@ -223,6 +227,7 @@ class Engine(nn.Module):
         else:
             check_lengths(self.plugin, batches)
         chunks = self.chunks.run
+        # Each chunk of interleaved stages reads all micro-batches.
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
         with torch.set_grad_enabled(not forward_only), self.silence():
             found = get_forward_backward_func()(
@@ -252,6 +257,7 @@ class Engine(nn.Module):
         if noisy is None or self.unit is None or self.unit.window.boundary:
             yield
             return
+        # The schedule would leave it for the last micro-batch, and reduce there.
         config.no_sync_func = None
         try:
             with ExitStack() as stack:

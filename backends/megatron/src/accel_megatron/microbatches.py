@@ -30,6 +30,7 @@ def cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str,
             f"megatron: a batch of {size} cannot be cut into num_micro_batches {count} of one size\n"
             f"use a batch size that {count} divides, and drop_last=True"
         )
+    # In evaluation the ragged last batch is one micro-batch.
     count = count if size % count == 0 else 1
     rows = size // count
     return [

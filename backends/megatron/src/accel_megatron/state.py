@@ -82,6 +82,7 @@ class MegatronState:
         leaves: dict[str, Leaf] = {}
         for each in self.steppers[unit].stepped():
             pieces = self.engines[unit].chunks.shard_map[each.parameter]
+            # Optimizers of transformer-engine and apex keep the step in the group.
             numbers = {"step": each.group["step"]} if each.counts_by_group and "step" in each.group else {}
             for key, value in [*each.state.items(), *numbers.items()]:
                 if _is_number(value, each):
@@ -153,6 +154,7 @@ class MegatronState:
             names = _names(unit, self.engines[unit].chunks.shard_map[each.parameter])
             fresh = [name for name in names if known and name not in known]
             new += fresh
+            # State that the checkpoint lacks was this run's own.
             for key in [key for key in state if key not in wanted]:
                 del state[key]
             for key, tensor in wanted.items():

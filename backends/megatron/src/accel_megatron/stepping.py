@@ -93,6 +93,7 @@ class Stepper:
         self.norm: float | None = None
         self.max_norm: float | None = None
         groups = _groups_of(unit, self.theirs, chunks)
+        # Parameters in no group are not trained, as in the user's optimizer.
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
         self.make(run, plugin, groups)
@@ -114,6 +115,7 @@ class Stepper:
                 weight_decay=first["weight_decay"],
                 **settings.optimizer_settings(run, plugin),
             )
+            # One group per group of the user's, so that each step can follow its rates.
             overrides = {
                 ParamKey(predicate=ParamPredicate(f"group{number}", _of_group(groups, number))): {
                     _GROUP: number,
@@ -223,9 +225,11 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """(parameter of a chunk, tensor stepped for it) of a megatron-core optimizer."""
     ours: tuple[Any, ...]
     theirs: tuple[Any, ...]
+    # The distributed optimizer: each rank steps ranges of parameters, from float32 masters.
     if hasattr(optimizer, "gbuf_ranges"):
         ours = (optimizer.model_fp32_groups, optimizer.model_float16_groups)
         theirs = (optimizer.shard_fp32_groups, optimizer.shard_fp32_from_float16_groups)
+    # 16-bit weights with float32 masters; else float32 weights, stepped as they are.
     elif hasattr(optimizer, "float16_groups"):
         ours = (optimizer.float16_groups, optimizer.fp32_from_fp32_groups)
         theirs = (optimizer.fp32_from_float16_groups, optimizer.fp32_from_fp32_groups)
@@ -269,6 +273,7 @@ def _groups_of(unit: Unit, optimizer: Optimizer, chunks: Chunks) -> dict[nn.Para
     }
     found: dict[nn.Parameter, int] = {}
     for parameter, pieces in chunks.shard_map.items():
+        # A fused layer has several of the user's weights in one tensor.
         mine = {piece.name: numbers.get(unit.aliases.get(piece.name, piece.name)) for piece in pieces}
         if len(set(mine.values())) > 1:
             (one, first), *others = mine.items()

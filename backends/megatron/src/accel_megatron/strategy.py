@@ -139,6 +139,7 @@ class Megatron(MegatronState):
             by_conditions(self.config, unit)
             stepper = Stepper(self.run, unit, self.config, engine.chunks)
             self.steppers[unit] = stepper
+        # Filled by leaves, so after the optimizer is made: they are its masters then.
         if new:
             building.fill(self.model_state(unit), weights, self.run)
             if isinstance(engine, unsplit.UnsplitEngine):
@@ -158,6 +159,7 @@ class Megatron(MegatronState):
         else:
             adapter = adapters.adapter_of(model)
             virtual = building.chunk_numbers(self.config, adapter.layers)
+            # Building a chunk needs megatron-core's groups of ranks.
             library.enter(self.run, self, library.Layout.of(self.config, virtual))
             engine = Engine(model, building.build(self.run, self.config, adapter), adapter, self.config)
         engine.unit = unit

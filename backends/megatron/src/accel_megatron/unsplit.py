@@ -96,7 +96,8 @@ def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chun
     """
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         model.to_empty(device=run.device)
-    for parameter in model.parameters():  # as gradients are: another order would get those of other elements
+    # Gradient buffers are contiguous: another memory order would get the gradients of other elements.
+    for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     config = settings.build(run, plugin, None, num_layers=1, hidden_size=1, num_attention_heads=1)
     chunks = building.made(run, plugin, None, lambda **_: Whole(config, model))

@@ -71,6 +71,7 @@ def _folders(folder: Path, stem: str) -> list[Path]:
 
 def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
     files = _model_files(folder)
+    # Accelerate numbers files by the order of `prepare`, over all units.
     places = _places(contents, "models")
     _same_number(folder, "models", files, places)
     for unit, described in contents.state["units"].items():

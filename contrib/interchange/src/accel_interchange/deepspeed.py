@@ -83,6 +83,7 @@ def _read(folder: Path, contents: CheckpointContents, unit: str) -> Iterator[str
                 path=str(folder),
             )
         _zero([rank["optimizer_state_dict"] for rank in ranks], mains[0]["param_shapes"], found)
+    # Without ZeRO the optimizer's state is in the model's file.
     elif mains[0].get("optimizer"):
         _stage_0(mains[0]["optimizer"], contents, unit, found)
     put_weights(contents, unit, found.weights, str(folder))

@@ -138,6 +138,7 @@ def put_optimizer(
             f" {', '.join(odd[:10])}\ngive a checkpoint of the run that it was saved from",
             path=source,
         )
+    # All checks come first: nothing of the contents may change if the state does not fit.
     kinds = _kinds(contents, unit, state, source)
     for name, key, _ in list(optimizer_tensors(contents, unit)):
         if name in mine:

@@ -88,7 +88,8 @@ class Adapter(ABC):
             split = module in ("output_layer", "embedding.word_embeddings")
             return [self.words(whole, tensor, part) if split else same(whole, tensor)]
         number, _, module = module.partition(".layers.")[2].partition(".")
-        if kind.startswith("layer_norm_"):  # transformer-engine's layers have the norm before them inside
+        # Layers of transformer-engine contain the norm that stands before them.
+        if kind.startswith("layer_norm_"):
             module, kind = _BEFORE[module], kind.removeprefix("layer_norm_")
         found = self._of_layer(module, kind, f"{self.layer}.{number}", tensor, part)
         turned = self.transposed and kind == "weight" and "linear" in module
