@@ -13,13 +13,17 @@ from pathlib import Path
 
 from snippets import ROOT, blocks
 
-TRAIN = """\
+TRAIN = '''\
+"""A script to launch."""
+
+from __future__ import annotations
+
 from accel_core import Accelerator
 
 accelerator = Accelerator()
 accelerator.print(accelerator.num_processes, "trained")
 accelerator.end_training()
-"""
+'''
 
 
 class Shell:
