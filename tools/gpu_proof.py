@@ -31,11 +31,11 @@ SGD: dict[str, Any] = {"lr": 0.1}
 
 
 class NotHereError(Exception):
-    """A check that this machine cannot make, with the reason."""
+    """Say that this machine cannot make a check, and why."""
 
 
 def accelerator(device: str, **options: Any) -> Any:
-    """An Accelerator on the device, which is simulated first if it is `sim`."""
+    """Make an Accelerator on the device; `sim` is simulated first."""
     if device == "sim":
         from accel_testing.simulated.device import simulate
 
@@ -55,7 +55,7 @@ def module_of(device: str) -> Any:
 
 @contextmanager
 def without_waits(device: str) -> Any:
-    """Inside, a wait of the host for the device is an error."""
+    """Make each wait of the host for the device an error."""
     module = module_of(device)
     module.set_sync_debug_mode("error")
     try:
@@ -65,13 +65,13 @@ def without_waits(device: str) -> Any:
 
 
 def network() -> nn.Sequential:
-    """A small model, the same each time."""
+    """Make a small model, the same each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
 
 
 def data() -> TensorDataset:
-    """24 rows, the same each time."""
+    """Make 24 rows, the same each time."""
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(*(torch.randn(24, width, generator=generator) for width in (16, 1)))
 
@@ -82,7 +82,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def plain(device: str) -> torch.Tensor:
-    """The weights after an epoch of an ordinary loop without us."""
+    """Return the weights after an epoch of an ordinary loop without accel-core."""
     model = network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for x, y in DataLoader(data(), 4):
@@ -93,7 +93,7 @@ def plain(device: str) -> torch.Tensor:
 
 
 def ours(run: Any) -> torch.Tensor:
-    """The same with an Accelerator."""
+    """Return the weights after the same epoch with an Accelerator."""
     inner = network()
     model, optimizer, loader = run.prepare(
         inner, torch.optim.SGD(inner.parameters(), **SGD), DataLoader(data(), 4)
@@ -108,7 +108,7 @@ def ours(run: Any) -> torch.Tensor:
 
 
 def equals_plain(device: str, **options: Any) -> str:
-    """Raises AssertionError if an epoch gives other weights than the ordinary loop."""
+    """Raise AssertionError if an epoch gives other weights than the ordinary loop."""
     found = ours(accelerator(device, **options))
     distance = float((found - plain(device)).abs().max())
     assert distance < 1e-5, f"weights differ by {distance:.1e}"
@@ -116,7 +116,7 @@ def equals_plain(device: str, **options: Any) -> str:
 
 
 def step_without_waits(device: str, precision: str) -> str:
-    """Accumulation, clipping and a scheduler; the loss scaler of fp16 may wait in its step."""
+    """Train with accumulation, clipping and a scheduler; fp16's loss scaler may wait in its step."""
     run = accelerator(device, mixed_precision=precision, gradient_accumulation_steps=2)
     inner = network()
     optimizer = torch.optim.AdamW(inner.parameters(), lr=0.01)
@@ -146,7 +146,7 @@ def step_without_waits(device: str, precision: str) -> str:
 
 
 def batches_without_waits(device: str) -> str:
-    """Batches that workers read are pinned, and their copies are not waited for."""
+    """Check that batches of workers are pinned, and that nothing waits for their copies."""
     from accel_core.distributed.nested import can_pin
 
     run = accelerator(device)
@@ -159,7 +159,7 @@ def batches_without_waits(device: str) -> str:
 
 
 def device_checksums(device: str) -> str:
-    """The checksums by which ranks compare what they save are those of the CPU."""
+    """Check that checksums of saved tensors equal those of the CPU."""
     from accel_core.checkpoint.replicas import sums
 
     run = accelerator(device)
@@ -191,7 +191,7 @@ def saved_and_loaded(device: str, wait: bool) -> str:
 
 
 def compiled(device: str, mode: str | None) -> str:
-    """A compiled model trains as the ordinary loop; `reduce-overhead` records graphs."""
+    """Compare a compiled model with the ordinary loop; `reduce-overhead` records graphs."""
     from accel_core import TorchDynamoPlugin
 
     if device == "sim":
@@ -210,7 +210,7 @@ def sharded(device: str, offload: bool) -> str:
 
 
 def bound_to_the_device(device: str) -> str:
-    """The user's own group, made with `device_id`, carries a run. A rank each device."""
+    """Run on the user's own group, made with `device_id`, with one rank per device."""
     import torch.distributed as dist
 
     index = int(os.environ["LOCAL_RANK"])
@@ -256,7 +256,7 @@ def _guarded(function: Callable[..., str], device: str, *arguments: Any) -> str:
 
 
 def main() -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="auto", help="auto (torch's accelerator), or sim, to rehearse")
     parser.add_argument("--tests", action="store_true", help="also run the tests that are marked gpu")

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from types import ModuleType
 
-from snippets import ROOT
+import pytest
+from snippets import ROOT, documents
+
+FORBIDDEN = re.compile(
+    r"(?<!anyone )\bwho(?:ever)?\b"
+    r"|(?<!there )\bis no (?!longer)\w+"
+    r"|\bonce a (?:step|window|process|unit|epoch)\b",
+    re.IGNORECASE,
+)
+PAGES = [page for page in documents() if page.name != "CONTRIBUTING.md" and page.parent.name != "benchmarks"]
 
 
 def tool(name: str) -> ModuleType:
@@ -60,3 +70,11 @@ def test_the_list_of_decisions_has_each_page() -> None:
 
     assert sorted(page for _, page in rows) == sorted(pages)
     assert all(pages[page].read_text("utf-8").startswith(f"# {title}\n") for title, page in rows)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_keeps_the_rules_that_can_be_searched_for(page: Path) -> None:
+    """Rules 2 to 4 of CONTRIBUTING's style guide, as far as a search finds offences."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
+
+    assert FORBIDDEN.findall(text) == []
