@@ -27,7 +27,7 @@ def complete(config: DeepSpeedPlugin, unit: Unit, loaders: Sequence[Any]) -> dic
         ConfigError: with all that does not match the run or the objects, or cannot be filled in.
     """
     made, run = config.deepspeed_config, unit.run
-    if not any(isinstance(each, DummyOptim) for each in unit.optimizers):
+    if not any(isinstance(optimizer, DummyOptim) for optimizer in unit.optimizers):
         made.pop("optimizer", None)  # refused below where another one was given: nobody trains by it
     for name in ("fp16", "bf16"):
         made.setdefault(name, {}).setdefault("enabled", settings.AUTO)

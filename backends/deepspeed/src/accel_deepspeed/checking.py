@@ -84,9 +84,9 @@ def _reasons(error: Exception) -> Iterator[str]:
         yield str(error) or type(error).__name__
         return
     section = str(getattr(error, "title", "")).removeprefix("DeepSpeed").removesuffix("Config")
-    for each in details():
-        path = ".".join(map(str, each["loc"]))
-        yield f"{section}: {path} is {each['input']!r}: {each['msg'].lower()}"
+    for detail in details():
+        path = ".".join(map(str, detail["loc"]))
+        yield f"{section}: {path} is {detail['input']!r}: {detail['msg'].lower()}"
 
 
 def _lacking(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -149,9 +149,9 @@ class Gradients:
         Offloaded ones are copied beside the host, so they are waited for.
         """
         found: dict[torch.device, list[Tensor]] = {}
-        for each in self.tensors():
-            if each is not None:  # offloaded, and nothing has come in yet
-                found.setdefault(each.device, []).append(each)
+        for tensor in self.tensors():
+            if tensor is not None:  # offloaded, and nothing has come in yet
+                found.setdefault(tensor.device, []).append(tensor)
         if any(device.type == "cpu" for device in found):
             from deepspeed.accelerator import get_accelerator
 

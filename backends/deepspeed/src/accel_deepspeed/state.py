@@ -77,7 +77,7 @@ class EngineState:
         """Leaves of weights; of a stepped parameter its master, in boxes."""
         leaves: dict[str, Leaf] = dict(self.below.model_state(unit))
         leaves |= {name: unstepped(parameter) for name, parameter in unit.named_parameters().items()}
-        leaves |= {each.name: each.of(each.flat) for each in fragments(unit)}
+        leaves |= {fragment.name: fragment.of(fragment.flat) for fragment in fragments(unit)}
         others = {name: nowhere(parameter) for name, parameter in elsewhere(unit).items()}
         return dict(sorted({**leaves, **others}.items())) if others else leaves
 
@@ -89,11 +89,11 @@ class EngineState:
             refuse_own_state(base)
         names: list[list[str]] = [[] for _ in base.param_groups]
         leaves: dict[str, Leaf] = {}
-        for each in fragments(unit):
-            names[each.group].append(each.name)
-            for key, value in base.state.get(each.flat, {}).items():
-                path = f"{each.name}/{key}"
-                leaves[path] = _leaf(each, key, scalars.get(path, value))
+        for fragment in fragments(unit):
+            names[fragment.group].append(fragment.name)
+            for key, value in base.state.get(fragment.flat, {}).items():
+                path = f"{fragment.name}/{key}"
+                leaves[path] = _leaf(fragment, key, scalars.get(path, value))
         listed = self._groups.get(unit, [])
         if len(listed) == len(names):
             names = listed
@@ -135,7 +135,7 @@ class EngineState:
         new: list[str] = []
         for flat, parts in _by_flat(unit):
             had, known = base.state.pop(flat, {}), _known(parts, template)
-            fresh = [each for each in parts if known and each.name not in known]
+            fresh = [part for part in parts if known and part.name not in known]
             new += [each.name for each in fresh]
             for key, tensor in next(iter(known.values()), {}).items():
                 if tensor.kind == "scalar":
@@ -162,7 +162,7 @@ class EngineState:
         base, scalars = _base(unit), self._loading.pop(unit, {})
         for flat, parts in _by_flat(unit):
             for key in base.state.get(flat, {}):
-                paths = [path for each in parts if (path := f"{each.name}/{key}") in scalars]
+                paths = [path for part in parts if (path := f"{part.name}/{key}") in scalars]
                 if paths:  # they agree, or they would have been refused
                     base.state[flat][key] = _number(base, parts[0], scalars[paths[0]].item())
         _refresh(unit)
@@ -269,7 +269,7 @@ def _foreign(base: Any, template: Template, plain: Mapping[str, Any]) -> Iterato
 
 def _known(parts: Sequence[Fragment], template: Template) -> dict[str, Mapping[str, TensorTemplate]]:
     """Wanted state of a flat tensor's parameters, of those the checkpoint knows."""
-    return {each.name: wanted for each in parts if (wanted := template.get(each.name))}
+    return {part.name: wanted for part in parts if (wanted := template.get(part.name))}
 
 
 def _disagreements(known: Template) -> Iterator[str]:
@@ -314,8 +314,8 @@ def _refresh(unit: Unit) -> None:
         optimizer.partition_all_parameters()
         keep_available(optimizer)
     else:
-        for each in fragments(unit):
-            live_part(each).copy_(each.cut(each.flat))
+        for fragment in fragments(unit):
+            live_part(fragment).copy_(fragment.cut(fragment.flat))
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
 

@@ -60,10 +60,10 @@ def _keep_written(unit: Unit, names: set[str]) -> None:
 
     The rest keeps the digits that forward's copy has no place for.
     """
-    for each in fragments(unit):
-        if each.name in names:
-            master = each.cut(each.flat)
-            written = live_part(each).to(master.device)
+    for fragment in fragments(unit):
+        if fragment.name in names:
+            master = fragment.cut(fragment.flat)
+            written = live_part(fragment).to(master.device)
             master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
 

@@ -81,7 +81,11 @@ class FullyShardedDataParallel:
             *(reason for model in models if (reason := _trains_whole(model, whole))),
             *(reason for model in models if (reason := _sharded_before(model))),
             *with_hooks(models, after_accumulation=self.config.fsdp_version == 1),
-            *(reason for each in optimizers if self.config.cpu_offload and (reason := _on_device_only(each))),
+            *(
+                reason
+                for optimizer in optimizers
+                if self.config.cpu_offload and (reason := _on_device_only(optimizer))
+            ),
             *refused(
                 optimizers,
                 self.config.fsdp_version,
@@ -160,7 +164,8 @@ def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:
 
 def _sharded_before(model: nn.Module) -> str | None:
     if not any(
-        isinstance(each, FSDPModule) or hasattr(each, "_is_fsdp_managed_module") for each in model.modules()
+        isinstance(module, FSDPModule) or hasattr(module, "_is_fsdp_managed_module")
+        for module in model.modules()
     ):
         return None
     return (

@@ -101,12 +101,12 @@ class Spread:
         """Collective over the ranks of `ep`."""
         if kwargs:
             args = tuple(inspect.signature(super().forward).bind(*args, **kwargs).arguments.values())  # type: ignore[misc]
-        kinds = [each.dim() if isinstance(each, Tensor) else None for each in args]
+        kinds = [arg.dim() if isinstance(arg, Tensor) else None for arg in args]
         if kinds == [2, 1] and len(args[1]) == self._experts:
             return self._travel(args[0], args[1].long())
         if kinds == [2, 2, 2] and len(args[0]) == len(args[1]) and args[1].shape == args[2].shape:
             return self._chosen(*args)
-        shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in args]
+        shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else type(arg).__name__ for arg in args]
         raise AccelError(
             f"fsdp.ep_modules: {self._name} was called with {', '.join(map(str, shapes))}\n"
             f"experts are called with (rows grouped by expert, ({self._experts},) counts), or with (tokens,"

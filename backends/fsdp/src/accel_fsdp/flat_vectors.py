@@ -22,7 +22,7 @@ __all__ = ["Part", "is_elsewhere", "modules_of", "parameters_of", "parts_of"]
 def modules_of(unit: Unit) -> list[FSDP]:
     """The wrapped modules that hold parameters of their own."""
     wrapped = [model for model in unit.wrapped if isinstance(model, FSDP)]
-    found = [each for model in wrapped for each in FSDP.fsdp_modules(model) if each._handle is not None]
+    found = [module for model in wrapped for module in FSDP.fsdp_modules(model) if module._handle is not None]
     if any(map(_is_gathered, found)):
         raise AccelError(
             f"unit {unit.name!r}: the last forward had no backward, and fsdp_version 1 has kept its weights"

@@ -170,7 +170,7 @@ def _refuse_own_state(model: nn.Module) -> None:
     Others keep modules that do not run.
     """
     tensors = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    if own := sorted(model.state_dict().keys() - {name for each in tensors for name, _ in each}):
+    if own := sorted(model.state_dict().keys() - {name for named in tensors for name, _ in named}):
         raise ConfigError(
             f"state_dict() has {', '.join(own[:8])}, which are neither parameters nor buffers;"
             " a checkpoint of a pipeline would hold what the first rank has, whichever stage runs them\n"

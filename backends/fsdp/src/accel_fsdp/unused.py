@@ -52,7 +52,7 @@ class Unused:
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         states = [module._get_fsdp_state() for module in modules]
         self.groups = [group for state in states for group in _groups(state)]
-        self.parameters = [each for group in self.groups for each in group.fsdp_params]
+        self.parameters = [fsdp_param for group in self.groups for fsdp_param in group.fsdp_params]
         for state in states:
             vars(state)["_root_post_backward_final_callback"] = self._followed(
                 state._root_post_backward_final_callback
@@ -62,9 +62,9 @@ class Unused:
                 module, "set_reduce_scatter_unused_params"
             ):  # else torch leaves gaps, which are refused
                 module.set_reduce_scatter_unused_params(True, recurse=False)
-        for each in self.parameters:
-            each.__class__ = _Parameter
-            vars(each)["_unused"] = self
+        for parameter in self.parameters:
+            parameter.__class__ = _Parameter
+            vars(parameter)["_unused"] = self
 
     def zero(self, parameter: FSDPParam, zero: Tensor) -> Tensor:
         """Note that `zero` stands for a gradient.
@@ -111,7 +111,7 @@ class Unused:
                 " step all parameters did, and since then ranks do not compare which did\n"
                 "set fsdp.find_unused_parameters: true"
             )
-        trained = [each for each in self.parameters if each.sharded_param.requires_grad]
+        trained = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
         mine = [WITHOUT if each in left else _has_gradient(each) for each in trained]
         if not trained:
             return
@@ -142,7 +142,7 @@ def followed(models: Sequence[nn.Module]) -> set[Unused]:
     """The trackers of unused parameters in these models."""
     modules = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
     groups = (group for module in modules for group in _groups(module._get_fsdp_state()))
-    found = (vars(each).get("_unused") for group in groups for each in group.fsdp_params)
+    found = (vars(fsdp_param).get("_unused") for group in groups for fsdp_param in group.fsdp_params)
     return {each for each in found if each is not None}
 
 

@@ -166,13 +166,13 @@ def _policy(
     if policy is None and not names:
         return None
     classes = {type(module) for module in model.modules()}
-    known = {each.__name__ for each in classes}
+    known = {cls.__name__ for cls in classes}
     if not names:
         raise _no_match("fsdp.transformer_cls_names_to_wrap", "nothing", known)
     for name in names:
         if name not in known and (config.transformer_cls_names_to_wrap or known.isdisjoint(names)):
             raise _no_match("fsdp.transformer_cls_names_to_wrap", name, known)
-    wanted = {each for each in classes if each.__name__ in names}
+    wanted = {cls for cls in classes if cls.__name__ in names}
     return partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=wanted)
 
 

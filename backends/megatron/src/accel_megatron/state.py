@@ -118,11 +118,11 @@ class MegatronState:
             if tensor.kind not in ("like_param", "scalar")
         ]
         groups: dict[int, Known] = {}
-        for each in self.steppers[unit].stepped():
-            known = self._known(unit, each, template)
+        for stepped in self.steppers[unit].stepped():
+            known = self._known(unit, stepped, template)
             reasons += _disagreements(known, None)
-            if each.counts_by_group:
-                groups.setdefault(id(each.group), {}).update(known)
+            if stepped.counts_by_group:
+                groups.setdefault(id(stepped.group), {}).update(known)
         for known in groups.values():
             reasons += _disagreements(known, ("step",))
         return list(dict.fromkeys(reasons))
@@ -148,10 +148,10 @@ class MegatronState:
             f"{name}/{key}": tensor for name, tensors in template.items() for key, tensor in tensors.items()
         }
         new: list[str] = []
-        for each in self.steppers[unit].stepped():
-            known, state = self._known(unit, each, template), each.optimizer.state[each.key]
+        for stepped in self.steppers[unit].stepped():
+            known, state = self._known(unit, stepped, template), stepped.optimizer.state[stepped.key]
             wanted = next(iter(known.values()), {})
-            names = _names(unit, self.engines[unit].chunks.shard_map[each.parameter])
+            names = _names(unit, self.engines[unit].chunks.shard_map[stepped.parameter])
             fresh = [name for name in names if known and name not in known]
             new += fresh
             # State that the checkpoint lacks was this run's own.
@@ -159,10 +159,10 @@ class MegatronState:
                 del state[key]
             for key, tensor in wanted.items():
                 if tensor.kind == "scalar":
-                    loading[each.key, key] = {name: torch.zeros(()) for name in known}
-                    (each.group if each.counts_by_group and key == "step" else state).setdefault(key, 0)
-                elif fresh or getattr(state.get(key), "shape", None) != each.key.shape:
-                    state[key] = torch.zeros_like(each.key.detach(), dtype=getattr(torch, tensor.dtype))
+                    loading[stepped.key, key] = {name: torch.zeros(()) for name in known}
+                    (stepped.group if stepped.counts_by_group and key == "step" else state).setdefault(key, 0)
+                elif fresh or getattr(state.get(key), "shape", None) != stepped.key.shape:
+                    state[key] = torch.zeros_like(stepped.key.detach(), dtype=getattr(torch, tensor.dtype))
         if new:
             logger.warning(
                 "megatron: the checkpoint has no optimizer state of %s; what they are stepped together with"

@@ -195,7 +195,9 @@ class Stepper:
     def each(self) -> Sequence[Any]:
         """megatron-core's optimizers: one for experts, and one for the rest."""
         found: Sequence[Any] = [
-            each for each in self.inner.chained_optimizers if not getattr(each, "is_stub_optimizer", False)
+            optimizer
+            for optimizer in self.inner.chained_optimizers
+            if not getattr(optimizer, "is_stub_optimizer", False)
         ]
         return found
 

@@ -111,7 +111,7 @@ class Megatron(MegatronState):
         A late optimizer is made for the chunks that are there.
         """
         skips = any(self.config.consumed_samples)
-        if skips and any(not isinstance(each.sampler, ResumableSampler) for each in loaders):
+        if skips and any(not isinstance(loader.sampler, ResumableSampler) for loader in loaders):
             raise ConfigError(
                 "megatron.consumed_samples is of accel_megatron.indexed_loaders; this is another DataLoader\n"
                 "leave it out, and say accelerator.skip_first_batches(loader, batches)"

@@ -94,7 +94,7 @@ def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chun
 
     Its parameters stay the user's.
     """
-    if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to_empty(device=run.device)
     # Gradient buffers are contiguous: another memory order would get the gradients of other elements.
     for parameter in model.parameters():

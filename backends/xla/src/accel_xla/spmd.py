@@ -200,7 +200,7 @@ class Spmd:
 
 def _offset(shard: Any) -> tuple[int, ...]:
     """Offset of a shard's part; empty for one that is whole."""
-    return () if shard.indices is Ellipsis else tuple(each.start for each in shard.indices)
+    return () if shard.indices is Ellipsis else tuple(index.start for index in shard.indices)
 
 
 def _unpadded(shard: Any) -> Tensor:

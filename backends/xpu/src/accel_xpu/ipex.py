@@ -128,17 +128,17 @@ def _tell(_: object) -> None:
 
 def _is_compiled(model: nn.Module) -> bool:
     return any(
-        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
-        for each in model.modules()
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
     )
 
 
 def _optimizers_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     mine = {id(parameter) for parameter in model.parameters()}
     return [
-        each
-        for each in optimizers
-        if any(id(parameter) in mine for group in each.param_groups for parameter in group["params"])
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
     ]
 
 

@@ -132,7 +132,7 @@ def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """
     shared, pieces = (
         mains[0].get("shared_params") or {},
-        [each.get("frozen_param_fragments") for each in mains],
+        [main.get("frozen_param_fragments") for main in mains],
     )
     found = {
         name: tensor
@@ -141,7 +141,7 @@ def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     }
     if pieces[0] and len(mains) > 1:
         shapes: Shapes = mains[0]["frozen_param_shapes"]
-        found |= _joined([{name: each[name] for name in shapes} for each in pieces if each], shapes)
+        found |= _joined([{name: piece[name] for name in shapes} for piece in pieces if piece], shapes)
     return found
 
 
@@ -172,9 +172,9 @@ def _zero(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes], found: F
                 own.setdefault(what, {}).update(_pieces(value, cut))
         parts.append(own)
     for number, shapes in enumerate(listed):
-        found.weights |= _joined([each[""] for each in parts], shapes)
+        found.weights |= _joined([part[""] for part in parts], shapes)
         for what, value in ranks[0][inner]["state"].get(number, {}).items():
-            for name, tensor in _of_all([each[what] for each in parts], shapes, value).items():
+            for name, tensor in _of_all([part[what] for part in parts], shapes, value).items():
                 found.state.setdefault(name, {})[what] = tensor
     found.groups, found.scale = _groups(ranks[0][inner]["param_groups"], listed), ranks[0].get("loss_scaler")
 
@@ -184,7 +184,7 @@ _BELOW_3: Final = ("single_partition_of_fp32_groups", "base_optimizer_state")
 
 def _told(rank: Mapping[str, Any]) -> list[Cuts]:
     mappings = rank["param_slice_mappings"]
-    return [{name: (cut.start, cut.numel) for name, cut in each.items()} for each in mappings]
+    return [{name: (cut.start, cut.numel) for name, cut in mapping.items()} for mapping in mappings]
 
 
 def _even(shapes: Shapes, ranks: int) -> Cuts:
