@@ -207,7 +207,7 @@ class MegatronState:
             )
 
     def _scaler(self, unit: Unit) -> Any:
-        each = self.steppers[unit].each() if unit in self.steppers else ()
+        each = self.steppers[unit].inner_optimizers() if unit in self.steppers else ()
         return getattr(each[0], "grad_scaler", None) if each else None
 
     @implements(hooks.rng_state)

@@ -80,19 +80,19 @@ class Stepped:
 
 
 class Stepper:
-    """`theirs` is the optimizer that the user holds.
+    """Steps `user_optimizer`, which the user holds, by an optimizer of megatron-core.
 
-    What its groups say counts at each step.
+    The groups of the user's optimizer count at each step.
     """
 
     def __init__(self, run: Run, unit: Unit, plugin: MegatronLMPlugin, chunks: Chunks) -> None:
-        (self.theirs,) = unit.optimizers
+        (self.user_optimizer,) = unit.optimizers
         self.chunks, self.clipping = chunks, plugin.gradient_clipping
         self.ready: bool | None = None
         """Whether gradients are finite, once they are made ready for a step."""
         self.norm: float | None = None
         self.max_norm: float | None = None
-        groups = _groups_of(unit, self.theirs, chunks)
+        groups = _groups_of(unit, self.user_optimizer, chunks)
         # Parameters in no group are not trained, as in the user's optimizer.
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
@@ -107,7 +107,7 @@ class Stepper:
             from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
             from megatron.core.optimizer.optimizer_config import ParamPredicate
 
-            kind, first = type(self.theirs), _hyperparameters(self.theirs.param_groups[0])
+            kind, first = type(self.user_optimizer), _hyperparameters(self.user_optimizer.param_groups[0])
             config = OptimizerConfig(
                 optimizer=_KINDS[kind],
                 decoupled_weight_decay=kind is torch.optim.AdamW,
@@ -123,7 +123,7 @@ class Stepper:
                     "lr_mult": float(group["lr"]) / first["lr"] if first["lr"] else 1.0,
                     **_hyperparameters(group),
                 }
-                for number, group in enumerate(self.theirs.param_groups)
+                for number, group in enumerate(self.user_optimizer.param_groups)
             }
             self.inner = get_megatron_optimizer(config, self.chunks.run, overrides)
         if plugin.other_megatron_args.get("loss_scale") or config.fp16:
@@ -132,12 +132,12 @@ class Stepper:
     def follow(self) -> None:
         """Take over what the groups of the user's optimizer say now."""
         for group in self.inner.param_groups:
-            group.update(_hyperparameters(self.theirs.param_groups[group[_GROUP]]))
+            group.update(_hyperparameters(self.user_optimizer.param_groups[group[_GROUP]]))
 
     def lead(self) -> None:
         """Give the groups of the user's optimizer what those of megatron-core's say now."""
         for group in self.inner.param_groups:
-            mine = self.theirs.param_groups[group[_GROUP]]
+            mine = self.user_optimizer.param_groups[group[_GROUP]]
             mine |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
 
     def prepare(self) -> bool:
@@ -162,21 +162,21 @@ class Stepper:
                 self._clip(limit)
             self.follow()
             self.inner.step_with_ready_grads()
-        self.theirs._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
+        self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
         return finite
 
     def _clip(self, limit: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        for each in self.each():
+        for each in self.inner_optimizers():
             if parameters := each.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, limit, self.total_norm())
 
     def clamp(self, value: float) -> None:
         """Each gradient to [-value, value]."""
         self.prepare()
-        for each in self.each():
+        for each in self.inner_optimizers():
             for gradient in (p.grad for p in each.get_parameters()):
                 if gradient is not None:
                     gradient.clamp_(-value, value)
@@ -192,7 +192,7 @@ class Stepper:
         """Forget results of checks of gradients that are gone."""
         self.ready = self.norm = self.max_norm = None
 
-    def each(self) -> Sequence[Any]:
+    def inner_optimizers(self) -> Sequence[Any]:
         """megatron-core's optimizers: one for experts, and one for the rest."""
         found: Sequence[Any] = [
             optimizer
@@ -203,7 +203,7 @@ class Stepper:
 
     def stepped(self) -> Iterator[Stepped]:
         """The tensors that this rank steps."""
-        for each in self.each():
+        for each in self.inner_optimizers():
             groups = {id(key): group for group in each.optimizer.param_groups for key in group["params"]}
             for parameter, key in _pairs(each):
                 begin = 0
@@ -213,7 +213,7 @@ class Stepper:
 
     def refresh(self) -> None:
         """Have forward compute with what the optimizer steps. Collective."""
-        for each in self.each():
+        for each in self.inner_optimizers():
             if hasattr(each, "_copy_main_params_to_model_params"):
                 each._copy_main_params_to_model_params()
         how = self.chunks.run[0].ddp_config

@@ -171,7 +171,7 @@ class Megatron(MegatronState):
     def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
         if not isinstance(scheduler, MegatronLMDummyScheduler):
             return scheduler
-        return Schedule(scheduler, self.steppers[unit].theirs, self.config, self.run)
+        return Schedule(scheduler, self.steppers[unit].user_optimizer, self.config, self.run)
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
@@ -277,7 +277,9 @@ class Megatron(MegatronState):
                 f"clip_grad_norm_ asks for {max_norm}, and megatron.gradient_clipping for {asked}\n"
                 "leave one of them out"
             )
-        trained = {p for group in stepper.theirs.param_groups for p in group["params"] if p.requires_grad}
+        trained = {
+            p for group in stepper.user_optimizer.param_groups for p in group["params"] if p.requires_grad
+        }
         if not trained <= set(parameters):
             raise AccelError(
                 f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"

@@ -31,7 +31,7 @@ def why_unsupported(model: nn.Module) -> str | None:
             "give one of those, build megatron-core's model yourself (accel_megatron.build_model), or leave"
             " tp_degree and pp_degree at 1"
         )
-    found = _kind(model).unlike(model.config)
+    found = _kind(model).unsupported_setting(model.config)
     if found is None:
         return None
     return (

@@ -29,7 +29,7 @@ _BEFORE: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc
 
 
 class Adapter(ABC):
-    """`theirs`: the config of the model of transformers."""
+    """A kind of transformers' models, whose config is `hf_config`, in megatron-core's form."""
 
     ends: ClassVar[Mapping[str, str]]
     """Module before or behind the layers, or parameter of it, there -> here."""
@@ -42,32 +42,37 @@ class Adapter(ABC):
     splits_sequences = True
     """Whether its norms know that a sequence may be split."""
 
-    def __init__(self, theirs: Any) -> None:
-        self.theirs = theirs
+    def __init__(self, hf_config: Any) -> None:
+        self.hf_config = hf_config
 
     @staticmethod
     @abstractmethod
-    def unlike(theirs: Any) -> str | None:
-        """A setting of the model that megatron-core cannot follow, or None."""
+    def unsupported(hf: Any) -> Mapping[str, bool]:
+        """Settings that megatron-core cannot follow -> whether the model has them so."""
+
+    @classmethod
+    def unsupported_setting(cls, hf: Any) -> str | None:
+        """The first setting of the model that megatron-core cannot follow, or None."""
+        return next((setting for setting, is_so in cls.unsupported(hf).items() if is_so), None)
 
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return int(self.theirs.num_hidden_layers)
+        return int(self.hf_config.num_hidden_layers)
 
     @property
     def groups(self) -> int:
         """Heads with a key and value of their own."""
-        return int(getattr(self.theirs, "num_key_value_heads", None) or self.theirs.num_attention_heads)
+        return int(getattr(self.hf_config, "num_key_value_heads", None) or self.hf_config.num_attention_heads)
 
     @property
     def queries(self) -> int:
         """Heads that share a key and value."""
-        return int(self.theirs.num_attention_heads) // self.groups
+        return int(self.hf_config.num_attention_heads) // self.groups
 
     def padded(self, ranks: int) -> int:
         """The size of the vocabulary, as that many ranks can split it."""
-        return -(-int(self.theirs.vocab_size) // ranks) * ranks
+        return -(-int(self.hf_config.vocab_size) // ranks) * ranks
 
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
@@ -114,13 +119,13 @@ class Adapter(ABC):
 
     def words(self, name: str, tensor: Tensor, part: Part) -> Piece:
         """The rows of the vocabulary."""
-        return vocabulary(name, tensor, part, self.theirs.vocab_size)
+        return vocabulary(name, tensor, part, self.hf_config.vocab_size)
 
     def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
         """The output transformers gives, from logits split along the vocabulary."""
         loss = None if labels is None else losses.mean_loss(found, labels)
         asked = logits or labels is None
-        return self.make_output(loss, losses.whole(found, self.theirs.vocab_size) if asked else None)
+        return self.make_output(loss, losses.whole(found, self.hf_config.vocab_size) if asked else None)
 
     def compute_loss(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """(loss, logits) of what the model gave for a micro-batch."""
@@ -137,7 +142,7 @@ class Adapter(ABC):
         odd = [name for name, value in inputs.items() if name not in known and value is not None]
         if odd:
             raise AccelError(
-                f"megatron: {self.theirs.model_type} takes {', '.join(known)} here, not {odd[0]!r}\n"
+                f"megatron: {self.hf_config.model_type} takes {', '.join(known)} here, not {odd[0]!r}\n"
                 "leave it out of the batch"
             )
 
@@ -158,19 +163,19 @@ class Causal(Adapter):
             config,
             block_spec(config, vp_stage),
             vocab_size=self.padded(config.tensor_model_parallel_size),
-            max_sequence_length=self.theirs.max_position_embeddings,
+            max_sequence_length=self.hf_config.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
-            share_embeddings_and_output_weights=self.theirs.tie_word_embeddings,
+            share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,
             position_embedding_type="rope" if self.rotary else "learned_absolute",
             vp_stage=vp_stage,
             **self.rotation(),
         )
         if pre_process and self.ignores_padding:
-            ignore_padding(made.embedding.word_embeddings, self.theirs.pad_token_id)
+            ignore_padding(made.embedding.word_embeddings, self.hf_config.pad_token_id)
         if post_process:
-            losses.cover_padding(made.output_layer, self.theirs.vocab_size)
+            losses.cover_padding(made.output_layer, self.hf_config.vocab_size)
         model: nn.Module = made
         return model
 

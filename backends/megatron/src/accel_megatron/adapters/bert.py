@@ -47,26 +47,25 @@ class Bert(Adapter):
     splits_sequences = False
 
     @staticmethod
-    def unlike(theirs: Any) -> str | None:
-        odd = {
-            f"hidden_act {theirs.hidden_act!r}": theirs.hidden_act != "gelu",
-            "is_decoder": theirs.is_decoder,
-            "add_cross_attention": theirs.add_cross_attention,
+    def unsupported(hf: Any) -> Mapping[str, bool]:
+        return {
+            f"hidden_act {hf.hidden_act!r}": hf.hidden_act != "gelu",
+            "is_decoder": hf.is_decoder,
+            "add_cross_attention": hf.add_cross_attention,
         }
-        return next((name for name, is_so in odd.items() if is_so), None)
 
     def settings(self) -> Mapping[str, Any]:
-        theirs = self.theirs
+        hf = self.hf_config
         return {
-            "num_layers": theirs.num_hidden_layers,
-            "hidden_size": theirs.hidden_size,
-            "num_attention_heads": theirs.num_attention_heads,
-            "ffn_hidden_size": theirs.intermediate_size,
+            "num_layers": hf.num_hidden_layers,
+            "hidden_size": hf.hidden_size,
+            "num_attention_heads": hf.num_attention_heads,
+            "ffn_hidden_size": hf.intermediate_size,
             "activation_func": functional.gelu,
-            "layernorm_epsilon": theirs.layer_norm_eps,
-            "hidden_dropout": theirs.hidden_dropout_prob,
-            "attention_dropout": theirs.attention_probs_dropout_prob,
-            "init_method_std": theirs.initializer_range,
+            "layernorm_epsilon": hf.layer_norm_eps,
+            "hidden_dropout": hf.hidden_dropout_prob,
+            "attention_dropout": hf.attention_probs_dropout_prob,
+            "init_method_std": hf.initializer_range,
         }
 
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
@@ -74,24 +73,24 @@ class Bert(Adapter):
 
         made: Any = BertModel(
             config,
-            self.theirs.type_vocab_size,
+            self.hf_config.type_vocab_size,
             _layer_spec(),
             vocab_size=self.padded(config.tensor_model_parallel_size),
-            max_sequence_length=self.theirs.max_position_embeddings,
+            max_sequence_length=self.hf_config.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
-            share_embeddings_and_output_weights=self.theirs.tie_word_embeddings,
+            share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,
             add_binary_head=False,
             vp_stage=vp_stage,
         )
         made.encoder.final_layernorm = None
         if pre_process:
-            ignore_padding(made.embedding.word_embeddings, self.theirs.pad_token_id)
+            ignore_padding(made.embedding.word_embeddings, self.hf_config.pad_token_id)
             norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
             made.embedding.embedding_dropout = nn.Sequential(norm, made.embedding.embedding_dropout)
         if post_process:
-            cover_padding(made.output_layer, self.theirs.vocab_size)
+            cover_padding(made.output_layer, self.hf_config.vocab_size)
         model: nn.Module = made
         return model
 

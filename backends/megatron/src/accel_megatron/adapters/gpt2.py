@@ -36,29 +36,27 @@ class Gpt2(Causal):
     transposed = True
 
     @staticmethod
-    def unlike(theirs: Any) -> str | None:
-        odd = {
-            f"activation_function {theirs.activation_function!r}": theirs.activation_function
-            not in (*_TANH, "gelu"),
-            f"embd_pdrop {theirs.embd_pdrop} unlike resid_pdrop {theirs.resid_pdrop}": theirs.embd_pdrop
-            != theirs.resid_pdrop,
-            "scale_attn_weights False": not theirs.scale_attn_weights,
-            "scale_attn_by_inverse_layer_idx": theirs.scale_attn_by_inverse_layer_idx,
-            "add_cross_attention": theirs.add_cross_attention,
+    def unsupported(hf: Any) -> Mapping[str, bool]:
+        return {
+            f"activation_function {hf.activation_function!r}": hf.activation_function not in (*_TANH, "gelu"),
+            f"embd_pdrop {hf.embd_pdrop} unlike resid_pdrop {hf.resid_pdrop}": hf.embd_pdrop
+            != hf.resid_pdrop,
+            "scale_attn_weights False": not hf.scale_attn_weights,
+            "scale_attn_by_inverse_layer_idx": hf.scale_attn_by_inverse_layer_idx,
+            "add_cross_attention": hf.add_cross_attention,
         }
-        return next((name for name, is_so in odd.items() if is_so), None)
 
     def settings(self) -> Mapping[str, Any]:
-        theirs = self.theirs
-        tanh = theirs.activation_function in _TANH
+        hf = self.hf_config
+        tanh = hf.activation_function in _TANH
         return {
-            "num_layers": theirs.n_layer,
-            "hidden_size": theirs.n_embd,
-            "num_attention_heads": theirs.n_head,
-            "ffn_hidden_size": theirs.n_inner or 4 * theirs.n_embd,
+            "num_layers": hf.n_layer,
+            "hidden_size": hf.n_embd,
+            "num_attention_heads": hf.n_head,
+            "ffn_hidden_size": hf.n_inner or 4 * hf.n_embd,
             "activation_func": partial(functional.gelu, approximate="tanh") if tanh else functional.gelu,
-            "layernorm_epsilon": theirs.layer_norm_epsilon,
-            "hidden_dropout": theirs.resid_pdrop,
-            "attention_dropout": theirs.attn_pdrop,
-            "init_method_std": theirs.initializer_range,
+            "layernorm_epsilon": hf.layer_norm_epsilon,
+            "hidden_dropout": hf.resid_pdrop,
+            "attention_dropout": hf.attn_pdrop,
+            "init_method_std": hf.initializer_range,
         }

@@ -37,35 +37,34 @@ class Llama(Causal):
     ignores_padding = True
 
     @staticmethod
-    def unlike(theirs: Any) -> str | None:
-        rope = theirs.rope_parameters or {}
+    def unsupported(hf: Any) -> Mapping[str, bool]:
+        rope = hf.rope_parameters or {}
         kind = rope.get("rope_type", "default")
-        odd = {
-            f"hidden_act {theirs.hidden_act!r}": theirs.hidden_act != "silu",
-            f"attention_bias {theirs.attention_bias} and mlp_bias {theirs.mlp_bias}": theirs.attention_bias
-            is not theirs.mlp_bias,
+        return {
+            f"hidden_act {hf.hidden_act!r}": hf.hidden_act != "silu",
+            f"attention_bias {hf.attention_bias} and mlp_bias {hf.mlp_bias}": hf.attention_bias
+            is not hf.mlp_bias,
             f"rope_type {kind!r}": kind != "default",
         }
-        return next((name for name, is_so in odd.items() if is_so), None)
 
     def settings(self) -> Mapping[str, Any]:
-        theirs = self.theirs
+        hf = self.hf_config
         return {
-            "num_layers": theirs.num_hidden_layers,
-            "hidden_size": theirs.hidden_size,
-            "num_attention_heads": theirs.num_attention_heads,
-            "num_query_groups": theirs.num_key_value_heads,
-            "kv_channels": theirs.head_dim,
-            "ffn_hidden_size": theirs.intermediate_size,
+            "num_layers": hf.num_hidden_layers,
+            "hidden_size": hf.hidden_size,
+            "num_attention_heads": hf.num_attention_heads,
+            "num_query_groups": hf.num_key_value_heads,
+            "kv_channels": hf.head_dim,
+            "ffn_hidden_size": hf.intermediate_size,
             "activation_func": functional.silu,
             "gated_linear_unit": True,
-            "add_bias_linear": theirs.mlp_bias,
+            "add_bias_linear": hf.mlp_bias,
             "normalization": "RMSNorm",
-            "layernorm_epsilon": theirs.rms_norm_eps,
+            "layernorm_epsilon": hf.rms_norm_eps,
             "hidden_dropout": 0.0,
-            "attention_dropout": theirs.attention_dropout,
-            "init_method_std": theirs.initializer_range,
+            "attention_dropout": hf.attention_dropout,
+            "init_method_std": hf.initializer_range,
         }
 
     def rotation(self) -> Mapping[str, Any]:
-        return {"rotary_base": self.theirs.rope_parameters["rope_theta"]}
+        return {"rotary_base": self.hf_config.rope_parameters["rope_theta"]}
