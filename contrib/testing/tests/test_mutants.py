@@ -120,6 +120,7 @@ PROCESSES = {
         "test_a_window_communicates_once",
         "test_local_sgd_trains_apart_and_averages",
     },
+    "shows-reduced-gradients": {"test_a_window_communicates_once"},
     "own-weights": {"test_replicas_begin_and_stay_equal"},
     "truncates-broadcasts": {
         "test_data_arrives_whole_whoever_reads_it",

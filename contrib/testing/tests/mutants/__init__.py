@@ -94,6 +94,9 @@ NUDGES_WEIGHTS = strategy("nudges-weights")
 SCHEDULES_PER_PROCESS = strategy("schedules-per-process")
 SUMS_GRADIENTS = strategy("sums-gradients")
 REDUCES_EACH_BATCH = strategy("reduces-each-batch")
+SHOWS_REDUCED_GRADIENTS = strategy(
+    "shows-reduced-gradients", offers={"no_sync", "whole_weights", "local_gradients"}
+)
 OWN_WEIGHTS = strategy("own-weights")
 READS_IT_ALL = strategy("reads-it-all")
 GATHERS_BACKWARDS = strategy("gathers-backwards")

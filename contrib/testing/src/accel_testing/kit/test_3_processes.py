@@ -215,8 +215,11 @@ def test_each_rank_holds_whole_weights(run: Run, stack: TestedStack, world: int)
 
 @requires("no_sync", "whole_weights")
 @pytest.mark.usefixtures("loops")
-def test_a_window_communicates_once(run: Run, world: int, readers: int) -> None:
+def test_a_window_communicates_once(run: Run, stack: TestedStack, world: int, readers: int) -> None:
     found = run(work.quiet_windows, world=world)
+    if "local_gradients" in stack.offers:
+        for each in found:  # one batch in all micro-batches, and no rate: so one gradient, but for ranks
+            assert each["seen"][1] == each["seen"][0], "tensor hooks see reduced gradients"
     one, other = (pick(found, key=lambda each: each["reader"]) for pick in (min, max))
     for window in (0, 2):
         at_its_end = [each["gradients"][window + 1] for each in found]

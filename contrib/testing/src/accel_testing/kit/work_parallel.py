@@ -179,10 +179,16 @@ def own_buffers(arguments: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
 
 
 def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Gradients inside and after a window of two, and in `no_sync`; collectives, where counted."""
+    """Gradients inside and after a window of two, and in `no_sync`; collectives, where counted.
+
+    `seen`: the first parameter's gradient in each backward, as a tensor hook sees it.
+    """
     accelerator = make(arguments, gradient_accumulation_steps=2)
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    seen: list[list[float]] = []
+    first = next(accelerator.unwrap_model(model).parameters())
+    first.register_hook(lambda gradient: seen.append(gradient.float().cpu().flatten().tolist()))
     x = torch.full((2, FEATURES), accelerator.run.topology.reader + 1.0, device=accelerator.device)
     y = torch.zeros(2, dtype=torch.int64, device=accelerator.device)
     gradients, counts = [], []
@@ -198,7 +204,8 @@ def quiet_windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
     counts.append(_reductions())
     gradients.append(_gradients(accelerator.unwrap_model(model)))
     accelerator.end_training()
-    return {"reader": accelerator.run.topology.reader, "gradients": gradients, "reductions": counts}
+    reader = accelerator.run.topology.reader
+    return {"reader": reader, "gradients": gradients, "reductions": counts, "seen": seen}
 
 
 def _gradients(model: nn.Module) -> list[float]:
