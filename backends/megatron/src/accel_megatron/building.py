@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel_megatron import settings
 from accel_megatron.library import part, quiet
-from accel_megatron.shard_map import Piece, boxes
+from accel_megatron.shard_map import Piece
 
 if TYPE_CHECKING:
     from accel_core import Run
@@ -168,8 +168,3 @@ def wrap(chunks: Chunks, plugin: MegatronLMPlugin) -> None:
 
 def _one_or_all(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
-
-
-def shards_of(piece: Piece, parameter: nn.Parameter, elements: Tensor, begin: int) -> Sequence[Any]:
-    """Boxes of `elements`: the flattened parameter from number `begin` on."""
-    return list(boxes(piece, elements, begin, parameter.shape))
