@@ -33,7 +33,8 @@ def attach_gradient_transforms(unit: Unit, number: int) -> None:
         )
     earlier = {id(parameter) for model in unit.models[:number] for parameter in model.parameters()}
     for parameter in unit.models[number].parameters():
-        if id(parameter) not in earlier and (parameter.is_floating_point() or parameter.is_complex()):
+        can_train = parameter.is_floating_point() or parameter.is_complex()
+        if can_train and id(parameter) not in earlier and not parameter.is_inference():
             unit.detach.append(_register(parameter, _transform(unit, parameter)))
 
 
