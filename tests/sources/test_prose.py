@@ -16,18 +16,7 @@ RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
 NOT_YET: frozenset[str] = frozenset(
     [
         "accel_compat",
-        "accel_context_parallel",
-        "accel_cuda",
-        "accel_ddp",
-        "accel_deepspeed",
-        "accel_fsdp",
-        "accel_hpu",
-        "accel_interchange",
-        "accel_megatron",
-        "accel_npu",
         "accel_testing",
-        "accel_xla",
-        "accel_xpu",
         "accelerator",
         "checkpoint",
         "cli",

@@ -49,7 +49,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def cpus_near(properties: Any) -> set[int]:
-    """The CPUs of the NUMA node of a GPU with these properties.
+    """Return the CPUs of the NUMA node of a GPU with these properties.
 
     Empty where that is unknown.
     """
@@ -59,7 +59,7 @@ def cpus_near(properties: Any) -> set[int]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The CPUs that the kernel writes as `0-3,8,10-11`."""
+    """Return the CPUs that the kernel writes as `0-3,8,10-11`."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -18,7 +18,7 @@ __all__ = ["CudaLaunch", "driver_version", "gpu_count", "probe", "torch_build"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROOT = Path("/")
-"""Where /proc and /dev are; tests have a tree of their own."""
+"""Root of /proc and /dev; tests use a tree of their own."""
 
 
 def probe() -> str | None:
@@ -65,7 +65,7 @@ def driver_version() -> str | None:
 
 
 def gpu_count() -> int:
-    """Number of GPUs that a process of this environment sees."""
+    """Return the number of GPUs that a process of this environment sees."""
     visible = os.environ.get(VISIBLE)
     # Under WSL no GPU has a node of its own; one is what such machines have.
     there = len(list((ROOT / "dev").glob("nvidia[0-9]*"))) or int((ROOT / "dev/dxg").exists())

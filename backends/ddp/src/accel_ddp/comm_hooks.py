@@ -67,7 +67,7 @@ WRAPPERS: Final[Mapping[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
 
 _states: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
 _idle: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-"""How many hold a model's hook state while no hook runs."""
+"""Number of holders of a model's hook state while no hook runs."""
 
 
 def register(model: DistributedDataParallel, config: DistributedDataParallelKwargs) -> None:

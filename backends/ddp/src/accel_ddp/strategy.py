@@ -47,7 +47,7 @@ class DataParallel:
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Collective: rank 0's parameters and buffers are copied to all ranks."""
+        """Copy rank 0's parameters and buffers to all ranks. Collective."""
         if self.run.world.size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         refuse_hooks(model)

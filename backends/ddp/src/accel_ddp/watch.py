@@ -34,7 +34,7 @@ _REASONS: Final = {
     " (accelerator.sync_gradients = True stands before the forward)",
 }
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"
-"""Where torch's wrapper looks for what it is to leave alone."""
+"""Attribute in which torch's wrapper looks for parameters to leave alone."""
 CARRIED: Final = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -75,7 +75,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's, with gradients that are reduced in backward."""
+        """Run the module's forward, whose gradients are reduced in backward."""
         if torch.is_grad_enabled():
             state = self.__dict__  # the module's own __setattr__ takes 2 µs
             word = _READY if state["require_backward_grad_sync"] else "quiet"
@@ -104,7 +104,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             )
 
     def _odd_bytes(self) -> list[Tensor]:
-        """The memory of the buffers that cannot travel otherwise.
+        """Return the memory of the buffers that cannot travel otherwise.
 
         They may be others by now.
         """
@@ -112,7 +112,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return [buffers[name].detach().view(-1).view(torch.uint8) for name in self._odd if name in buffers]
 
     def refuse(self, last: str | None) -> None:
-        """Raises AccelError: the gradients are this rank's alone.
+        """Raise AccelError: the gradients are this rank's alone.
 
         `last`: of the last backward.
         """
@@ -216,7 +216,7 @@ def _no_run() -> None:
 
 
 def _asked(module: nn.Module) -> list[nn.Parameter]:
-    """The first trained parameter of the module and of each part that may be called."""
+    """Return the first trained parameter of the module and of each part that may be called."""
     parts = (module, *module.children())
     found = (next((p for p in part.parameters() if p.requires_grad), None) for part in parts)
     return [p for p in dict.fromkeys(found) if p is not None]

@@ -40,7 +40,7 @@ __all__ = ["EngineState"]
 _COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _OWN: Final = ("params", "param_names", "moe", "name")
-"""What is in a param_group besides hyperparameters."""
+"""Entries of a param_group that are not hyperparameters."""
 _ADAM: Final[Mapping[str, str]] = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}
 """DeepSpeed's own Adam, torch's in other words: class -> attribute that says whether it is AdamW."""
 

@@ -37,7 +37,7 @@ LAYOUTS: Final[Mapping[str, Placement]] = {
     "features": Shard(-1),
     "sequence": Shard(1),
 }
-"""How a tensor lies on the ranks: each has all of it, or a part of its last or second dimension."""
+"""Layout of a tensor on the ranks: whole on each, or split along its last or second dimension."""
 
 WORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "colwise": {"style": "colwise"},

@@ -35,7 +35,7 @@ class SharedScaler(GradScaler):
     """
 
     takes_half = False
-    """Whether gradients may be float16, as a policy of version 1 can leave them."""
+    """True if gradients may be float16, as a policy of version 1 can leave them."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -64,7 +64,7 @@ class Pipe:
         """
         self.model, self.group, self.device, self.unit = model, group, device, unit
         self.dtype = torch.float64 if is_double(model.parameters()) else torch.float32
-        """That of losses, the same on all ranks."""
+        """Dtype of losses, the same on all ranks."""
         self.kind, self.rank, ranks = (
             get_schedule_class(config.pp_schedule),
             dist.get_rank(group),
@@ -87,7 +87,7 @@ class Pipe:
         self.ties = Ties(self.pieces, group, device)
         self.window: _Window | None = None
         self.rehearses = False
-        """Whether torch is learning shapes, by a forward and a backward before those of a window."""
+        """True while torch learns shapes, by a forward and a backward before those of a window."""
         self._schedules: dict[Any, Any] = {}
 
     def run(
@@ -206,7 +206,7 @@ class _Stage(nn.Module):
     stage: int
     pipe: Pipe
     known = False
-    """Whether torch has learnt the shapes that this stage gives, by a first call with meaningless numbers."""
+    """True once torch knows the shapes that this stage returns, from a first call with dummy numbers."""
 
     def __init__(self, pipe: Pipe, stage: int) -> None:
         super().__init__()

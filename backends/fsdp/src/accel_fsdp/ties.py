@@ -30,7 +30,7 @@ class Ties:
     ) -> None:
         self.group, self.device, self.rank = group, device, dist.get_rank(group)
         self.summed = True
-        """Whether there is nothing to sum since the last time."""
+        """True if nothing came to sum since the last time."""
         self._places = _places(pieces)
         self._tied: list[tuple[nn.Parameter, list[int]]] = []
         """This rank's, and the ranks that have each."""

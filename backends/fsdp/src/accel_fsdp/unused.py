@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Unused", "followed"]
 
 NOT_RUN, WITHOUT, WITH = range(3)
-"""What a rank has of a parameter after a backward: nothing, as its group did not run; a zero; a gradient."""
+"""State of a parameter after a backward: untouched, as its group did not run; a zero; a gradient."""
 
 
 class Unused:
@@ -46,9 +46,9 @@ class Unused:
         self.unit, self.always, self.rehearses, self.compares = unit, always, rehearses, True
         self.ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self.unreduced = False
-        """Whether the last backward ran in no_sync: no parameter has a gradient of it."""
+        """True if the last backward ran in no_sync: no parameter has a gradient of it."""
         self.left: dict[FSDPParam, bool] = {}
-        """Those that a zero stands for -> whether a backward before this one gave a gradient."""
+        """Parameters with a zero -> True if an earlier backward gave a gradient."""
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         states = [module._get_fsdp_state() for module in modules]
         self.groups = [group for state in states for group in _groups(state)]

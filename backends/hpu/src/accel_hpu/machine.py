@@ -18,7 +18,7 @@ __all__ = ["HpuLaunch", "hpu_count", "lazy_mode", "probe"]
 VISIBLE = "HABANA_VISIBLE_MODULES"
 LAZY = "PT_HPU_LAZY_MODE"
 ROOT = Path("/")
-"""Where /dev and /sys are; tests have a tree of their own."""
+"""Root of /dev and /sys; tests use a tree of their own."""
 
 
 def probe() -> str | None:
@@ -35,7 +35,7 @@ def probe() -> str | None:
 
 
 def hpu_count() -> int:
-    """Number of HPUs that a process of this environment sees."""
+    """Return the number of HPUs that a process of this environment sees."""
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return _modules()
@@ -43,7 +43,7 @@ def hpu_count() -> int:
 
 
 def lazy_mode() -> bool:
-    """True if operations are recorded; Gaudi's software reads this at its import."""
+    """Return True if operations are recorded; Gaudi's software reads this at its import."""
     return os.environ.get(LAZY, "1") == "1"
 
 

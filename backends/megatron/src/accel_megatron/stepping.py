@@ -89,7 +89,7 @@ class Stepper:
         (self.user_optimizer,) = unit.optimizers
         self.chunks, self.clipping = chunks, plugin.gradient_clipping
         self.ready: bool | None = None
-        """Whether gradients are finite, once they are made ready for a step."""
+        """True if gradients are finite, once they are ready for a step."""
         self.norm: float | None = None
         self.max_norm: float | None = None
         groups = _groups_of(unit, self.user_optimizer, chunks)

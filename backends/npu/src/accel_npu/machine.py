@@ -23,7 +23,7 @@ __all__ = ["NpuLaunch", "chip_count", "find_runtime", "probe"]
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 RUNTIME = "libascendcl.so"
 ROOT = Path("/")
-"""Where /dev and /usr are; tests have a tree of their own."""
+"""Root of /dev and /usr; tests use a tree of their own."""
 
 
 def probe() -> str | None:
@@ -60,7 +60,7 @@ def find_runtime() -> Path | None:
 
 
 def chip_count() -> int:
-    """Number of NPUs that a process of this environment sees."""
+    """Return the number of NPUs that a process of this environment sees."""
     there, visible = _chips(), os.environ.get(VISIBLE)
     if visible is None:
         return there

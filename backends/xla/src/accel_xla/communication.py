@@ -62,7 +62,7 @@ class XlaCollectives:
         return self._control.all_gather_object(value)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The picklable value of rank `source`."""
+        """Return the picklable value of rank `source`."""
         return self._control.broadcast_object(value, source)
 
     def barrier(self) -> None:

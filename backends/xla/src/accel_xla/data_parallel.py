@@ -38,7 +38,7 @@ class XlaDataParallel:
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Collective: one replica's parameters and buffers are copied to all others."""
+        """Copy one replica's parameters and buffers to all others. Collective."""
         if self.run.world.size > 1:
             self._xm.broadcast_master_param(model)
         return model

@@ -195,7 +195,7 @@ def _require_replicas(world: World, devices: int, replicas: int) -> None:
 
 
 def _tied(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """(module, name, first module, first name) of each tensor that is an alias."""
+    """Yield (module, name, first module, first name) of each tensor that is an alias."""
     first: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:

@@ -26,7 +26,7 @@ TPUS: Final = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0076")
 TPU_MASK: Final = "TPU_VISIBLE_CHIPS"
 NEURONS: Final = "sys/devices/virtual/neuron_device"
 ROOT = Path("/")
-"""Where /dev and /sys are; tests have a tree of their own."""
+"""Root of /dev and /sys; tests use a tree of their own."""
 
 
 def probe() -> str | None:
@@ -40,7 +40,7 @@ def probe() -> str | None:
 
 
 def hardware() -> str | None:
-    """The PJRT device whose hardware is here.
+    """Name the PJRT device whose hardware is present.
 
     None if there is none that this package knows.
     """
@@ -50,7 +50,7 @@ def hardware() -> str | None:
 
 
 def chip_count() -> int:
-    """Number of processes, one per device, as torch_xla counts them."""
+    """Return the number of processes, one per device, as torch_xla counts them."""
     kind = os.environ.get(DEVICE) or hardware()
     if kind == "TPU":
         return _tpu_processes()

@@ -143,7 +143,7 @@ def _optimizers_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Op
 
 
 def _watched(optimizer: Optimizer, before: Any) -> Any:
-    """The fused step, as torch's own would be.
+    """Return the fused step, watched as torch's own step is.
 
     With its step hooks, and seen by schedulers made before.
     """

@@ -15,7 +15,7 @@ __all__ = ["cpus_near", "gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
 VISIBLE = "ZE_AFFINITY_MASK"
 INTEL = "0x8086"
 ROOT = Path("/")
-"""Where /sys and /dev are; tests have a tree of their own."""
+"""Root of /sys and /dev; tests use a tree of their own."""
 
 
 def probe() -> str | None:
@@ -51,7 +51,7 @@ def probe_ipex() -> str | None:
 
 
 def torch_is_built_for_xpu() -> bool | None:
-    """True if the installed torch has code for Intel GPUs; None without torch."""
+    """Return True if the installed torch has code for Intel GPUs; None without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -60,7 +60,7 @@ def torch_is_built_for_xpu() -> bool | None:
 
 
 def gpus() -> list[Path]:
-    """The device nodes of Intel's GPUs, integrated ones too."""
+    """Return the device nodes of Intel's GPUs, integrated ones too."""
     nodes = sorted((ROOT / "sys/class/drm").glob("renderD*"))
     vendors = {node.name: node / "device/vendor" for node in nodes}
     return [
@@ -71,7 +71,7 @@ def gpus() -> list[Path]:
 
 
 def cpus_near(uuid: bytes) -> set[int]:
-    """The CPUs nearest the GPU with this UUID; empty where that is unknown.
+    """Return the CPUs nearest the GPU with this UUID; empty where that is unknown.
 
     Level Zero's UUID, little-endian: vendor, device, revision, PCI domain (2 bytes each), bus, device,
     function (1 each), padding, sub-device (intel/compute-runtime, generateUuidFromPciBusInfo).

@@ -42,10 +42,10 @@ class ContextParallel:
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Tensor that holds a part of sequences -> the length of the whole ones. Its batch ends with it."""
         self._given = 0
-        """That length, for the forward of a model that begins now; 0 where its inputs hold no parts."""
+        """Length of the whole sequence for the forward that begins; 0 if its inputs hold no parts."""
         self._attending = False
         self._restarts: Tensor | None = None
-        """Whether a batch on a device holds packed rows: read when the next batch comes, without a wait."""
+        """Flag on a device: a batch holds packed rows. Read at the next batch, without a wait."""
 
     @property
     def ranks(self) -> int:
@@ -99,7 +99,7 @@ class ContextParallel:
         return _with(batch, {**named, **parts})
 
     def _refuse_packed(self, batch: Mapping[str, Any]) -> None:
-        """Raises AccelError.
+        """Raise AccelError.
 
         Rows hold several documents, each of which would see the others.
         """
@@ -118,7 +118,7 @@ class ContextParallel:
             )
 
     def _parts_of(self, batch: Mapping[str, Any], dims: Mapping[str, int], length: int) -> dict[str, Tensor]:
-        """This rank's part of each entry with a sequence, and of entries made from it."""
+        """Return this rank's part of each entry with a sequence, and of entries made from it."""
         assert self.run.mesh is not None
         rank = self.run.mesh.index("cp")
         whole = {name: batch[name] for name in dims}
@@ -207,7 +207,7 @@ class ContextParallel:
             self._attending = False
 
     def _anyone(self, called: bool) -> bool:
-        """True if any stage of a pipeline did; some have no attention. Collective."""
+        """Return True if any stage of a pipeline did; some have no attention. Collective."""
         assert self.run.mesh is not None
         names = [name for name in self.run.mesh.names("model") if self.run.mesh.size(name) > 1]
         if not names:
@@ -222,7 +222,7 @@ def _numbered(batch: Any) -> dict[str, Any]:
 
 
 def _with(batch: Any, entries: Mapping[str, Any]) -> Any:
-    """A batch of the same class with these entries."""
+    """Return a batch of the same class with these entries."""
     if isinstance(batch, Mapping):
         made: Any = copy.copy(batch)
         made.update(entries)

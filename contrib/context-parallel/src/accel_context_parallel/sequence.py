@@ -19,7 +19,7 @@ __all__ = ["length_of", "part", "positions"]
 
 
 def length_of(batch: Mapping[str, Any], dims: Mapping[str, int], ranks: int) -> int:
-    """The length of the batch's sequences.
+    """Return the length of the batch's sequences.
 
     Raises:
         AccelError: they differ, cannot be shared evenly, or a mask goes with them.

@@ -20,7 +20,7 @@ from accel_interchange.trusted import read_torch
 __all__ = ["read", "write"]
 
 _SHARDED: Final = "pytorch_model_fsdp"
-"""What Accelerate calls weights of a sharded strategy: a file of all, or a folder of parts."""
+"""Accelerate's names of a sharded strategy's weights: a file of all, or a folder of parts."""
 
 
 def read(folder: Path, contents: CheckpointContents) -> list[str]:

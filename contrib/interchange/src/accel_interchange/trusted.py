@@ -15,7 +15,7 @@ from accel_core import CheckpointError
 __all__ = ["Fields", "read_metadata", "read_torch"]
 
 _NUMPY: Final = np.zeros(1).__reduce__()[0]
-"""How an array is made from a pickle; where it lives depends on numpy's version."""
+"""Constructor of arrays in a pickle; its module depends on numpy's version."""
 SAFE: Final[list[Any]] = [_NUMPY, np.ndarray, np.dtype, type(np.dtype("uint32"))]
 """Beyond what torch takes itself: arrays of numbers, for the states of numpy's generator."""
 

@@ -94,5 +94,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _setting(value: Any) -> bool | int | float | str:
-    """A value that a table of settings can hold."""
+    """Return a value that a table of settings can hold."""
     return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -34,13 +34,13 @@ class Adapter(ABC):
     ends: ClassVar[Mapping[str, str]]
     """Module before or behind the layers, or parameter of it, there -> here."""
     layer: ClassVar[str]
-    """What layers here are called, but for the number."""
+    """Name of the layers, without their number."""
     parts: ClassVar[Mapping[str, str]]
     """Module of a layer there -> here; where several are one there, their names."""
     transposed: ClassVar[bool] = False
-    """Whether weights of linear layers here are (in, out)."""
+    """True if weights of linear layers are (in, out)."""
     splits_sequences = True
-    """Whether its norms know that a sequence may be split."""
+    """True if its norms know that a sequence may be split."""
 
     def __init__(self, hf_config: Any) -> None:
         self.hf_config = hf_config
@@ -151,9 +151,9 @@ class Causal(Adapter):
     """Language models that predict the next token."""
 
     rotary = False
-    """Whether positions are rotations, and not learned."""
+    """True if positions are rotations, and not learned."""
     ignores_padding = False
-    """Whether the padding token's embedding is not trained."""
+    """True if the padding token's embedding is not trained."""
 
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
         """A GPTModel."""
