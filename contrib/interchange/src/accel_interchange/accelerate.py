@@ -109,7 +109,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
-    """(unit, number there) of each object of the sort, in the order of `prepare`.
+    """Return (unit, number there) of each object of the sort, in the order of `prepare`.
 
     Accelerate numbers so.
     """
@@ -242,7 +242,7 @@ def _name(stem: str, number: int) -> str:
 
 
 def _numbered(contents: CheckpointContents, unit: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch's `state_dict` has it: parameters are numbers."""
+    """Return an optimizer's state as torch's `state_dict` has it: parameters are numbers."""
     names = [name for group in optimizer["groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {

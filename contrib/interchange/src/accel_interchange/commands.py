@@ -129,7 +129,7 @@ def _left_out(what: list[str]) -> None:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the target's name when it is complete."""
+    """Yield a folder to write into, which takes the target's name when it is complete."""
     if target.exists():
         raise CheckpointError(
             f"{target} exists\nexport to another folder, or move this one away", path=str(target)

@@ -45,7 +45,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Folder:
-        """Raises CheckpointError if it is none, is damaged, or names code."""
+        """Raise CheckpointError if it is not one, is damaged, or names code."""
         metadata = read_metadata(path / ".metadata")
         try:
             chunks: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
@@ -117,7 +117,7 @@ class Folder:
 
 
 def _check_cover(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raises ValueError unless the parts fill the tensor."""
+    """Raise ValueError unless the parts fill the tensor."""
     for offset, sizes in boxes:
         if not len(offset) == len(sizes) == len(shape) or any(
             start < 0 or size < 0 or start + size > end
@@ -163,7 +163,7 @@ def read(folder: Path, contents: CheckpointContents, unit: str, model: str, opti
 
 
 def weights(opened: Folder, model: str) -> dict[str, Tensor]:
-    """The weights that were saved under the key `model`, by name."""
+    """Return the weights that were saved under the key `model`, by name."""
     if model not in opened.tops:
         raise CheckpointError(
             f"{opened.path} has no {model!r}; it has {', '.join(opened.tops)}\n"
@@ -177,14 +177,14 @@ def weights(opened: Folder, model: str) -> dict[str, Tensor]:
 def named(
     opened: Folder, optimizer: str, described: Mapping[str, Any]
 ) -> tuple[list[Group], dict[str, dict[str, Any]]]:
-    """(groups, state by name) of what was saved under the key `optimizer`."""
+    """Return (groups, state by name) of what was saved under the key `optimizer`."""
     return _optimizer(opened.nested(optimizer), described, opened.path)
 
 
 def _optimizer(
     saved: Mapping[Any, Any], described: Mapping[str, Any], folder: Path
 ) -> tuple[list[Group], dict[str, dict[str, Any]]]:
-    """(groups, state by name) of a `get_optimizer_state_dict`, flattened or not."""
+    """Return (groups, state by name) of a `get_optimizer_state_dict`, flattened or not."""
     if "param_groups" in saved:
         found = [dict(saved["param_groups"][number]) for number in sorted(saved["param_groups"])]
         return [(_names(group.pop("params")), group) for group in found], saved.get("state", {})

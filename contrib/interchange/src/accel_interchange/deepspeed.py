@@ -209,7 +209,7 @@ def _of_all(ranks: Sequence[Mapping[str, Tensor]], shapes: Shapes, value: Any) -
 
 
 def _groups(described: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> list[Group]:
-    """A group has numbers of flat tensors, which have names."""
+    """Name the flat tensors that a group has by number."""
     return [
         ([name for number in group["params"] for name in listed[number]], _hyperparameters(group))
         for group in described
@@ -217,14 +217,14 @@ def _groups(described: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) ->
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what DeepSpeed's own Adam has besides torch's."""
+    """Leave out what DeepSpeed's own Adam has besides torch's."""
     return {key: group[key] for key in group if key not in ("params", "param_names", "bias_correction")}
 
 
 def _count_steps(found: Found) -> None:
-    """A group's number of steps is each parameter's.
+    """Give each parameter its group's number of steps.
 
-    It stays with the group where nothing else has it.
+    A number that no parameter can take stays with its group.
     """
     for number, (names, values) in enumerate(found.groups):
         states = [found.state[name] for name in names if found.state.get(name)]
@@ -237,7 +237,7 @@ def _count_steps(found: Found) -> None:
 
 
 def _universal(folder: Path, main: Mapping[str, Any], found: Found) -> None:
-    """A folder a parameter, a file a tensor."""
+    """Read one folder per parameter, and one file per tensor."""
     common = _load(folder / "optimizer_state.pt")
     found.groups = _groups(common["param_groups"], main["param_shapes"])
     found.scale = common.get("loss_scaler")

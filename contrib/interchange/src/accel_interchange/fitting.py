@@ -31,7 +31,7 @@ Group = tuple[Sequence[str], Mapping[str, Any]]
 
 
 def names_of(contents: CheckpointContents, unit: str) -> list[str]:
-    """The names of the unit's weights and buffers."""
+    """Return the names of the unit's weights and buffers."""
     keys = [key.partition("/") for owner, key in contents.leaves if owner == unit]
     return [name for sort, _, name in keys if sort == "model"]
 
@@ -70,7 +70,7 @@ def optimizer_tensors(contents: CheckpointContents, unit: str) -> Iterator[tuple
 
 
 def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
-    """The entries of plugins that hold the state of a loss scaler, as `scaler`."""
+    """Return the entries of plugins that hold the state of a loss scaler, as `scaler`."""
     return [
         entries
         for own in contents.ranks

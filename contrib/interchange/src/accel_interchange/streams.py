@@ -15,7 +15,7 @@ __all__ = ["from_foreign", "to_foreign"]
 
 
 def from_foreign(states: Mapping[str, Any], here: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The streams of a rank, each as it was there.
+    """Return the streams of a rank, each as it was there.
 
     What was not there stays as it is here.
     """

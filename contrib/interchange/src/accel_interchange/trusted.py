@@ -91,7 +91,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The `.metadata` of a torch.distributed.checkpoint folder.
+    """Return the `.metadata` of a torch.distributed.checkpoint folder.
 
     None of torch's code is called for it.
 
