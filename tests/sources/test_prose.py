@@ -34,6 +34,28 @@ NOT_YET: frozenset[str] = frozenset(
 """Rooms and packages whose docstrings are not rewritten yet."""
 
 
+LONG: frozenset[str] = frozenset(
+    [
+        "accel_compat",
+        "accel_testing",
+        "accelerator",
+        "checkpoint",
+        "cli",
+        "config",
+        "contract",
+        "data",
+        "defaults",
+        "distributed",
+        "errors",
+        "launch",
+        "plugins",
+        "runtime",
+        "training",
+    ]
+)
+"""Rooms and packages with longer first lines."""
+
+
 def name_of(package: Path) -> str:
     return package.stem
 
@@ -62,9 +84,23 @@ def riddles(package: Path) -> list[str]:
     ]
 
 
+def long_headlines(package: Path) -> list[str]:
+    return [
+        f"{file.relative_to(ROOT)}:{line}: {text}"
+        for file in files_of(package)
+        for line, text in headlines(file.read_text(encoding="utf-8"))
+        if len(text) > 79
+    ]
+
+
 @pytest.mark.parametrize("package", [it for it in PACKAGES if it.stem not in NOT_YET], ids=name_of)
 def test_a_docstring_does_not_begin_with_a_question_word(package: Path) -> None:
     assert riddles(package) == []
+
+
+@pytest.mark.parametrize("package", [it for it in PACKAGES if it.stem not in LONG], ids=name_of)
+def test_the_first_line_of_a_docstring_has_at_most_79_characters(package: Path) -> None:
+    assert long_headlines(package) == []
 
 
 @pytest.mark.parametrize("line", ["What a run is.", "Whether it works."])

@@ -24,7 +24,7 @@ __all__ = ["CARRIED", "RUNS", "DistributedDataParallel", "follow", "refuse_hooks
 
 _READY: Final = "ready"
 RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
-"""Model -> a weak reference to the run that prepared it. Not in the model, which may be copied."""
+"""Model -> weak reference to its run. Not in the model, which may be copied."""
 _REASONS: Final = {
     "none": "was called on the model inside, or on a part of it: only the forward of the model that"
     " prepare returned has its gradients reduced",
@@ -216,7 +216,7 @@ def _no_run() -> None:
 
 
 def _asked(module: nn.Module) -> list[nn.Parameter]:
-    """Return the first trained parameter of the module and of each part that may be called."""
+    """Return the first trained parameter of the module and of each callable part."""
     parts = (module, *module.children())
     found = (next((p for p in part.parameters() if p.requires_grad), None) for part in parts)
     return [p for p in dict.fromkeys(found) if p is not None]

@@ -78,7 +78,7 @@ def _of_run(config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loader
 def _batch_size(
     config: DeepSpeedPlugin, unit: Unit, made: Mapping[str, Any], loaders: Sequence[Any]
 ) -> tuple[int, str]:
-    """Samples of a micro-batch on a reader.
+    """Return the number of samples in a reader's micro-batch.
 
     Only DeepSpeed's own sample counter looks at it.
     """
@@ -161,7 +161,7 @@ def _scale(fp16: dict[str, Any], scaler: GradScalerKwargs) -> list[str]:
 
 
 def engine_settings(made: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
-    """The settings an engine is built with.
+    """Return the settings an engine is built with.
 
     Core counts micro-batches and says when to clip.
 

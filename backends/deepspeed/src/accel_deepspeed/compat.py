@@ -25,7 +25,7 @@ __all__ = ["deepspeed_for", "dismantle", "leave", "quiet"]
 
 
 def deepspeed_for(run: Run, user: object) -> Any:
-    """The module `deepspeed` for the run's device, with a process group.
+    """Return the module `deepspeed` for the run's device, with a process group.
 
     Until `leave(user)`.
 
@@ -77,7 +77,7 @@ def quiet() -> Iterator[None]:
 
 
 _users: set[int] = set()
-"""The plugins, by identity, that make engines or models: DeepSpeed's globals are dropped with the last."""
+"""Ids of plugins that make engines; DeepSpeed's globals go with the last."""
 _before: dict[str, str | None] = {}
 """Environment variables that were set for DeepSpeed -> what they were."""
 _alone: list[bool] = []
@@ -121,7 +121,7 @@ def _is_group(value: Any) -> bool:
 
 
 def leave(user: object) -> None:
-    """The user has no engine any more.
+    """Forget the user, who has no engine any more.
 
     The last one takes along what DeepSpeed keeps of process groups.
     """

@@ -105,7 +105,7 @@ class DeepSpeedPlugin(KwargsHandler):
         return self.stage == 3 if self.zero3_init_flag is None else self.zero3_init_flag
 
     def propose(self, run: RunConfig) -> Sequence[Proposal]:
-        """Settings of the run in the JSON: micro-batches per step, and the precision."""
+        """Return the JSON's settings of the run: micro-batches per step, precision."""
         made = self.deepspeed_config
         steps = made.get("gradient_accumulation_steps", settings.AUTO)
         found = []

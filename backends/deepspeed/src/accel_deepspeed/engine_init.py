@@ -34,7 +34,7 @@ def sharded_init(user: object, config: DeepSpeedPlugin, run: Run) -> Iterator[No
 
 
 def _settings(config: DeepSpeedPlugin, run: Run) -> dict[str, Any]:
-    """Settings that matter for building, without the "auto"s that are still unknown."""
+    """Return the settings that matter for building, without unknown "auto"s."""
     made = config.deepspeed_config
     zero = made.get("zero_optimization", {})
     for path in settings.autos(zero):

@@ -26,7 +26,7 @@ def spread(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _numbered(layer: Any, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """(number here, name over all ranks, a parameter like it) per expert parameter."""
+    """Yield (number here, global name, a parameter like it) per expert parameter."""
     mine = list(layer.experts.deepspeed_experts)
     first = dist.get_rank(layer.ep_group) * len(mine)
     for number in range(layer.ep_size * len(mine)):

@@ -26,7 +26,7 @@ __all__ = ["Gradients", "enter_once", "of", "refuse_others_unused"]
 
 
 def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
-    """The gradients of an engine, by its stage.
+    """Return the gradients of an engine, by its stage.
 
     Args:
         engine: DeepSpeed's.
@@ -41,7 +41,7 @@ def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
 
 
 def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
-    """A backward is one, however many of the engine's outputs it begins at.
+    """Make a backward from several outputs of the engine count once.
 
     With all frozen it is none.
 
@@ -125,7 +125,7 @@ class Gradients:
         self.engine._running_engine_step = False
 
     def tensors(self) -> list[Tensor]:
-        """This rank's reduced gradients, times the scale."""
+        """Return this rank's reduced gradients, times the scale."""
         return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
 
     def multiply(self, factor: Tensor) -> None:

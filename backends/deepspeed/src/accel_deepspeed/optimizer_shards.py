@@ -39,30 +39,30 @@ class Fragment:
     copies: bool
 
     def of(self, tensor: Tensor) -> Leaf:
-        """This part of `tensor`, which is laid out as `flat` is."""
+        """Return this part of `tensor`, which is laid out as `flat` is."""
         shape = shape_of(self.parameter)
         if tuple(tensor.shape) == shape and self.numel == tensor.numel():
             return whole(tensor, replicated=self.copies)
         return flat_range(self.cut(tensor), shape, self.start, replicated=self.copies)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """A flat view of these elements of `tensor`, which is laid out as `flat` is."""
+        """Return a flat view of these elements of `tensor`, laid out as `flat`."""
         return tensor.detach().view(-1)[self.at : self.at + self.numel]
 
 
 Part = tuple["nn.Parameter", int, int, int]
 """(parameter, where it begins in the flat tensor, first element of it, how many)."""
 Laid = tuple[int, "Tensor", int, Iterable[Part]]
-"""(group, flat tensor, how many ranks hold another part, the parts of parameters in it)."""
+"""(group, flat tensor, number of ranks with other parts, its fragments)."""
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the whole parameter, also while it is partitioned."""
+    """Return the shape of the whole parameter, also while it is partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def live_part(fragment: Fragment) -> Tensor:
-    """The elements of the fragment that forward computes with.
+    """Return the elements of the fragment that forward computes with.
 
     A view of the 16-bit (or only) copy.
     """
@@ -74,7 +74,7 @@ def live_part(fragment: Fragment) -> Tensor:
 
 
 def fragments(unit: Unit) -> Iterator[Fragment]:
-    """The fragment of each parameter that this rank steps, in the groups' order.
+    """Yield the fragments that this rank steps, in the groups' order.
 
     A fragment may be empty.
 
@@ -91,12 +91,12 @@ def fragments(unit: Unit) -> Iterator[Fragment]:
 
 
 def nowhere(parameter: nn.Parameter) -> Leaf:
-    """A parameter of this one's shape that other ranks have."""
+    """Return a parameter of this one's shape that other ranks have."""
     return Leaf(kind="like_param", global_shape=shape_of(parameter), shards=(), replicated=True)
 
 
 def unstepped(parameter: nn.Parameter) -> Leaf:
-    """A parameter that no optimizer steps."""
+    """Return a parameter that no optimizer steps."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:
         return leaf_of(parameter)
@@ -128,20 +128,20 @@ def _each(masters: Sequence[Sequence[Tensor]], models: Sequence[Any] | None = No
 
 
 def _fused(optimizer: Any) -> Iterator[Laid]:
-    """Groups laid end to end, on all ranks."""
+    """Return the elements of groups laid end to end, on all ranks."""
     pairs = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
     for group, (flat, parameters) in enumerate(pairs):
         yield group, flat, 1, _cut(parameters, _end_to_end(parameters), 0, flat.numel())
 
 
 def _bf16(optimizer: Any) -> Iterator[Laid]:
-    """Groups laid end to end, cut by rank."""
+    """Return the elements of groups laid end to end, cut by rank."""
     groups = zip(optimizer.bf16_groups, map(_end_to_end, optimizer.bf16_groups), strict=True)
     return _ranges(optimizer, groups, optimizer.fp32_groups_flat_partition)
 
 
 def _stages_1_and_2(optimizer: Any) -> Iterator[Laid]:
-    """Groups laid end to end, with gaps, in an order of their own, cut by rank."""
+    """Return the elements of groups laid end to end in their own order, with gaps."""
     orders, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
     return _ranges(optimizer, zip(orders, offsets, strict=True), optimizer.single_partition_of_fp32_groups)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["unserved"]
 
 _WHOLE: Final = ("adafactor", "came", "galore", "lamb", "lars", "muon", "shampoo", "sm3", "soap")
-"""Parts of the names of optimizers whose step of an element depends on the rest of its parameter."""
+"""Parts of names of optimizers that step an element by its whole parameter."""
 
 
 def unserved(optimizer: Optimizer, *, flat: bool) -> str | None:

@@ -20,7 +20,7 @@ _ABSENT: Final = object()
 
 
 def read(given: Any) -> dict[str, Any] | None:
-    """Settings from a mapping, a JSON file, base64 text, or an object with `config`.
+    """Read settings from a mapping, JSON file, base64 text or object with `config`.
 
     Raises:
         ValueError: there is no such file, or it holds no JSON.
@@ -78,7 +78,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def get(settings: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path."""
+    """Return the value at a dotted path."""
     found: Any = settings
     for key in path.split("."):
         found = found.get(key, _ABSENT) if isinstance(found, Mapping) else _ABSENT
@@ -94,7 +94,7 @@ def put(settings: dict[str, Any], path: str, value: Any) -> None:
 
 
 def autos(settings: Mapping[str, Any]) -> list[str]:
-    """The paths that are still "auto"."""
+    """Return the paths that are still "auto"."""
     return [path for path, value in _leaves(settings) if value == AUTO]
 
 

@@ -42,13 +42,13 @@ _SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 _OWN: Final = ("params", "param_names", "moe", "name")
 """Entries of a param_group that are not hyperparameters."""
 _ADAM: Final[Mapping[str, str]] = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}
-"""DeepSpeed's own Adam, torch's in other words: class -> attribute that says whether it is AdamW."""
+"""DeepSpeed's own Adam classes -> the attribute that is true for AdamW."""
 
 logger = logging.getLogger(__name__)
 
 Template = Mapping[str, Mapping[str, "TensorTemplate"]]
 Scalars = dict[str, Tensor]
-"""`NAME/KEY` -> a number that DeepSpeed keeps once for all parameters of a flat tensor (their step)."""
+"""`NAME/KEY` -> number that DeepSpeed keeps once per flat tensor (the step)."""
 
 
 class EngineState:
@@ -158,7 +158,7 @@ class EngineState:
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
-        """Collective: what forward computes with is made from the masters."""
+        """Make forward's weights from the masters. Collective."""
         base, scalars = _base(unit), self._loading.pop(unit, {})
         for flat, parts in _by_flat(unit):
             for key in base.state.get(flat, {}):
@@ -169,7 +169,7 @@ class EngineState:
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        """The engine's counters, and its loss scale if it has one."""
+        """Return the engine's counters, and its loss scale if it has one."""
         homes = _homes(unit)
         found = {name: _values(home, keys) for name, (home, keys) in homes.items()}
         return {name: Entry(value=values) for name, values in found.items() if values}
@@ -196,7 +196,7 @@ class EngineState:
 
 
 def _base(unit: Unit) -> Any:
-    """The optimizer that steps the flat tensors."""
+    """Return the optimizer that steps the flat tensors."""
     (engine,) = unit.wrapped
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 

@@ -114,7 +114,7 @@ class DeepSpeed(SharedSequences, EngineState):
 
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
-        """Collective: weights become rank 0's.
+        """Give all ranks the weights of rank 0. Collective.
 
         A late optimizer has the engine built anew, in its place.
         """
@@ -228,7 +228,7 @@ class DeepSpeed(SharedSequences, EngineState):
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
-        """The user's module works on where it holds its weights (stages 0 to 2)."""
+        """Take the engine apart; the user's module works on (stages 0 to 2)."""
         self.gradients.pop(unit, None)
         self.forget(unit)
         for engine in unit.wrapped:

@@ -38,7 +38,7 @@ class SharedSequences:
 
 
 def _part(batch: Any, rank: int, ranks: int) -> Any:
-    """This rank's part of each sequence: of each tensor's second dimension.
+    """Return this rank's part of each sequence: of each tensor's second dimension.
 
     What follows from whole sequences is added where transformers asks for it: positions, and labels that
     are shifted already, because a loss that shifts by itself loses the token after each part.

@@ -25,7 +25,7 @@ _USER: Final = "full_parameters"
 
 @contextmanager
 def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
-    """A context with whole weights, in the precision of forward. Collective.
+    """Make a context with whole weights, in the precision of forward. Collective.
 
     Changes that rank 0 makes are kept, by the masters too.
     """
@@ -49,7 +49,7 @@ def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
 
 
 def keep_available(optimizer: Any) -> None:
-    """Collective: stage 3 expects its small weights to be whole between steps."""
+    """Gather stage 3's small weights, which must be whole between steps. Collective."""
     if parameters := optimizer.persistent_parameters:
         parameters[0].all_gather(parameters)
 

@@ -33,7 +33,7 @@ POLICY_KEYS: Final[Mapping[int, tuple[str, ...]]] = {
 
 
 def first_problem(config: Config) -> str | None:
-    """The first problem of the config and its remedy; None if there is none."""
+    """Return the first problem of the config and its remedy; None if there is none."""
     of_version = {1: _not_in_1, 2: _not_in_2}[config.fsdp_version]
     checks = (_kinds, _one_strategy, of_version, _wrapping, _policy, _going_together)
     return next(chain.from_iterable(check(config) for check in checks), None)

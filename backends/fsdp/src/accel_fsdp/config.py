@@ -19,7 +19,7 @@ STATE_DICTS: Final = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT
 
 
 def _word(words: Sequence[str], value: Any) -> Any:
-    """An enum member's name, a number's word (they count from 1), a word in any case.
+    """Return the word of an enum member, a number from 1 on, or a word in any case.
 
     Else as it is.
     """

@@ -37,7 +37,7 @@ def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshD
 
 
 def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
-    """The ranks that share a model's weights.
+    """Return the ranks that share a model's weights.
 
     One dimension, or one to replicate over before it. Collective.
 
@@ -60,7 +60,7 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
 
 
 def replica_groups(mesh: Mesh) -> list[ProcessGroup]:
-    """Groups of ranks that compute the same layers on the same data.
+    """Return the groups of ranks that compute the same layers on the same data.
 
     All that splits the model but stages.
     """
@@ -69,7 +69,7 @@ def replica_groups(mesh: Mesh) -> list[ProcessGroup]:
 
 
 def stages(mesh: Mesh | None) -> ProcessGroup | None:
-    """The ranks that hold the other stages of this rank's part of a pipeline."""
+    """Return the ranks that hold the other stages of this rank's part of a pipeline."""
     if mesh is None or mesh.size("pp") == 1:
         return None
     group: ProcessGroup = mesh.device_mesh.get_group("pp")

@@ -66,7 +66,7 @@ def split(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _count(name: str, module: nn.Module, ranks: int) -> int:
-    """Number of experts that the module holds."""
+    """Return the number of experts that the module holds."""
     if any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in module.modules()):
         raise ConfigError(
             f"fsdp.ep_modules: {name} is a list of experts, which are called one by one, where no token can"
@@ -98,7 +98,7 @@ class Spread:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many rows travel is known only then
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Collective over the ranks of `ep`."""
+        """Send tokens to the ranks that have their experts. Collective over `ep`."""
         if kwargs:
             args = tuple(inspect.signature(super().forward).bind(*args, **kwargs).arguments.values())  # type: ignore[misc]
         kinds = [arg.dim() if isinstance(arg, Tensor) else None for arg in args]
@@ -162,7 +162,7 @@ class Spread:
 
 @contextmanager
 def _local(module: Any, ranks: int) -> Iterator[None]:
-    """The module's weights are plain tensors, those of this rank's experts."""
+    """Make the module's weights plain tensors, those of this rank's experts."""
     places = [
         (each._parameters, key, weight)
         for each in module.modules()

@@ -1,4 +1,4 @@
-"""Parameters inside the flat vectors of fsdp_version 1, and this rank's part of each."""
+"""Parameters inside the flat vectors of fsdp_version 1, and their local parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Part", "is_elsewhere", "modules_of", "parameters_of", "parts_of"]
 
 
 def modules_of(unit: Unit) -> list[FSDP]:
-    """The wrapped modules that hold parameters of their own."""
+    """Return the wrapped modules that hold parameters of their own."""
     wrapped = [model for model in unit.wrapped if isinstance(model, FSDP)]
     found = [module for model in wrapped for module in FSDP.fsdp_modules(model) if module._handle is not None]
     if any(map(_is_gathered, found)):
@@ -38,7 +38,7 @@ def _is_gathered(module: FSDP) -> bool:
 
 
 def parameters_of(module: FSDP) -> list[nn.Parameter]:
-    """The user's parameters in the module's flat vector."""
+    """Return the user's parameters in the module's flat vector."""
     flat: Any = module._handle.flat_param  # type: ignore[union-attr]
     return list(flat._params)
 
@@ -60,12 +60,12 @@ class Part:
 
 
 def is_elsewhere(parameter: nn.Parameter, parts: Mapping[nn.Parameter, Part]) -> bool:
-    """True if only other ranks have elements of the parameter."""
+    """Return True if only other ranks have elements of the parameter."""
     return parameter in parts and not parameter.numel() and 0 not in parts[parameter].shape
 
 
 def parts_of(unit: Unit) -> dict[nn.Parameter, Part]:
-    """This rank's part of each sharded parameter."""
+    """Return this rank's part of each sharded parameter."""
     found = {}
     for module in modules_of(unit):
         handle: Any = module._handle

@@ -67,7 +67,7 @@ class Flat(FullyShardedDataParallel):
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Collective."""
+        """Shard the model by version 1. Collective."""
         self.join(unit)
         arguments = self._arguments(model)
         names = dict(model.named_parameters())
@@ -211,7 +211,7 @@ class Flat(FullyShardedDataParallel):
         return _all(FSDP.summon_full_params(module, recurse=False, writeback=writeback) for module in holding)
 
     def _leaf(self, leaf: Leaf, part: Part | None) -> Leaf:
-        """A parameter's leaf, or one like it: the range of the whole that this rank has."""
+        """Return the leaf of a parameter, or of a tensor like it: the range on this rank."""
         if part is None or leaf.kind != "like_param":
             return leaf
         return part.leaf(leaf.shards[0][1].flatten(), replicated=self.mesh.ndim > 1)

@@ -60,7 +60,7 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Collective."""
+        """Shard the model by version 2. Collective."""
         self.join(unit)
         arguments: dict[str, Any] = {
             "reshard_after_forward": self.config.reshards,
@@ -171,11 +171,11 @@ class Sharded(FullyShardedDataParallel):
         return ()
 
     def rehearses(self, unit: Unit) -> bool:
-        """True if the backward that runs was not called by the user."""
+        """Return True if the backward that runs was not called by the user."""
         return False
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
-        """The ranks that the group is sharded over; experts are split over `ep` first.
+        """Return the ranks that share the group; experts are split over `ep` first.
 
         Collective.
         """
@@ -275,7 +275,7 @@ def _write_back(stand_ins: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, as the parameter is sharded.
+    """Return this rank's part of a whole tensor, as the parameter is sharded.
 
     Not collective.
     """

@@ -29,7 +29,7 @@ __all__ = ["init_context", "materialize"]
 
 
 def init_context(config: FullyShardedDataParallelPlugin, *, first: bool) -> AbstractContextManager[Any]:
-    """A context for building models: on the meta device, unless this rank loads."""
+    """Return a context that builds models on the meta device, unless this rank loads."""
     loads = config.cpu_ram_efficient_loading and first
     return nullcontext() if loads else torch.device("meta")
 

@@ -13,7 +13,7 @@ __all__ = ["become", "did_you_mean"]
 
 
 def did_you_mean(asked: object, known: Iterable[str]) -> str:
-    """A question about names like the one asked for, if there are any."""
+    """Return a question about similar names, if there are any."""
     found = get_close_matches(str(asked), list(known), 3)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 

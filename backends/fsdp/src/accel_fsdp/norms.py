@@ -58,14 +58,17 @@ class Layout:
         return cls(tuple(parameters), kinds, tuple(found), is_double(parameters), stages)
 
     def is_of(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """True if this is the layout of these parameters."""
+        """Return True if this is the layout of these parameters."""
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
 
 
 def is_double(parameters: Iterable[nn.Parameter]) -> bool:
-    """True if one of them is float64; alike on all ranks that name the same ones."""
+    """Return True if one of the parameters is float64.
+
+    Alike on all ranks that name the same parameters.
+    """
     return any(parameter.dtype == torch.float64 for parameter in parameters)
 
 
@@ -133,7 +136,7 @@ def _total(
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float, nothing: Tensor) -> list[Tensor]:
-    """The norm of each, where and of the dtype that `nothing` is."""
+    """Return the norm of each, where and of the dtype that `nothing` is."""
     # torch has no maximum of nothing, and an uneven shard may be empty.
     found: dict[int, Tensor] = {}
     full = [gradient for gradient in gradients if gradient.numel()]

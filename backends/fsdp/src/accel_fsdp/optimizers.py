@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["refused"]
 
 OF_A_MODEL: Final = re.compile(r"(?i).*(lbfgs|prodigy|dadapt).*|sam|adaptivesam")
-"""Optimizers that compute one number from all parameters, such as a norm or a step size."""
+"""Optimizers that compute one number from all parameters, such as a norm."""
 OF_A_TENSOR: Final = re.compile(
     r"(?i).*(adafactor|muon|shampoo|galore|novograd|k_?fac|psgd).*"
     r"|(fused|nv|distributed)?(lamb|lars|larc)(v\d)?|soap|came|kron|sm3|adam_?mini|apollo|scion|dion"
 )
-"""Optimizers that compute with whole weights: their norms, rows and columns, or as matrices."""
+"""Optimizers that compute with whole weights: norms, rows, columns, matrices."""
 NOT_FOR_DTENSORS: Final = {"Adafactor": "take AdamW, or strategy ddp", "Rprop": "set fsdp.fsdp_version: 1"}
-"""Optimizers that use operations which torch does not have for DTensors -> what to do."""
+"""Optimizers with operations that torch lacks for DTensors -> remedy."""
 
 
 def refused(optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages: bool) -> Iterator[str]:

@@ -71,7 +71,7 @@ class Pipelined(Sharded):
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Collective."""
+        """Shard the stages, then find the weights that they tie. Collective."""
         wrapped = super().wrap_model(unit, model)
         self._pipes[unit].ties.begin()
         return wrapped
@@ -113,7 +113,7 @@ class Pipelined(Sharded):
 
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        """Collective."""
+        """Sum the gradients of tied weights, then reduce as below. Collective."""
         self._pipes[unit].ties.sum()
         self.below.reduce_gradients(unit, num_items)
 

@@ -37,7 +37,7 @@ LAYOUTS: Final[Mapping[str, Placement]] = {
     "features": Shard(-1),
     "sequence": Shard(1),
 }
-"""Layout of a tensor on the ranks: whole on each, or split along its last or second dimension."""
+"""Layout on the ranks: whole, or split along the last or second dimension."""
 
 WORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "colwise": {"style": "colwise"},
@@ -109,7 +109,7 @@ def plan_of(
 
 
 def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> None:
-    """transformers' attention views what its projections give as whole heads."""
+    """Refuse plans that cut a head, which transformers' attention views as whole."""
     config = getattr(model, "config", None)
     heads = {
         "q_proj": "num_attention_heads",

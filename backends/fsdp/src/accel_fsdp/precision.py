@@ -58,7 +58,7 @@ def _offloaded(optimizer: Optimizer) -> bool:
 
 
 def mixed_precision(config: FullyShardedDataParallelPlugin, run: Run) -> Any:
-    """The policy of the config, or else the one that fits the run's precision.
+    """Return the policy of the config, or else the one that fits the run's precision.
 
     The run's bf16 and fp16 gather weights in it and reduce gradients in float32, as data parallelism
     over whole weights does; a policy given as a word does both in that dtype.

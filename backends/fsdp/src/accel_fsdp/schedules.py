@@ -87,7 +87,7 @@ class Pipe:
         self.ties = Ties(self.pieces, group, device)
         self.window: _Window | None = None
         self.rehearses = False
-        """True while torch learns shapes, by a forward and a backward before those of a window."""
+        """True while torch learns shapes, in a step before those of a window."""
         self._schedules: dict[Any, Any] = {}
 
     def run(
@@ -206,7 +206,7 @@ class _Stage(nn.Module):
     stage: int
     pipe: Pipe
     known = False
-    """True once torch knows the shapes that this stage returns, from a first call with dummy numbers."""
+    """True once torch knows this stage's shapes, from a first call on dummies."""
 
     def __init__(self, pipe: Pipe, stage: int) -> None:
         super().__init__()

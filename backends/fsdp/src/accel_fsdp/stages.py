@@ -41,7 +41,7 @@ class Running:
 
     @contextmanager
     def at(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Forwards inside are of this stage."""
+        """Count the forwards inside as this stage's."""
         self.stage, self.received, self.entered = stage, received, stage == 0
         try:
             yield
@@ -165,7 +165,7 @@ def cut(
 
 
 def absent(model: nn.Module) -> list[nn.Module]:
-    """The modules of other ranks' stages.
+    """Return the modules of other ranks' stages.
 
     They may share weights with modules of this rank's.
     """
@@ -199,7 +199,7 @@ def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.M
 
 
 def _has_state(module: nn.Module) -> bool:
-    """True if only the rank with the module's stage may run it."""
+    """Return True if only the rank with the module's stage may run it."""
     kept = (set(each._buffers) - each._non_persistent_buffers_set for each in module.modules())
     return any(True for _ in module.parameters()) or any(kept)
 

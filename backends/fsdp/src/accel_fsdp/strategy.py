@@ -14,7 +14,7 @@ __all__ = ["strategy"]
 
 
 def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullyShardedDataParallel:
-    """The implementation of the version that the config asks for."""
+    """Return the implementation of the version that the config asks for."""
     config = config or FullyShardedDataParallelPlugin()
     if config.fsdp_version == 1:
         from accel_fsdp.fsdp1 import Flat

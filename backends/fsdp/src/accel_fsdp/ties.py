@@ -67,7 +67,7 @@ class Ties:
                 _local(weight.grad).copy_(torch.stack(self._everyones(weight.grad, ranks)).sum(0))
 
     def counted_elsewhere(self) -> Collection[nn.Parameter]:
-        """This rank's that a stage before counts."""
+        """Return this rank's parameters that an earlier stage counts."""
         return {parameter for parameter, ranks in self._tied if ranks[0] != self.rank}
 
     def _everyones(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Unused", "followed"]
 
 NOT_RUN, WITHOUT, WITH = range(3)
-"""State of a parameter after a backward: untouched, as its group did not run; a zero; a gradient."""
+"""State after a backward: its group did not run, a zero, or a gradient."""
 
 
 class Unused:
@@ -104,7 +104,7 @@ class Unused:
             )
 
     def _compare(self, left: dict[FSDPParam, bool]) -> None:
-        """Collective, where ranks compare."""
+        """Compare parameters without a gradient. Collective, where ranks compare."""
         if not self.compares:
             raise AccelError(
                 f"unit {self.unit.name!r}: {self._names(left)} got no gradient on this rank. In the first"
@@ -139,7 +139,7 @@ class Unused:
 
 
 def followed(models: Sequence[nn.Module]) -> set[Unused]:
-    """The trackers of unused parameters in these models."""
+    """Return the trackers of unused parameters in these models."""
     modules = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
     groups = (group for module in modules for group in _groups(module._get_fsdp_state()))
     found = (vars(fsdp_param).get("_unused") for group in groups for fsdp_param in group.fsdp_params)
@@ -162,7 +162,7 @@ def _has_gradient(parameter: FSDPParam) -> int:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The state's parameter groups; torch 2.10 and earlier have one at most."""
+    """Return the state's parameter groups; torch up to 2.10 has one at most."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []

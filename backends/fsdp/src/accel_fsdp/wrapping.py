@@ -56,7 +56,7 @@ class Group:
 
 
 def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Group]:
-    """The blocks, experts that are spread and, last, the model around them.
+    """Return the blocks, experts that are spread and, last, the model around them.
 
     Inner ones before outer ones.
 
@@ -81,7 +81,7 @@ def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Gro
 
 
 def ignored(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """The modules that stay whole.
+    """Return the modules that stay whole.
 
     Raises:
         ConfigError: the pattern matches none.
@@ -99,7 +99,7 @@ def ignored(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn
 
 
 def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """The modules inside the model that the wrap policy names, inner ones first."""
+    """Return the modules that the wrap policy names, inner ones first."""
     policy = _policy(model, config)
     if policy is None:
         return []
@@ -119,7 +119,7 @@ def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.
 
 
 def wraps(model: nn.Module, config: FullyShardedDataParallelPlugin) -> bool:
-    """True if a policy says what blocks are."""
+    """Return True if a policy says what blocks are."""
     return _policy(model, config) is not None
 
 
@@ -128,7 +128,7 @@ def _left(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Mo
 
 
 def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn.Module:
-    """The model with each block's activations computed again in backward.
+    """Return the model with each block's activations computed again in backward.
 
     A model without blocks whole.
     """
@@ -177,7 +177,7 @@ def _policy(
 
 
 def _outermost(block: nn.Module, model: nn.Module) -> nn.Module:
-    """The checkpointing around a block, which is gathered with it."""
+    """Return the checkpointing around a block, which is gathered with it."""
     for module in model.modules():
         if isinstance(module, ActivationWrapper) and next(module.children()) is block:
             return _outermost(module, model)
@@ -205,7 +205,7 @@ def _refuse_parted(model: nn.Module, found: Sequence[Group]) -> None:
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor, the one with the largest stride first."""
+    """Return the dimensions of a tensor, the one with the largest stride first."""
     return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
@@ -226,7 +226,7 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
 
 
 def refuse_unfit(parameters: Mapping[str, nn.Parameter], version: int) -> None:
-    """Raises ConfigError for one that torch's FSDP cannot shard, by name."""
+    """Raise ConfigError for one that torch's FSDP cannot shard, by name."""
     for name, parameter in parameters.items():
         if reason := _unfit(parameter, version):
             raise ConfigError(f"{name}, {list(parameter.shape)}: {reason}")

@@ -43,7 +43,7 @@ def hpu_count() -> int:
 
 
 def lazy_mode() -> bool:
-    """Return True if operations are recorded; Gaudi's software reads this at its import."""
+    """Return True if operations are recorded, as Gaudi reads it at its import."""
     return os.environ.get(LAZY, "1") == "1"
 
 

@@ -40,7 +40,7 @@ _LATE: Final = frozenset(
 
 
 def transformer_config(accelerator: Accelerator, *, num_layers: int, **what: Any) -> Any:
-    """A TransformerConfig with the run's degrees, dtypes and `other_megatron_args`.
+    """Return a TransformerConfig of the run's degrees, dtypes and other arguments.
 
     Args:
         accelerator: of the run.
@@ -58,7 +58,7 @@ def build_model(
     *,
     num_layers: int | None = None,
 ) -> nn.Module:
-    """A model to prepare, of which this rank has its own chunks. Collective.
+    """Return a model to prepare, of which this rank has its own chunks. Collective.
 
     Its parameters have the names and shapes of the whole model's, and no data.
 
@@ -89,7 +89,7 @@ def build_model(
 
 
 def plugin_of(accelerator: Accelerator) -> Any:
-    """The strategy of the run, if it is this one."""
+    """Return the strategy of the run, if it is this one."""
     from accel_megatron.strategy import Megatron
 
     for plugin in accelerator.run.plugins.values():
@@ -137,7 +137,7 @@ def indexed_loaders(
     num_workers: int = 0,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Prepared DataLoaders to train, validate and test with, or None.
+    """Return prepared DataLoaders to train, validate and test with, or None.
 
     As many samples as the options say.
 
@@ -206,7 +206,7 @@ def _datasets(
 
 
 def _counts(config: MegatronLMPlugin, batch: int) -> tuple[int, int, int]:
-    """Samples to train, validate and test on, as Megatron-LM counts them.
+    """Return Megatron-LM's numbers of samples to train, validate and test on.
 
     `batch`: of all ranks.
     """

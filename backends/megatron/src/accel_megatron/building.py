@@ -49,13 +49,13 @@ class Chunks:
 
 
 def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
-    """Number of chunks per rank; None: one, and the plain schedule."""
+    """Return the number of chunks per rank; None: one, and the plain schedule."""
     each = config.num_layers_per_virtual_pipeline_stage
     return None if each is None else layers // (config.pp_degree * each)
 
 
 def build(run: Run, plugin: MegatronLMPlugin, adapter: Adapter) -> Chunks:
-    """The chunks of this rank, their weights not yet the user's. Collective."""
+    """Return the chunks of this rank, their weights not yet the user's. Collective."""
     virtual = chunk_numbers(plugin, adapter.layers)
     config = settings.build(run, plugin, virtual, **adapter.settings())
     chunks = made(run, plugin, virtual, lambda **stage: adapter.chunk(config, **stage))

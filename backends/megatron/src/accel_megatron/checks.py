@@ -39,7 +39,10 @@ def of_world(config: MegatronLMPlugin, world: World) -> Iterator[str]:
 
 
 def of_model(config: MegatronLMPlugin, model: nn.Module, *, is_half: bool) -> Iterator[str]:
-    """Reasons why a model cannot be trained or split so. is_half: it computes in 16 bits."""
+    """Reasons why a model cannot be trained or split so.
+
+    `is_half` says that the model computes in 16 bits.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dtype is torch.float64 and not is_half:
             yield (

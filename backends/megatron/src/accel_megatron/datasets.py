@@ -39,7 +39,7 @@ class Samples(Dataset[dict[str, "Tensor"]]):
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of a model, from a batch or sample of megatron-core's datasets.
+    """Return inputs of a model from a batch or sample of megatron-core's datasets.
 
     Batches of other datasets stay as they are.
 

@@ -100,7 +100,7 @@ class Engine(nn.Module):
         return 1.0 if self.unit.run.accumulation is None else 1.0 / self.unit.window.divisor
 
     def is_own(self, loss: Tensor) -> bool:
-        """True if `loss`, after its backward, is forward's last one, as core scales it.
+        """Return True if `loss`, after its backward, is forward's last one, scaled.
 
         Its graph says so in the plain case. Reading its scale would wait for the device.
         """
@@ -177,7 +177,7 @@ class Engine(nn.Module):
         return torch.zeros((), device=device) if loss is None else loss, logits
 
     def _everywhere(self, found: StepOutput) -> Sequence[Tensor | None]:
-        """The logits that the last stage gave, on all stages. Collective."""
+        """Return the logits that the last stage gave, on all stages. Collective."""
         from megatron.core import parallel_state
 
         group = parallel_state.get_pipeline_model_parallel_group()

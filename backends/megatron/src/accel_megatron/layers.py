@@ -46,14 +46,14 @@ def ignore_padding(embeddings: nn.Module, token: int | None) -> None:
 
 
 def has_transformer_engine() -> bool:
-    """True if megatron-core has found transformer-engine, with its part for torch."""
+    """Return True if megatron-core has found transformer-engine for torch."""
     with quiet():
         from megatron.core.models.gpt import gpt_layer_specs
     return bool(gpt_layer_specs.HAVE_TE)
 
 
 def block_spec(config: Any, vp_stage: int | None, layer: Any = None) -> Any:
-    """The layers of one chunk, as `config` describes them.
+    """Return the layers of one chunk, as `config` describes them.
 
     `layer`: another spec of one, with our norm.
     """

@@ -33,7 +33,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: MegatronLMPlugin, virtual: int | None) -> Layout:
-        """The layout that the config asks for, with `virtual` chunks a rank."""
+        """Return the layout that the config asks for, with `virtual` chunks a rank."""
         return cls(
             config.tp_degree,
             config.pp_degree,
@@ -110,7 +110,7 @@ def own_streams(device: torch.device) -> Iterator[None]:
 
 
 def leave(user: object) -> None:
-    """The user has no model any more; the last one takes the groups along."""
+    """Forget a user without a model; the last one takes the groups along."""
     if _users.pop(id(user), None) is None or _users:
         return
     from megatron.core import parallel_state
@@ -146,5 +146,5 @@ def quiet() -> Iterator[None]:
 
 
 def part(group: Any) -> tuple[int, int]:
-    """(this rank's number, ranks) of a group."""
+    """Return (this rank's number, ranks) of a group."""
     return dist.get_rank(group), dist.get_world_size(group)

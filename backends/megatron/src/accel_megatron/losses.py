@@ -33,7 +33,7 @@ def cover_padding(output_layer: nn.Module, vocabulary: int) -> None:
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """The label that each token's logits are for."""
+    """Return the label that each token's logits are for."""
     return functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 

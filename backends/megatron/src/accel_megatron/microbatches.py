@@ -17,7 +17,7 @@ __all__ = ["check_lengths", "cut", "shape"]
 
 
 def cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str, Any]]:
-    """The batch in parts of one size; in evaluation as many as there can be."""
+    """Return the batch in parts of one size; in evaluation as many as there can be."""
     sizes = {len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()}
     if len(sizes) != 1:
         raise AccelError(
@@ -68,7 +68,7 @@ def _of_rows(batch: Any, decoded: bool) -> tuple[int, int]:
 
 
 def check_lengths(plugin: MegatronLMPlugin, batches: Sequence[Any]) -> None:
-    """Raises AccelError for a sequence longer than the options allow."""
+    """Raise AccelError for a sequence longer than the options allow."""
     (_, sequence), (_, decoded) = shape(batches, 1), shape(batches, 1, decoded=True)
     lengths = {
         "seq_length": (sequence, plugin.seq_length),

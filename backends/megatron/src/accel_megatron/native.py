@@ -18,7 +18,7 @@ from accel_megatron.shard_map import Piece
 __all__ = ["ModelOutput", "NativeModel"]
 
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
-"""Of sharded_state_dict: layers and experts by their own global numbers, not stacked."""
+"""Arguments of sharded_state_dict: layers and experts by global numbers."""
 
 
 @frozen
@@ -45,7 +45,7 @@ class NativeModel:
         return ModelOutput(loss, logits)
 
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
-        """The chunk's own forward."""
+        """Run the chunk's own forward."""
         return chunk(**inputs)
 
 

@@ -77,11 +77,11 @@ class Schedule:
         return int(loaders[-1].total_batch_size) * self.run.window.size
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each group."""
+        """Return the rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's position."""
+        """Return the schedule's position."""
         return {"num_steps": self.inner.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

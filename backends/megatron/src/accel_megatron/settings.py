@@ -31,7 +31,7 @@ _FUSED: Final = (
     "masked_softmax_fusion",
     "persist_layer_norm",
 )
-"""Kernels of apex and of megatron-core's CUDA extensions, off unless other_megatron_args says otherwise."""
+"""Kernels of apex and CUDA extensions, off unless other_megatron_args sets them."""
 _OURS: Final[Mapping[str, str]] = {
     "tensor_model_parallel_size": "tp_degree",
     "pipeline_model_parallel_size": "pp_degree",
@@ -112,7 +112,7 @@ def of_layers(config: MegatronLMPlugin) -> list[str]:
 
 
 def precision(run: Run) -> dict[str, Any]:
-    """The dtypes that weights are computed with."""
+    """Return the dtypes that weights are computed with."""
     name = run.config.mixed_precision
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     return {"bf16": name == "bf16", "fp16": name == "fp16", "params_dtype": dtype}
@@ -185,7 +185,7 @@ def refuse_scaler(run: Run) -> Iterable[str]:
 
 
 def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) -> Any:
-    """A TransformerConfig.
+    """Return a TransformerConfig.
 
     `what`: the model's own part of it, over which `other_megatron_args` go.
 

@@ -50,7 +50,7 @@ def same(name: str, tensor: Tensor) -> Piece:
 
 
 def column(name: str, tensor: Tensor, part: Part) -> Piece:
-    """An even part of the rows.
+    """Return an even part of the rows.
 
     These are megatron-core's column-parallel layers, whose weights are (out, in).
     """
@@ -59,13 +59,13 @@ def column(name: str, tensor: Tensor, part: Part) -> Piece:
 
 
 def row(name: str, tensor: Tensor, part: Part) -> Piece:
-    """An even part of the columns."""
+    """Return an even part of the columns."""
     (rank, ranks), (rows, columns) = part, tensor.shape
     return Piece(name=name, shape=(rows, columns * ranks), offset=(0, columns * rank), rows=rows)
 
 
 def vocabulary(name: str, tensor: Tensor, part: Part, size: int) -> Piece:
-    """An even part of the rows of a vocabulary of `size`, padded at its end to go up."""
+    """Return an even part of a vocabulary's rows, padded at its end."""
     (rank, _), (rows, *rest) = part, tensor.shape
     held = max(0, min(rows, size - rows * rank))
     return Piece(

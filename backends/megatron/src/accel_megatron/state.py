@@ -172,7 +172,7 @@ class MegatronState:
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
-        """Collective: forward computes with what was loaded."""
+        """Let forward compute with the loaded weights. Collective."""
         self._asked.pop(unit, None)
         loading = self._loading.pop(unit, {})
         stepped = {each.key: each for each in self.steppers[unit].stepped()} if loading else {}
@@ -187,7 +187,7 @@ class MegatronState:
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        """The loss scale, where there is one."""
+        """Return the loss scale, where there is one."""
         scaler = self._scaler(unit)
         return {} if scaler is None else {"loss_scale": Entry(value=_plain(scaler.state_dict()))}
 

@@ -154,7 +154,7 @@ class Stepper:
         return self.norm
 
     def step(self) -> bool:
-        """Collective. False if gradients were not finite under a loss scale."""
+        """Step; return False if scaled gradients were not finite. Collective."""
         finite = self.prepare()
         limit = self.clipping if self.max_norm is None else self.max_norm
         if finite:
@@ -202,7 +202,7 @@ class Stepper:
         return found
 
     def stepped(self) -> Iterator[Stepped]:
-        """The tensors that this rank steps."""
+        """Yield the tensors that this rank steps."""
         for each in self.inner_optimizers():
             groups = {id(key): group for group in each.optimizer.param_groups for key in group["params"]}
             for parameter, key in _pairs(each):

@@ -106,7 +106,7 @@ class Megatron(MegatronState):
 
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
-        """Collective: weights become rank 0's.
+        """Give all ranks the weights of rank 0. Collective.
 
         A late optimizer is made for the chunks that are there.
         """

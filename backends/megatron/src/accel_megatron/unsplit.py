@@ -34,11 +34,11 @@ _OF_ADAPTERS: Final = (
     "encoder_seq_length",
     "decoder_seq_length",
 )
-"""Options about layers, batches and losses that only models of megatron-core's own know."""
+"""Options that only models of megatron-core itself know."""
 
 
 def serves(plugin: MegatronLMPlugin) -> bool:
-    """True if each rank has all of a model."""
+    """Return True if each rank has all of a model."""
     return plugin.tp_degree == plugin.pp_degree == plugin.context_parallel_size == 1
 
 
@@ -73,7 +73,7 @@ class Whole(nn.Module):
         """There is no stage before."""
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        """The user's own."""
+        """Run the user's own forward."""
         return self.inner(*args, **inputs)
 
     def sharded_state_dict(self, metadata: Any) -> Any:
@@ -90,7 +90,7 @@ class Whole(nn.Module):
 
 
 def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chunks:
-    """The model as the one chunk of this rank, on the device.
+    """Return the model as this rank's only chunk, on the device.
 
     Its parameters stay the user's.
     """
@@ -114,11 +114,11 @@ class UnsplitEngine(Engine):
 
     @classmethod
     def of(cls, run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> UnsplitEngine:
-        """An engine around the model."""
+        """Return an engine around the model."""
         return cls(model, build(run, plugin, model), NativeModel(), plugin)
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        """The user's own, with inputs in the dtype of the weights."""
+        """Run the user's own forward, with inputs in the dtype of the weights."""
         chunk = self._chunk or self.chunks.run[0]
         dtype = self.chunks.config.params_dtype
         if dtype is not torch.float32:

@@ -65,7 +65,7 @@ class Spmd:
         if not runtime.is_spmd():
             runtime.use_spmd()
         self._held: dict[Unit, dict[str, tuple[Any, list[Any]]]] = {}
-        """Sharded tensors whose parts core has on the host: where loading puts them, to be written back."""
+        """Sharded tensors whose parts lie on the host; a load writes them back."""
 
     # -- set-up ----------------------------------------------------------------------------------
 

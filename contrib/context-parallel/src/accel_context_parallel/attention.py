@@ -29,7 +29,7 @@ _attend = functional.scaled_dot_product_attention
 
 @contextmanager
 def attending(mesh: DeviceMesh, length: int, anyone: Callable[[bool], bool]) -> Iterator[None]:
-    """Return a context in which attention sees all `length` tokens, those of all ranks.
+    """Let attention inside see all `length` tokens, those of all ranks.
 
     It replaces `functional.scaled_dot_product_attention`.
 

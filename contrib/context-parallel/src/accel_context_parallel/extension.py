@@ -40,12 +40,12 @@ class ContextParallel:
     def __init__(self, config: ContextParallelPlugin, run: Run) -> None:
         self.config, self.run = config, run
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Tensor that holds a part of sequences -> the length of the whole ones. Its batch ends with it."""
+        """Tensor with a part of sequences -> length of the whole; ends with its batch."""
         self._given = 0
-        """Length of the whole sequence for the forward that begins; 0 if its inputs hold no parts."""
+        """Whole length for the forward that begins; 0 if its inputs hold no parts."""
         self._attending = False
         self._restarts: Tensor | None = None
-        """Flag on a device: a batch holds packed rows. Read at the next batch, without a wait."""
+        """Flag on a device: a batch holds packed rows. Read at the next batch."""
 
     @property
     def ranks(self) -> int:
@@ -118,7 +118,10 @@ class ContextParallel:
             )
 
     def _parts_of(self, batch: Mapping[str, Any], dims: Mapping[str, int], length: int) -> dict[str, Tensor]:
-        """Return this rank's part of each entry with a sequence, and of entries made from it."""
+        """Return this rank's part of each entry with a sequence.
+
+        It also makes the entries that follow from a sequence: position ids, shifted labels.
+        """
         assert self.run.mesh is not None
         rank = self.run.mesh.index("cp")
         whole = {name: batch[name] for name in dims}

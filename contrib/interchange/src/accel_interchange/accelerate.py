@@ -20,7 +20,7 @@ from accel_interchange.trusted import read_torch
 __all__ = ["read", "write"]
 
 _SHARDED: Final = "pytorch_model_fsdp"
-"""Accelerate's names of a sharded strategy's weights: a file of all, or a folder of parts."""
+"""Accelerate's names of a sharded strategy's weights: a file, or a folder."""
 
 
 def read(folder: Path, contents: CheckpointContents) -> list[str]:
@@ -109,7 +109,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
-    """Return (unit, number there) of each object of the sort, in the order of `prepare`.
+    """Return (unit, number there) of each such object, in `prepare`'s order.
 
     Accelerate numbers so.
     """
@@ -242,7 +242,7 @@ def _name(stem: str, number: int) -> str:
 
 
 def _numbered(contents: CheckpointContents, unit: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as torch's `state_dict` has it: parameters are numbers."""
+    """Return an optimizer's state in the form of torch's `state_dict`."""
     names = [name for group in optimizer["groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {

@@ -84,7 +84,7 @@ def import_dcp(folder: Path, target: Path, like: Path, unit: str | None, model: 
 @_model
 @_optimizer
 def export_dcp(folder: Path, target: Path, unit: str | None, model: str, optimizer: str) -> None:
-    """Write TARGET, which torch.distributed.checkpoint reads, from the checkpoint FOLDER."""
+    """Write TARGET for torch.distributed.checkpoint from the checkpoint FOLDER."""
     from accel_interchange.dcp import write
 
     contents = CheckpointContents.read(folder)
@@ -129,7 +129,7 @@ def _left_out(what: list[str]) -> None:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which takes the target's name when it is complete."""
+    """Yield a folder to write into; once complete it takes the target's name."""
     if target.exists():
         raise CheckpointError(
             f"{target} exists\nexport to another folder, or move this one away", path=str(target)

@@ -184,7 +184,7 @@ def named(
 def _optimizer(
     saved: Mapping[Any, Any], described: Mapping[str, Any], folder: Path
 ) -> tuple[list[Group], dict[str, dict[str, Any]]]:
-    """Return (groups, state by name) of a `get_optimizer_state_dict`, flattened or not."""
+    """Return (groups, state by name) of a `get_optimizer_state_dict`."""
     if "param_groups" in saved:
         found = [dict(saved["param_groups"][number]) for number in sorted(saved["param_groups"])]
         return [(_names(group.pop("params")), group) for group in found], saved.get("state", {})

@@ -27,7 +27,7 @@ _CLASSES: Final = (
     "deepspeed.runtime.bf16_optimizer.fragment_address",
 )
 _STAND_INS: Final[list[Any]] = [(type(name.rpartition(".")[2], (Fields,), {}), name) for name in _CLASSES]
-"""All of DeepSpeed's own that such a file may name. Here they are fields, and nothing of its code."""
+"""DeepSpeed's names that such a file may hold; here they become fields."""
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")
 _SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 HOW: Final = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-"""Hyperparameters that say how a step is computed, not what: they are not stored. Torch's defaults."""
+"""Hyperparameters that do not change a step's result, with torch's defaults."""
 
 Group = tuple[Sequence[str], Mapping[str, Any]]
 """The names of a group's parameters, and its hyperparameters."""
@@ -70,7 +70,7 @@ def optimizer_tensors(contents: CheckpointContents, unit: str) -> Iterator[tuple
 
 
 def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
-    """Return the entries of plugins that hold the state of a loss scaler, as `scaler`."""
+    """Return the entries of plugins with a loss scaler's state, as `scaler`."""
     return [
         entries
         for own in contents.ranks

@@ -17,7 +17,7 @@ __all__ = ["Fields", "read_metadata", "read_torch"]
 _NUMPY: Final = np.zeros(1).__reduce__()[0]
 """Constructor of arrays in a pickle; its module depends on numpy's version."""
 SAFE: Final[list[Any]] = [_NUMPY, np.ndarray, np.dtype, type(np.dtype("uint32"))]
-"""Beyond what torch takes itself: arrays of numbers, for the states of numpy's generator."""
+"""Names beyond torch's own: arrays of numbers, for numpy's generator."""
 
 
 def read_torch(file: Path | io.BytesIO, name: str) -> Any:
@@ -77,7 +77,7 @@ _KNOWN: Final[dict[tuple[str, str], Any]] = {
         for name in ("PosixPath", "WindowsPath")
     },
 }
-"""All that a `.metadata` may name. What it becomes here are tuples, texts and `Fields`."""
+"""Names that a `.metadata` may hold; they become tuples, texts and `Fields`."""
 
 
 class _Restricted(pickle.Unpickler):

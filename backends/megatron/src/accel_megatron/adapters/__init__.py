@@ -42,7 +42,7 @@ def why_unsupported(model: nn.Module) -> str | None:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """The adapter of a model. Raises ConfigError if there is none."""
+    """Return the adapter of a model, or raise ConfigError."""
     if reason := why_unsupported(model):
         raise ConfigError(reason)
     adapter: Adapter = _kind(model)(model.config)

@@ -22,14 +22,17 @@ __all__ = ["LABELS", "Adapter", "Causal"]
 
 
 LABELS: Final = ("labels", "shift_labels")
-"""Inputs that a loss is computed from; the second ones are of the tokens that follow already."""
+"""Inputs of a loss; the second ones are those of the following tokens."""
 
 
 _BEFORE: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 
 
 class Adapter(ABC):
-    """A kind of transformers' models, whose config is `hf_config`, in megatron-core's form."""
+    """A kind of transformers' models in megatron-core's form.
+
+    `hf_config` is the config of the model in transformers.
+    """
 
     ends: ClassVar[Mapping[str, str]]
     """Module before or behind the layers, or parameter of it, there -> here."""
@@ -48,11 +51,11 @@ class Adapter(ABC):
     @staticmethod
     @abstractmethod
     def unsupported(hf: Any) -> Mapping[str, bool]:
-        """Settings that megatron-core cannot follow -> whether the model has them so."""
+        """Map settings that megatron-core cannot follow to True where the model has them."""
 
     @classmethod
     def unsupported_setting(cls, hf: Any) -> str | None:
-        """The first setting of the model that megatron-core cannot follow, or None."""
+        """Return the first setting that megatron-core cannot follow, or None."""
         return next((setting for setting, is_so in cls.unsupported(hf).items() if is_so), None)
 
     @property
@@ -71,7 +74,7 @@ class Adapter(ABC):
         return int(self.hf_config.num_attention_heads) // self.groups
 
     def padded(self, ranks: int) -> int:
-        """The size of the vocabulary, as that many ranks can split it."""
+        """Return the size of the vocabulary, as that many ranks can split it."""
         return -(-int(self.hf_config.vocab_size) // ranks) * ranks
 
     @abstractmethod
@@ -80,7 +83,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
-        """A part of the megatron-core model."""
+        """Return a part of the megatron-core model."""
 
     def pieces(self, name: str, tensor: Tensor, part: Part) -> Sequence[Piece]:
         """Pieces of the user's model that a chunk's parameter is made of.
@@ -112,17 +115,17 @@ class Adapter(ABC):
 
     @abstractmethod
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
-        """The model's own output, where the chunk is the `last`.
+        """Return the model's own output, where the chunk is the `last`.
 
         Else what goes to the next.
         """
 
     def words(self, name: str, tensor: Tensor, part: Part) -> Piece:
-        """The rows of the vocabulary."""
+        """Return the rows of the vocabulary."""
         return vocabulary(name, tensor, part, self.hf_config.vocab_size)
 
     def output(self, found: Tensor, labels: Tensor | None, *, logits: bool) -> Any:
-        """The output transformers gives, from logits split along the vocabulary."""
+        """Return the output transformers gives, from logits split along the vocabulary."""
         loss = None if labels is None else losses.mean_loss(found, labels)
         asked = logits or labels is None
         return self.make_output(loss, losses.whole(found, self.hf_config.vocab_size) if asked else None)
@@ -132,13 +135,13 @@ class Adapter(ABC):
         return output.loss, output.logits
 
     def make_output(self, loss: Tensor | None, logits: Tensor | None) -> Any:
-        """The result of `model(**batch)` for a whole batch."""
+        """Return the result of `model(**batch)` for a whole batch."""
         from transformers.modeling_outputs import CausalLMOutput
 
         return CausalLMOutput(loss=loss, logits=logits)
 
     def cover(self, inputs: Mapping[str, Any], known: Sequence[str]) -> None:
-        """Raises AccelError for inputs that would be ignored."""
+        """Raise AccelError for inputs that would be ignored."""
         odd = [name for name, value in inputs.items() if name not in known and value is not None]
         if odd:
             raise AccelError(
@@ -156,7 +159,7 @@ class Causal(Adapter):
     """True if the padding token's embedding is not trained."""
 
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
-        """A GPTModel."""
+        """Return a GPTModel."""
         from megatron.core.models.gpt import GPTModel
 
         made: Any = GPTModel(
@@ -180,7 +183,7 @@ class Causal(Adapter):
         return model
 
     def targets(self, labels: Tensor) -> Tensor:
-        """The label that the logits of each token are for."""
+        """Return the label that the logits of each token are for."""
         return losses.next_tokens(labels)
 
     def rotation(self) -> Mapping[str, Any]:
