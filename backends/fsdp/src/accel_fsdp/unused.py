@@ -134,7 +134,7 @@ class Unused:
 
     def _names(self, parameters: Sequence[FSDPParam] | dict[FSDPParam, bool]) -> str:
         names = {parameter: name for name, parameter in self.unit.named_parameters().items()}
-        found = [names.get(each.sharded_param, "a parameter") for each in parameters]
+        found = [names.get(parameter.sharded_param, "a parameter") for parameter in parameters]
         return ", ".join(found[:10])
 
 

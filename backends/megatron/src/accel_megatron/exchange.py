@@ -105,7 +105,9 @@ def _refuse(stepper: Any) -> None:
 
     groups = stepper.inner.param_groups
     kinds = {(group["wd_mult"], group["lr_mult"], group["is_expert_parallel"]) for group in groups}
-    distributed = any(hasattr(each, "gbuf_ranges") for each in stepper.inner_optimizers())
+    distributed = any(
+        hasattr(inner_optimizer, "gbuf_ranges") for inner_optimizer in stepper.inner_optimizers()
+    )
     reasons = {
         "two groups of the optimizer have one rate and both decay, or do not, and are one group to it": (
             len(kinds) < len(groups)

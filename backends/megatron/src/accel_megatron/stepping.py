@@ -169,15 +169,15 @@ class Stepper:
     def _clip(self, limit: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        for each in self.inner_optimizers():
-            if parameters := each.get_parameters():
+        for inner_optimizer in self.inner_optimizers():
+            if parameters := inner_optimizer.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, limit, self.total_norm())
 
     def clamp(self, value: float) -> None:
         """Each gradient to [-value, value]."""
         self.prepare()
-        for each in self.inner_optimizers():
-            for gradient in (p.grad for p in each.get_parameters()):
+        for inner_optimizer in self.inner_optimizers():
+            for gradient in (p.grad for p in inner_optimizer.get_parameters()):
                 if gradient is not None:
                     gradient.clamp_(-value, value)
 
@@ -203,19 +203,21 @@ class Stepper:
 
     def stepped(self) -> Iterator[Stepped]:
         """Yield the tensors that this rank steps."""
-        for each in self.inner_optimizers():
-            groups = {id(key): group for group in each.optimizer.param_groups for key in group["params"]}
-            for parameter, key in _pairs(each):
+        for inner_optimizer in self.inner_optimizers():
+            groups = {
+                id(key): group for group in inner_optimizer.optimizer.param_groups for key in group["params"]
+            }
+            for parameter, key in _pairs(inner_optimizer):
                 begin = 0
-                if hasattr(each, "gbuf_ranges"):
-                    begin = each._get_model_param_range_map(parameter)["param"].start
-                yield Stepped(parameter, key, begin, each.optimizer, groups[id(key)])
+                if hasattr(inner_optimizer, "gbuf_ranges"):
+                    begin = inner_optimizer._get_model_param_range_map(parameter)["param"].start
+                yield Stepped(parameter, key, begin, inner_optimizer.optimizer, groups[id(key)])
 
     def refresh(self) -> None:
         """Have forward compute with what the optimizer steps. Collective."""
-        for each in self.inner_optimizers():
-            if hasattr(each, "_copy_main_params_to_model_params"):
-                each._copy_main_params_to_model_params()
+        for inner_optimizer in self.inner_optimizers():
+            if hasattr(inner_optimizer, "_copy_main_params_to_model_params"):
+                inner_optimizer._copy_main_params_to_model_params()
         how = self.chunks.run[0].ddp_config
         # Where a forward of a part of the model has left some on their way, the first only waits for them.
         for _ in range(how.use_distributed_optimizer + how.overlap_param_gather):
