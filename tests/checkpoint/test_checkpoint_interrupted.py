@@ -117,6 +117,7 @@ def test_state_that_is_loaded_in_inference_mode_is_trained_on(job, tmp_path):
     with torch.inference_mode():
         other.accelerator.load_state(tmp_path / "here")
     other.step()
+    assert not any(parameter.is_inference() for parameter in other.module.parameters())
     other.accelerator.end_training()
 
 
@@ -128,12 +129,13 @@ def test_freed_memory_is_the_copys_too(job, tmp_path):
     assert job.accelerator.run.saver._layout is None
 
 
-def test_progress_of_a_save_that_has_its_name_by_now_is_shown(job, tmp_path, monkeypatch):
+def test_progress_of_a_save_that_has_its_name_by_now_is_shown(job, tmp_path, monkeypatch, capsys):
     job.accelerator.save_state(tmp_path / "here", wait=False)
     save = job.accelerator.run.saver._flight
     job.accelerator.wait_for_checkpoint()
     monkeypatch.setattr(pending_save.sys.stderr, "isatty", lambda: True, raising=False)
     save._show_progress()
+    assert capsys.readouterr().err == f"\r{'':<79}\r"  # over: the line is wiped
 
 
 # -- clean-up ----------------------------------------------------------------------------------------

@@ -176,5 +176,9 @@ def test_a_loop_with_a_closure_may_save_after_its_step(accelerator, tmp_path):
         return loss
 
     optimizer.step(closure)
+    stepped = model.weight.detach().clone()
     accelerator.save_state(tmp_path / "here")
+    with torch.no_grad():
+        model.weight.zero_()
     accelerator.load_state(tmp_path / "here")
+    assert torch.equal(model.weight, stepped)

@@ -834,6 +834,7 @@ def test_an_empty_folder_is_filled(prepared, tmp_path):
     (tmp_path / "here").mkdir()
     accelerator = prepared(network).accelerator
     accelerator.save_state(tmp_path / "here")
+    assert (tmp_path / "here" / "manifest.json").exists()
     accelerator.load_state(tmp_path / "here")
 
 

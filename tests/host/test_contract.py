@@ -91,6 +91,8 @@ def test_the_specs_are_a_contract_that_pluggy_accepts_too():
     manager.add_hookspecs(hookspecs)
     manager.register(plugin_with_every_hook())
     manager.check_pending()
+    specs = [name for name, value in vars(hookspecs).items() if hasattr(value, "accel_spec")]
+    assert all(len(getattr(manager.hook, name).get_hookimpls()) == 1 for name in specs)
 
 
 def test_the_steps_of_a_unit_are_the_per_step_hooks():

@@ -197,8 +197,8 @@ def test_contexts_are_entered_bottom_up_and_left_top_down():
 
 
 def test_a_context_nobody_gives_is_an_empty_one():
-    with stack(base=Answers(None)).context("u"):
-        pass
+    with stack(base=Answers(None)).context("u") as entered:
+        assert entered is None
 
 
 def test_a_context_that_fails_to_open_closes_those_below():

@@ -145,4 +145,4 @@ def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
     ids=["no scheduler", "one task", "a launcher's worker", "the batch script of a bigger job"],
 )
 def test_a_task_that_is_alone_or_knows_its_world_is_not_refused(environment):
-    refuse_lonely_tasks(environment)
+    assert refuse_lonely_tasks(environment) is None  # the others above raise

@@ -111,7 +111,9 @@ def test_a_chosen_plugin_whose_import_fails_is_named_with_the_cause(run_with, fa
 
 def test_a_plugin_nobody_chose_harms_nobody(toy_plugin):
     toy_plugin("broken", "device", source="raise SystemExit(7)")
-    Accelerator(cpu=True).end_training()
+    accelerator = Accelerator(cpu=True)
+    assert [chosen.name for chosen in accelerator.run.stack.members()] == ["native", "fp32", "single"]
+    accelerator.end_training()
 
 
 def test_a_misspelt_hook_is_refused_with_the_nearest(run_with):

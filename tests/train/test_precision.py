@@ -133,7 +133,8 @@ def test_a_refused_model_is_not_touched_and_leaves_no_unit(accelerator_of):
 def test_frozen_float16_parameters_may_stay(accelerator_of):
     model = net()
     model[0].half().requires_grad_(False)
-    accelerator_of(mixed_precision="fp16").prepare(model)
+    prepared = accelerator_of(mixed_precision="fp16").prepare(model)
+    assert {parameter.dtype for parameter in prepared[0].parameters()} == {torch.float16}
 
 
 def test_a_model_that_joins_a_unit_later_shares_its_scale(accelerator_of):

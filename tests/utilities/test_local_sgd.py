@@ -108,7 +108,9 @@ def test_in_one_process_it_does_nothing():
     with LocalSGD(accelerator, model, 1) as local:
         accelerator.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
+        stepped = [parameter.clone() for parameter in model.parameters()]
         local.step()
+    assert all(map(torch.equal, stepped, model.parameters()))
     accelerator.end_training()
 
 
