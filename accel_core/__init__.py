@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     )
     from accel_core.launch.notebook import notebook_launcher
     from accel_core.plugins.binding import no_op
-    from accel_core.plugins.discovery import plugin_status
-    from accel_core.plugins.known import install_hint
+    from accel_core.plugins.discovery import Discovery, Record, discover, plugin_status
+    from accel_core.plugins.known import install_hint, known_plugin
     from accel_core.runtime.run import Run
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.prior_state import has_state
@@ -98,8 +98,8 @@ _HOMES = {
     "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError",
     "launch.notebook": "notebook_launcher",
     "plugins.binding": "no_op",
-    "plugins.discovery": "plugin_status",
-    "plugins.known": "install_hint",
+    "plugins.discovery": "Discovery Record discover plugin_status",
+    "plugins.known": "install_hint known_plugin",
     "runtime.run": "Run",
     "runtime.tracking": "GeneralTracker",
     "training.prior_state": "has_state",
@@ -121,6 +121,7 @@ __all__ = [
     "Collectives",
     "ConfigError",
     "DataLoaderConfiguration",
+    "Discovery",
     "Entry",
     "GeneralTracker",
     "GradScalerKwargs",
@@ -142,6 +143,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "Proposal",
+    "Record",
     "Run",
     "RunConfig",
     "StepOutput",
@@ -152,6 +154,7 @@ __all__ = [
     "Window",
     "World",
     "arrange",
+    "discover",
     "find_executable_batch_size",
     "flat_range",
     "get_grad_scaler",
@@ -162,6 +165,7 @@ __all__ = [
     "implements",
     "install_hint",
     "is_out_of_memory",
+    "known_plugin",
     "leaf_of",
     "no_op",
     "notebook_launcher",

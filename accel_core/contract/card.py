@@ -11,7 +11,7 @@ from attrs import Attribute, field, frozen
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 
-__all__ = ["API_VERSION", "CAPABILITIES", "SLOTS", "Card"]
+__all__ = ["API_VERSION", "CAPABILITIES", "RESERVED_NAMES", "SLOTS", "Card"]
 
 API_VERSION: Final = "1.0"
 """major.minor of this contract; not of any package. Majors N and N-1 are served."""
@@ -20,6 +20,15 @@ API_VERSION: Final = "1.0"
 Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "command"]
 
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
+
+# Spelt out because every listing of plugins needs these words, and the config classes cost 9 ms to import.
+_RESERVED: Final = (
+    "accumulation all auto autocast compile config data device device-placement env extensions grad-scaler"
+    " gradient-accumulation-steps launch log-with mixed-precision no plugins process-group profile project"
+    " rng-types schema step-scheduler-with-optimizer strategies strategy"
+)
+RESERVED_NAMES: Final = frozenset(_RESERVED.split())
+"""Names a plugin may not take: sections and options of core, and words of the command line."""
 
 CAPABILITIES: Final[Mapping[str, str]] = {
     "bf16": "trains under autocast to bfloat16",
@@ -51,6 +60,8 @@ def _name(card: Card, attribute: Attribute[str], value: str) -> None:
             f"plugin name {value!r} is not lower-case words joined by single hyphens\ngive it such a name",
             plugin=value,
         )
+    if value in RESERVED_NAMES:
+        raise PluginError(f"{value!r} is a word of core's own config\ntake another name", plugin=value)
 
 
 def _version(card: Card, attribute: Attribute[str], value: object) -> None:

@@ -17,7 +17,6 @@ from attrs import NOTHING, Attribute, frozen
 
 __all__ = [
     "MASK",
-    "RESERVED_NAMES",
     "Remembering",
     "changed",
     "default_of",
@@ -38,15 +37,6 @@ Path = tuple[str, ...]
 F = TypeVar("F", bound=Callable[..., None])
 
 _KEY: Final = "accel_core.option"
-
-# Spelt out, and here, because each `accel plugins` needs it, and `schema` costs 9 ms to import.
-_RESERVED: Final = (
-    "accumulation all auto autocast compile config data device device-placement env extensions grad-scaler"
-    " gradient-accumulation-steps launch log-with mixed-precision no plugins process-group profile project"
-    " rng-types schema step-scheduler-with-optimizer strategies strategy"
-)
-RESERVED_NAMES: Final = frozenset(_RESERVED.split())
-"""Names a plugin may not take: sections and options of core, and words of the command line."""
 
 
 @frozen(kw_only=True)

@@ -216,8 +216,6 @@ def _with_card(record: Record, target: str, patience: Patience) -> Record:
 
 
 def _check_card(record: Record, card: object) -> Record:
-    from accel_core.contract.options import RESERVED_NAMES
-
     name, slot = record.name, record.slot
     if not isinstance(card, Card):
         about = f"entry point {name} does not point at a Card but at {card!r}"
@@ -231,8 +229,6 @@ def _check_card(record: Record, card: object) -> Record:
             "give both the same name and slot",
             plugin=name,
         )
-    if name in RESERVED_NAMES:
-        raise PluginError(f"{name!r} is a word of core's own config\ntake another name", plugin=name)
     return evolve(record, card=card)
 
 

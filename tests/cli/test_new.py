@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,25 +62,53 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path):
     assert list((tmp_path / "accel-acme").iterdir()) == []
 
 
-LEVELS = {"levels 0 and 1": ("--accel-level", "0,1"), "all levels": ()}
+OPTIONS = {
+    "device": ("--accel-simulate", "acmeccl"),
+    "precision": ("--accel-reference", "acme_reference"),
+}
+"""What the kit is told of a template's plugin, besides its name."""
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "levels",
-    [LEVELS["levels 0 and 1"], pytest.param((), marks=pytest.mark.slow)],
-    ids=list(LEVELS),
-)
 @pytest.mark.parametrize("slot", RENDERED)
-def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str, levels: tuple[str, ...]):
+def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str):
     pytest.importorskip("torch")
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
-    write_distribution(tmp_path, "accel-acme", f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n")
+    points = f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n"
+    write_distribution(tmp_path, "accel-acme", points, version="0.1.0")
     project = tmp_path / "accel-acme"
-    simulated = ("--accel-simulate", "acmeccl") if slot == "device" else ()
+    levels = ("--accel-level", "0,3" if slot == "launcher" else "0,1")
+    folders = [project / "src", project / "tests/stand_in", project / "tests/reference"]
 
-    printed = conform(
-        tmp_path, "acme", *levels, *simulated, path=[project / "src", project / "tests/stand_in"]
-    )
+    printed = conform(tmp_path, "acme", *levels, *OPTIONS.get(slot, ()), path=folders)
 
     assert "0 failed, 0 xfailed" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("slot", RENDERED)
+def test_what_it_writes_installs_and_passes_its_own_tests(tmp_path: Path, slot: str):
+    for needed in ("uv", "torch", "accel_ddp"):
+        pytest.importorskip(needed)
+    accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    build = ("build", "--wheel", "--out-dir", str(tmp_path), str(tmp_path / "accel-acme"))
+    subprocess.run([*uv, *build], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*uv, "pip", "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+
+    tests = str(tmp_path / "accel-acme/tests")
+    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        cwd=empty,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]

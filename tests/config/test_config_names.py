@@ -8,7 +8,7 @@ import sys
 from attrs import fields
 
 from accel_core import RunConfig
-from accel_core.contract.options import RESERVED_NAMES
+from accel_core.contract.card import RESERVED_NAMES
 
 
 def test_no_plugin_may_be_named_like_an_option_or_section_of_core():

@@ -74,9 +74,9 @@ def trained(folder: Path, device: str, above: str, *options: str, levels: str = 
 def refused(device: str, name: str) -> str:
     from accel_core import Accelerator, ConfigError
     from accel_core.plugins.discovery import load
-    from accel_testing.simulated.pretence import pretend
+    from accel_testing.simulated.simulate import simulate_plugin
 
-    pretend(device, COMMUNICATION[device], None)
+    simulate_plugin(device, COMMUNICATION[device], None)
     record = discover().get(name)
     assert record is not None
     assert record.card is not None

@@ -6,44 +6,26 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import pytest
 
+import accel_core
+
 ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = {*accel_core.__all__, "__version__", "hooks", "ops"}
 SOURCES = sorted([*ROOT.glob("backends/*/src/**/*.py"), *ROOT.glob("contrib/*/src/**/*.py")])
 
 
-def modules_of_core(source: str) -> Iterator[str]:
-    """Each module of core that the source imports, for types or in functions too."""
+def private_doors(source: str) -> Iterator[str]:
+    """Each name that the source imports of core and that is not public, for types or in functions too."""
     for node in ast.walk(ast.parse(source)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        yield from (name for name in names if name.partition(".")[0] == "accel_core")
-
-
-KIT: Final = {
-    f"accel_core.{module}"
-    for module in (
-        "config.jsonschema",
-        "contract.card",
-        "contract.options",
-        "contract.run",
-        "contract.suggest",
-        "checkpoint.export",
-        "distributed.tensor_bytes",
-        "plugins.discovery",
-        "plugins.known",
-    )
-}
-"""What the conformance kit looks at behind the doors, to judge plugins as core does."""
-
-
-def is_public(module: str, source: Path | None = None) -> bool:
-    return module == "accel_core" or (
-        source is not None and "accel_testing" in source.parts and module in KIT
-    )
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from (name for name in names if name.startswith("accel_core."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "accel_core":
+            for alias in node.names:
+                if node.module != "accel_core" or alias.name not in PUBLIC:
+                    yield f"{node.module}.{alias.name}"
 
 
 def test_there_are_packages_to_look_at() -> None:
@@ -54,7 +36,7 @@ def test_there_are_packages_to_look_at() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_package_comes_in_by_the_public_doors(source: Path) -> None:
-    assert [name for name in modules_of_core(source.read_text()) if not is_public(name, source)] == []
+    assert list(private_doors(source.read_text())) == []
 
 
 @pytest.mark.parametrize(
@@ -63,15 +45,19 @@ def test_a_package_comes_in_by_the_public_doors(source: Path) -> None:
         "from accel_core.runtime.run import Run",
         "import accel_core.contract.unit",
         "def f():\n    from accel_core.defaults import base",
+        "from accel_core import defaults",
     ],
 )
 def test_a_private_door_would_be_seen(line: str) -> None:
-    assert [name for name in modules_of_core(line) if not is_public(name)] != []
+    assert list(private_doors(line)) != []
 
 
-def test_no_two_test_files_are_called_alike() -> None:
-    # pytest imports them by their bare names, so that the checkout is not on the path beside the wheels.
+def test_no_two_helpers_are_called_alike() -> None:
+    # Tests import them by their bare names, from every folder with tests (conftest.py of the root).
     folders = [folder for pattern in ("tests", "*/*/tests") for folder in ROOT.glob(pattern)]
-    names = Counter(file.name for folder in folders for file in folder.glob("**/test_*.py"))
+    files = [file for folder in folders for file in folder.glob("**/*.py")]
+    places = {file.parent for file in files if file.name.startswith(("test_", "conftest"))}
+    helpers = [file.name for place in places for file in place.glob("*.py")]
+    names = Counter(name for name in helpers if not name.startswith(("test_", "conftest")))
 
     assert [name for name, count in names.items() if count > 1] == []

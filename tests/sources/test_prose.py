@@ -16,7 +16,6 @@ RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
 NOT_YET: frozenset[str] = frozenset(
     [
         "accel_compat",
-        "accel_testing",
         "accelerator",
         "checkpoint",
         "cli",

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from accel_testing.simulated.pretence import pretend
 
 from accel_core import Accelerator, ConfigError, World
 from accel_hpu import HpuConfig, device, machine
 from accel_hpu.device import HpuDevice
 from accel_hpu.machine import HpuLaunch, probe
 from accel_testing import run_processes
-from accel_testing.simulated.pretence import pretend
 
 DEVICE = torch.device("cpu")  # only handed through
 STAND_IN = Path(__file__).parent / "stand_in"

@@ -24,7 +24,7 @@ INTERLEAVED = ("pp_degree=2", "num_layers_per_virtual_pipeline_stage=1")
 
 def kit(folder: Path, *options: str, settings: tuple[str, ...] = (), partners: str = "") -> str:
     sets = [word for each in settings for word in ("--accel-set", f"megatron.{each}")]
-    options = (*options, *sets, "--accel-partners", partners)
+    options = (*options, *sets, "--accel-exchange-with", partners)
     return conform(folder, "megatron", *options, path=[Path(__file__).parent])
 
 

@@ -10,21 +10,21 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import mutants
+import broken_plugins
 import pytest
-from kits import declare, run_kit
+from run_kit import declare, run_kit
 
 from accel_core import Card
 
 pytest_plugins = ["pytester"]
 
-CARDS = {name: card for name, card in vars(mutants).items() if isinstance(card, Card)}
+CARDS = {name: card for name, card in vars(broken_plugins).items() if isinstance(card, Card)}
 NEEDS_DDP = pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed here")
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    declare(tmp_path / "site", "mutants", CARDS)
+    declare(tmp_path / "site", "broken_plugins", CARDS)
     return tmp_path / "site"
 
 
@@ -96,7 +96,7 @@ def test_worlds_are_numbers(tmp_path: Path) -> None:
 def test_settings_reach_the_partners_of_checkpoints(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
 ) -> None:
-    partner = ("--accel-partners", "asks-for-a-setting", "--accel-set", "data.use_seedable_sampler=true")
+    partner = ("--accel-exchange-with", "asks-for-a-setting", "--accel-set", "data.use_seedable_sampler=true")
     level = ("--accel-level", "4", "--accel-world", "1", "-k", "test_cross_resume")
     found = run_kit(pytester, monkeypatch, site, "native", *level, *partner)
     assert found.facts["resumes"]["asks-for-a-setting@1"] == {"native@1": "passed"}

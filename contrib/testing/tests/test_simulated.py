@@ -59,7 +59,7 @@ def test_it_autocasts(precision: torch.dtype) -> None:
 
 
 def test_it_takes_another_name() -> None:
-    (ours,) = run_processes(train, "pretend", 3, None, None, world=1)
+    (ours,) = run_processes(train, "simulate_plugin", 3, None, None, world=1)
     assert ours == train("cpu", 3, None, None)
 
 

@@ -1,4 +1,4 @@
-"""What plugin authors test with: process harness, simulated device, conformance kit.
+"""Tools for plugin authors' tests: processes, simulated device, conformance kit.
 
 Importing this package imports neither torch nor a test runner.
 """

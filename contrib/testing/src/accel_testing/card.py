@@ -1,4 +1,4 @@
-"""What accel-core reads of this package before anything else of it is imported."""
+"""The cards of the commands: accel-core reads them before anything else."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from difflib import get_close_matches
 
 import click
 
-from accel_core import PluginError
-from accel_core.contract.suggest import did_you_mean
-from accel_core.plugins.discovery import discover
+from accel_core import PluginError, discover
 from accel_testing.simulated import CARD
 
 __all__ = ["check"]
@@ -28,7 +27,8 @@ def check(stack: str, world: str | None, pytest_args: tuple[str, ...]) -> None:
     installed = [record.name for record in discover().records]
     for name in stack.split("+"):
         if name not in (CARD.name, *installed):
-            hint = did_you_mean(name, installed)
+            close = get_close_matches(name, installed, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise PluginError(
                 f"no plugin {name!r} is installed{hint}\n`accel plugins` lists them", plugin=name
             )

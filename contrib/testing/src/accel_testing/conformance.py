@@ -1,4 +1,4 @@
-"""Run the conformance kit from a test, as a user of the package would run it from an empty folder."""
+"""Run the conformance kit from a test, in an empty folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["conform"]
 
 
 def conform(folder: Path, stack: str, *options: str, path: Sequence[Path] = ()) -> str:
-    """What the kit prints of `stack`, run in `folder`; `folder` and `path` come first on the import path.
+    """Run the kit on `stack` in `folder`, and return its output.
+
+    `folder` and `path` come first on the import path.
 
     Leaves the report in the folder that ACCEL_KIT_REPORTS names, if it is set.
 

@@ -1,4 +1,4 @@
-"""`accel plugins new`: a complete distribution with one plugin, rendered from `templates`."""
+"""`accel plugins new`: a distribution with one plugin, rendered from `templates`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from accel_core import Card, PluginError
-from accel_core.contract.card import Slot
-from accel_core.plugins.discovery import CORE, discover
+from accel_core import Card, PluginError, discover, known_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,17 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = ["new", "render"]
 
+CORE: Final = "accel-core"
 LONGEST: Final = 60
 """Letters of a name: paths in the package repeat it."""
-RENDERED: Final[tuple[Slot, ...]] = ("device", "strategy", "tracker")
+RENDERED: Final = ("device", "strategy", "precision", "launcher", "extension", "tracker", "command")
+NEEDED_BY_TESTS: Final = {"device": ', "accel-ddp"'}
+"""Requirements of a template's tests besides the conformance kit."""
 
 
 @click.command()
 @click.argument("name")
 @click.option("--slot", type=click.Choice(RENDERED), required=True, help="What the plugin is for.")
 @click.option("--into", default=".", show_default=True, help="Folder in which accel-NAME is made.")
-def new(name: str, slot: Slot, into: str) -> None:
-    """Write a new distribution, accel-NAME, with one plugin that passes the conformance tests."""
+def new(name: str, slot: Any, into: str) -> None:
+    """Write a distribution, accel-NAME, with one plugin that passes the kit."""
     refuse_name(name, slot)
     target = Path(into, f"accel-{name}")
     if target.exists():
@@ -44,25 +45,21 @@ def new(name: str, slot: Slot, into: str) -> None:
     print(f"pip install ./{target.name}, then: accel plugins; its README.md says how to go on")
 
 
-def refuse_name(name: str, slot: Slot) -> None:
-    """Raise PluginError for a name that a plugin cannot have, or that another one has."""
-    from accel_core.contract.options import RESERVED_NAMES
-    from accel_core.plugins.known import known_plugin
-
+def refuse_name(name: str, slot: Any) -> None:
+    """Raise PluginError for a name that is wrong or taken."""
     if len(name) > LONGEST:
         raise PluginError(
-            f"a name of {len(name)} letters is no folder's\ntake one of at most {LONGEST}", plugin=""
+            f"a name of {len(name)} letters is too long for a folder\ntake one of at most {LONGEST}",
+            plugin="",
         )
-    Card(name=name, slot=slot, summary="", api_version="1.0")  # checks how the name is written
+    Card(name=name, slot=slot, summary="", api_version="1.0")  # checks the name
     record, known = discover().get(name), known_plugin(name)
-    if name in RESERVED_NAMES:
-        raise PluginError(f"{name!r} is a word of core's own config\ntake another name", plugin=name)
     if record is not None or known is not None:
         owner = record.origin if record else known.distribution if known else ""
         raise PluginError(f"plugin {name!r} is provided by {owner}\ntake another name", plugin=name)
 
 
-def render(name: str, slot: Slot) -> dict[str, str]:
+def render(name: str, slot: Any) -> dict[str, str]:
     """The new distribution's files: path in its folder -> text."""
     words = _words(name, slot)
     made = {"LICENSE": metadata.distribution(CORE).read_text("licenses/LICENSE") or ""}
@@ -73,7 +70,7 @@ def render(name: str, slot: Slot) -> dict[str, str]:
     return dict(sorted(made.items()))
 
 
-def _words(name: str, slot: Slot) -> Mapping[str, str]:
+def _words(name: str, slot: Any) -> Mapping[str, str]:
     from accel_core import API_VERSION, __version__
 
     major, minor = map(int, __version__.split(".")[:2])
@@ -81,6 +78,8 @@ def _words(name: str, slot: Slot) -> Mapping[str, str]:
     return {
         "name": name,
         "slot": slot,
+        "runtime": ', "click>=8.1"' if slot == "command" else "",
+        "testing": NEEDED_BY_TESTS.get(slot, ""),
         "distribution": f"accel-{name}",
         "module": f"accel_{module}",
         "Class": "".join(map(str.capitalize, name.split("-"))),

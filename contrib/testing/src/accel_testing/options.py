@@ -1,4 +1,4 @@
-"""The conformance kit's command-line options: all that other people's pytest gets to see of it."""
+"""The conformance kit's command-line options; all else loads on demand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="imported on the simulated device, for what else of the vendor's library is missing",
     )
     group.addoption(
-        "--accel-partners",
+        "--accel-exchange-with",
         metavar="NAMES",
         help="strategies to exchange checkpoints with, besides native: '' or a,b@2:plugin.option=1 (level 4)",
     )

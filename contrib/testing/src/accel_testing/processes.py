@@ -1,4 +1,4 @@
-"""Run a function in a world of clean processes, each started as a launcher would start it.
+"""Run a function in a world of clean processes, with a launcher's variables.
 
 Processes are forked from a server that has imported torch and core and done nothing else, so each
 starts in some 20 ms and knows nothing of the one before: no process group, no renamed device, no
@@ -40,15 +40,15 @@ __all__ = ["ProcessError", "run_processes"]
 R = TypeVar("R")
 
 GRACE_SECONDS: Final = 2.0
-"""How long the others may run on once a rank has failed: they wait for it in a collective."""
+"""The time for other ranks after a failure: they wait in a collective."""
 OUTPUT_LINES: Final = 40
 PRELOADED: Final = (
     "torch",
     "torch.distributed.tensor",
     "torch._dynamo",
-    "accel_core.accelerator.accelerator",
+    "accel_testing.preload",
 )
-"""What nearly every task would import: torch's optimizers alone load two of these, for two seconds."""
+"""Imports of nearly every task; torch's optimizers alone load two, for 2 s."""
 PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"
 """Names, joined by commas, what else to import there: a vendor's library that takes seconds, and starts
 nothing yet.
@@ -78,7 +78,7 @@ def run_processes(
     environment: Mapping[str, str | None] = _NO_VARIABLES,
     timeout: float = 60.0,
 ) -> list[R]:
-    """Call `function(*args)` in `world` new processes and return what each rank returned.
+    """Call `function(*args)` in `world` new processes, and list the results.
 
     `function` is a function of a module, arguments and results can be pickled. Each process has this
     one's environment, search path, directory and warning filters, besides the variables that torchrun
@@ -249,7 +249,7 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[Any]:
                 failed.append((when, worker, kind, text))
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if failed:
-        # Who failed because of another may have less to do until it reports.
+        # A rank that fails because of another may report first.
         _, worker, kind, text = min(failed, key=lambda each: each[0])
         raise _failure(worker, kind, text, f"rank {worker.rank} of {len(workers)} failed")
     if pending:

@@ -12,7 +12,7 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Replaces functions of a module for one test; each call is checked against the real signature.
+    """Replaces functions of a module for one test, and checks their arguments.
 
     calls: (name, positional arguments), in order.
     """
@@ -22,7 +22,7 @@ class Recorder:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def answers(self, name: str, answer: Any) -> None:
-        """From now on the function `name` gives `answer`, or what it gives if it can be called."""
+        """Make the function `name` return `answer`, or call `answer`."""
         signature = inspect.signature(getattr(self._module, name))
 
         def recorded(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model of what strategies forget: each feature is a layer of its name, which can be left out.
+"""A model of what strategies forget: one layer per feature, under its name.
 
 Layers take and give (rows, 6). A strategy may refuse a feature by the name of its layer, or of the optimizer.
 """
@@ -130,7 +130,7 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "journal": Journal,
     "tied": _square,
 }
-"""Feature -> its layer; `tied` has the weight of the first layer, which is always there."""
+"""Feature -> its layer; `tied` has the weight of the first layer."""
 
 
 class Tallying(torch.optim.SGD):
@@ -168,6 +168,6 @@ def awkward(without: Collection[str] = (), seed: int = 0) -> nn.Module:
 def awkward_optimizer(
     model: nn.Module, without: Collection[str] = (), momentum: float = 0.0
 ) -> torch.optim.Optimizer:
-    """Plain SGD, whose steps are as long as the gradient; with momentum, where its state matters."""
+    """SGD, with momentum if its state matters. Its steps are as long as gradients."""
     kind = torch.optim.SGD if "Tallying" in without else Tallying
     return kind(model.parameters(), lr=0.1, momentum=momentum)

@@ -1,4 +1,4 @@
-"""How near two training runs must be to count as the same."""
+"""The tolerances within which two training runs are the same."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 __all__ = ["assert_near", "assert_same_training"]
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
-"""float32 after some twenty steps, over devices that add in another order from run to run."""
+"""For float32 after twenty steps, on devices whose sums vary in order."""
 LOW_RELATIVE, LOW_ABSOLUTE = 2e-2, 1e-2
-"""The same in half precision, where a batch in two halves rounds otherwise than in one."""
+"""For half precision, where two half batches round otherwise than one."""
 
 
 def assert_same_training(ours: Any, plain: Any, *, low_precision: bool = False) -> None:
-    """Equal traces: losses, gradient norms, learning rates, skipped steps, final weights."""
+    """Compare losses, gradient norms, rates, skipped steps and final weights."""
     assert ours.skipped == plain.skipped or not plain.skipped, "other steps were skipped"
     for name in ("losses", "norms", "rates", "weights"):
         assert_near(name, getattr(ours, name), getattr(plain, name), low_precision=low_precision)

@@ -1,4 +1,4 @@
-"""What the checks train: the kit's own network and data, or those of a module that was named.
+"""The network and the data of the checks: the kit's, or those of a named module.
 
 A strategy that cannot serve any network brings one that it can serve: a module with `network`, `dataset`
 and `forward_loss` in place of those here, and `optimizer` and `MICROBATCHES` where it needs others.
@@ -27,7 +27,7 @@ __all__ = ["CLASSES", "FEATURES", "dataset", "given", "network", "parts"]
 
 FEATURES, CLASSES = 6, 3
 MICROBATCHES = 1
-"""What each batch is cut into where the strategy owns the schedule; for one that takes no fewer a window."""
+"""Parts of a batch for a strategy that owns the schedule."""
 
 
 class _Given:
@@ -35,7 +35,7 @@ class _Given:
 
     @property
     def named(self) -> bool:
-        """Whether the network is not the kit's own."""
+        """True if a module of the user brings the network."""
         return NETWORK in os.environ
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ def forward_loss(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, Non
 
 
 def optimizer(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
-    """SGD: AdamW would hide any error that only scales the gradient, for it divides by its size."""
+    """Make SGD. AdamW divides by the gradient's size, and would hide a wrong scale."""
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 

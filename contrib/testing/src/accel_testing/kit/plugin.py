@@ -1,4 +1,4 @@
-"""The kit inside pytest: fixtures, gating by capability words, known failures, the summary."""
+"""The kit as a pytest plugin: fixtures, gating by capabilities, known failures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 import pytest
 from attrs import define, field
 
-from accel_core import CAPABILITIES, PluginError
-from accel_core.plugins.discovery import Record, discover
+from accel_core import CAPABILITIES, PluginError, Record, discover
 from accel_testing.kit.report import LEVELS, Check, Report
-from accel_testing.kit.stack import TestedStack, variables
-from accel_testing.kit.work import Way
-from accel_testing.processes import run_processes
+from accel_testing.kit.stack import OUTSIDE_OF_RUNS, TestedStack, variables
+from accel_testing.kit.tasks import Scenario
+from accel_testing.processes import ProcessError, run_processes
 from accel_testing.simulated import CARD, declare
 
 __all__ = ["Kit"]
@@ -43,13 +42,17 @@ class Kit:
     _temporary: TemporaryDirectory[str]
     stand_in: str | None = None
     """A module that stands for the vendor's library in each process."""
-    partners: Sequence[str] = ()
+    exchange_with: Sequence[str] = ()
     """Strategies whose checkpoints are exchanged with the stack's."""
     _done: dict[Hashable, Any] = field(factory=dict)
 
     @classmethod
     def from_config(cls, config: pytest.Config) -> Kit:
-        """What the command line asks for; a pytest.UsageError where that cannot be."""
+        """Make the kit that the command line asks for.
+
+        Raises:
+            pytest.UsageError: there is no such stack, or an option is wrong.
+        """
         text: str = config.getoption("accel_stack")
         temporary = TemporaryDirectory(prefix="accel-kit-")
         if CARD.name in text.split("+"):
@@ -73,7 +76,7 @@ class Kit:
             report=Report(stack=stack, worlds=worlds),
             temporary=temporary,
             stand_in=config.getoption("accel_stand_in"),
-            partners=_partners(config.getoption("accel_partners"), stack),
+            exchange_with=_exchange_partners(config.getoption("accel_exchange_with"), stack),
         )
 
     # -- what checks share -----------------------------------------------------------------------
@@ -84,26 +87,26 @@ class Kit:
         return Path(self._temporary.name)
 
     @cached_property
-    def ways(self) -> list[Way]:
-        """Who saves and who resumes at level 4: the stack, its partners, one native process.
+    def scenarios(self) -> list[Scenario]:
+        """The scenarios of level 4: the stack, its partners, one native process.
 
         In this order: torch counts the devices of a process at its first backward.
         """
-        own = [Way(self.tested.name, {}, world) for world in self.worlds]
+        own = [Scenario(self.tested.name, {}, world) for world in self.worlds]
         shared = self.tested.settings_without("strategy", "extension")
-        others = [_way(each, max(self.worlds), shared) for each in self.partners]
+        others = [_scenario(each, max(self.worlds), shared) for each in self.exchange_with]
         bare = variables(self.tested.settings_without("device", "strategy", "extension"))
-        native = Way("native", {"device": "cpu", "strategy": None, "plugins": None}, 1, bare)
-        ways: dict[str, Way] = {}
-        for way in (*own, *others, native):
-            ways.setdefault(str(way), way)
-        return list(ways.values())
+        native = Scenario("native", {"device": "cpu", "strategy": None, "plugins": None}, 1, bare)
+        scenarios: dict[str, Scenario] = {}
+        for scenario in (*own, *others, native):
+            scenarios.setdefault(str(scenario), scenario)
+        return list(scenarios.values())
 
-    def once(self, key: Hashable, work: Callable[[], R]) -> R:
-        """What `work` gave, or raised, when it was first called under this key."""
+    def once(self, key: Hashable, task: Callable[[], R]) -> R:
+        """Call `task` the first time; repeat its result, or its exception, later."""
         if key not in self._done:
             try:
-                self._done[key] = work()
+                self._done[key] = task()
             except Exception as error:  # raised again to every check that needs it, without the wait
                 self._done[key] = error
         if isinstance(self._done[key], Exception):
@@ -112,7 +115,7 @@ class Kit:
         return found
 
     def readers(self, run: Callable[..., list[Any]], world: int) -> int:
-        """Shares of the data in a world of this size; fewer than processes where several read the same."""
+        """Count the readers in a world of this size."""
         return self._sharing(run, world)[0]
 
     def require_own_network(self) -> None:
@@ -121,13 +124,13 @@ class Kit:
             pytest.skip(f"the network is that of {self.tested.network}, and the check is of the kit's own")
 
     def require_loops(self, run: Callable[..., list[Any]], world: int) -> None:
-        """Skip a check of what only loops with a forward and a backward of their own can do."""
+        """Skip a check that needs a loop with its own forward and backward."""
         if self._sharing(run, world)[1]:
             pytest.skip("the strategy owns the schedule: forward and backward are forward_backward's")
         self.require_own_network()
 
     def _sharing(self, run: Callable[..., list[Any]], world: int) -> tuple[int, bool]:
-        from accel_testing.kit.work import sharing
+        from accel_testing.kit.tasks import sharing
 
         found: tuple[int, bool] = self.once(("sharing", world), lambda: run(sharing, world=world)[0])
         return found
@@ -135,27 +138,27 @@ class Kit:
     # -- collection ------------------------------------------------------------------------------
 
     def pytest_report_header(self) -> str:
-        """What is tested, above everything."""
+        """Print the stack above the results."""
         return self.report.title
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """A check that takes `world` runs at each size, one that takes `plugin` for each of the stack."""
+        """Run a check per world size, per plugin, or per pair of scenarios."""
         if _is_check(metafunc.definition) and "world" in metafunc.fixturenames:
             metafunc.parametrize("world", self.worlds, ids=lambda world: f"world{world}")
         if _is_check(metafunc.definition) and "plugin" in metafunc.fixturenames:
             metafunc.parametrize("plugin", list(self.tested.plugins.values()), ids=lambda record: record.name)
         if _is_check(metafunc.definition) and "saver" in metafunc.fixturenames:
-            pairs = [pair for pair in product(self.ways, repeat=2) if pair[0].own or pair[1].own]
+            pairs = [pair for pair in product(self.scenarios, repeat=2) if pair[0].own or pair[1].own]
             ids = [f"{saver}->{loader}" for saver, loader in pairs]
             metafunc.parametrize(("saver", "loader"), pairs, ids=ids)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the levels asked for, turn the stack's own warnings into errors, mark known failures."""
+        """Select levels, make the stack's warnings errors, mark known failures."""
         checks = [item for item in items if _is_check(item)]
         unknown = self.xfails.keys() - {_name(item) for item in checks}
         if unknown and self.levels == LEVELS.keys():
-            raise pytest.UsageError(f"--accel-xfails names what is no check: {', '.join(sorted(unknown))}")
+            raise pytest.UsageError(f"--accel-xfails names what is not a check: {', '.join(sorted(unknown))}")
         dropped = [item for item in checks if _level(item) not in self.levels or not self._concerns(item)]
         if dropped:
             items[:] = [item for item in items if item not in dropped]
@@ -168,8 +171,14 @@ class Kit:
                 item.add_marker(pytest.mark.xfail(reason=self.xfails[_name(item)], strict=True))
 
     def _concerns(self, item: Any) -> bool:
-        """Whether the stack has the tracker that the check asks for."""
-        return "tracker" in self.tested.plugins or "tracker" not in item.fixturenames
+        """Tell if the stack has the tracker, launcher or command of the check.
+
+        Without a plugin that takes part in runs, checks of runs would only check core.
+        """
+        asked = {*OUTSIDE_OF_RUNS, "tracker"} & set(item.fixturenames)
+        if self.tested.plugins.keys() <= OUTSIDE_OF_RUNS and not asked and "plugin" not in item.fixturenames:
+            return False
+        return asked <= self.tested.plugins.keys()
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -180,8 +189,18 @@ class Kit:
 
     @pytest.fixture
     def tracker(self) -> Record:
-        """The tracker of the stack; checks that take it are left out of stacks without one."""
+        """The tracker of the stack. Stacks without one leave out checks that take it."""
         return self.tested.plugins["tracker"]
+
+    @pytest.fixture
+    def launcher(self) -> Record:
+        """The launcher of the stack. Stacks without one leave out its checks."""
+        return self.tested.plugins["launcher"]
+
+    @pytest.fixture
+    def command(self) -> Record:
+        """The command of the stack, likewise."""
+        return self.tested.plugins["command"]
 
     @pytest.fixture
     def kit(self) -> Kit:
@@ -190,14 +209,14 @@ class Kit:
 
     @pytest.fixture
     def run(self) -> Callable[..., list[Any]]:
-        """`run(function, *args, world=1)`: in new processes, with the stack's arguments at the end."""
+        """`run(function, *args, world=1)` in new processes, and the stack's arguments."""
         device = self.tested.plugins.get("device")
         simulate = None
         if self.tested.simulate is not None and device is not None:
             simulate = (device.name, self.tested.simulate, self.stand_in)
 
         def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
-            from accel_testing.kit.work import OFFERS, enter
+            from accel_testing.kit.tasks import OFFERS, enter
 
             given = (*args, self.tested.arguments)
             variables = {**_bare(), **self.tested.environment, OFFERS: " ".join(self.tested.offers)}
@@ -211,7 +230,7 @@ class Kit:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """What a card does not claim cannot fail: it is left out, or reported as observed."""
+        """Skip a check of a capability that no card of the stack offers."""
         report = yield
         if not _is_check(item):
             return report
@@ -225,10 +244,10 @@ class Kit:
                 0,
                 f"not declared by the stack: {words} ({CAPABILITIES[undeclared[0]]})",
             )
-        self._record(item, report)
+        self._record(item, report, call)
         return report
 
-    def _record(self, item: pytest.Item, report: pytest.TestReport) -> None:
+    def _record(self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
         if report.when != "call" and report.outcome == "passed":
             return
         reason = ""
@@ -237,7 +256,7 @@ class Kit:
         elif report.outcome == "skipped":
             outcome, reason = "skipped", str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
         else:
-            outcome = report.outcome
+            outcome, reason = report.outcome, _failure(call)
         self.report.checks.append(Check(_level(item), _name(item), outcome, reason, report.duration))
 
     # -- afterwards ------------------------------------------------------------------------------
@@ -280,6 +299,18 @@ def _level(item: pytest.Item) -> int:
     return int(found[1])
 
 
+def _failure(call: pytest.CallInfo[None]) -> str:
+    """Name the exception of a failed check, or that of its process, in one line."""
+    if call.excinfo is None:
+        return ""
+    error = call.excinfo.value
+    if isinstance(error, ProcessError):
+        *_, last = error.text.strip().splitlines() or [""]
+        return f"{error.kind}: {last}"
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
 def _numbers(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise pytest.UsageError(f"expected numbers joined by commas, such as 1,2; got {text!r}")
@@ -295,8 +326,8 @@ def _setting(text: str) -> tuple[str, str]:
     return path, value
 
 
-def _partners(named: str | None, stack: TestedStack) -> list[str]:
-    """The strategies named; else those that core itself would choose, if the stack's device carries them."""
+def _exchange_partners(named: str | None, stack: TestedStack) -> list[str]:
+    """List the named strategies, else those that core may choose by itself."""
     if named is not None:
         return [name for name in named.split(",") if name]
     usable = [
@@ -311,14 +342,14 @@ def _partners(named: str | None, stack: TestedStack) -> list[str]:
     ]
 
 
-def _way(text: str, world: int, shared: Mapping[str, str]) -> Way:
-    """A partner: NAME, NAME@WORLD, with options after a colon, besides those it shares with the stack."""
+def _scenario(text: str, world: int, shared: Mapping[str, str]) -> Scenario:
+    """Read a partner: NAME or NAME@WORLD, and after a colon options of its own."""
     name, colon, options = text.partition(":")
     name, _, size = name.partition("@")
     settings = dict(_setting(each) for each in options.split("+") if each)
     changes = {"strategy": name, "plugins": None}
     given = variables({**shared, **settings})
-    return Way(name + colon + options, changes, _numbers(size)[0] if size else world, given)
+    return Scenario(name + colon + options, changes, _numbers(size)[0] if size else world, given)
 
 
 def _read_xfails(file: str | None) -> dict[str, str]:
@@ -335,5 +366,5 @@ def _read_xfails(file: str | None) -> dict[str, str]:
 
 
 def _bare() -> dict[str, str | None]:
-    """A check says itself what it wants; settings of the caller's would contradict it."""
+    """Unset the caller's settings, which would contradict those of a check."""
     return {name: None for name in os.environ if name.startswith(("ACCEL__", "ACCEL_CONFIG", "ACCEL_LAUNCH"))}

@@ -1,4 +1,4 @@
-"""Features of the awkward model that a stack refuses by name are left out, so that the others are seen."""
+"""Leave out features of the awkward model that a stack refuses by name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["accepted"]
 FEATURES = (*LAYERS, "Tallying")
 
 
-def accepted(run: Callable[..., list[Any]], work: Callable[..., Any], *args: Any, world: int) -> Any:
-    """What `work(*args, without)` gives in each rank, and the features that were left out.
+def accepted(run: Callable[..., list[Any]], task: Callable[..., Any], *args: Any, world: int) -> Any:
+    """Run `task(*args, without)` until no feature of the model is refused.
 
     A refusal that names no feature fails the check: so does one of a feature that is left out already.
     """
     without: frozenset[str] = frozenset()
     while True:
-        found = run(work, *args, without, world=world)
+        found = run(task, *args, without, world=world)
         said = [each for each in found if isinstance(each, str)]
         if not said:
             return found, without

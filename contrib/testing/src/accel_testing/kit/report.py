@@ -1,4 +1,4 @@
-"""What a run of the kit found, as a summary for the terminal and as a file that can be published."""
+"""The results of a run of the kit: a summary, and a file to publish."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def resumes(self) -> dict[str, dict[str, str]]:
-        """Who saved -> who resumed -> outcome, for the pairs that were checked."""
+        """Map the saver to the loader to the outcome, for the pairs that ran."""
         found: dict[str, dict[str, str]] = {}
         for check in self.checks:
             if pair := re.search(r"test_cross_resume\[(.+)->(.+)\]", check.name):
@@ -68,15 +68,15 @@ class Report:
         return found
 
     def _table(self) -> Iterator[str]:
-        ways = self.resumes
-        if ways:
-            yield f"| saved by, resumed by: | {' | '.join(ways)} |"
-            yield f"|---|{'---|' * len(ways)}"
-        for saver, row in ways.items():
-            yield f"| {saver} | {' | '.join(row.get(loader, '') for loader in ways)} |"
+        scenarios = self.resumes
+        if scenarios:
+            yield f"| saved by, resumed by: | {' | '.join(scenarios)} |"
+            yield f"|---|{'---|' * len(scenarios)}"
+        for saver, row in scenarios.items():
+            yield f"| {saver} | {' | '.join(row.get(loader, '') for loader in scenarios)} |"
 
     def summary(self) -> Iterator[str]:
-        """For the terminal: what was not checked and why, what could be claimed, the counts."""
+        """The lines for the terminal: skipped checks, unclaimed capabilities, counts."""
         yield from self._table()
         for outcome in ("skipped", "xfailed"):
             for check in self.of(outcome):

@@ -1,44 +1,46 @@
-"""The stack under test: which installed plugins it is made of, and what they claim."""
+"""The stack under test: its installed plugins, and the capabilities they offer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 from attrs import field, frozen
 
-from accel_core import PluginError
-from accel_core.contract.suggest import did_you_mean
-from accel_core.plugins.discovery import Discovery, Record, load
+from accel_core import Discovery, PluginError, Record, discover
 from accel_testing.simulated import DISTRIBUTION
 
-__all__ = ["NETWORK", "REFERENCE", "TestedStack", "variables"]
+__all__ = ["NETWORK", "OUTSIDE_OF_RUNS", "REFERENCE", "TestedStack", "variables"]
 
 NETWORK = "ACCEL_KIT_NETWORK"
-"""The variable that names a module with a network for the checks, where one was given."""
+"""The variable that names a module with a network for the checks."""
 REFERENCE = "ACCEL_KIT_REFERENCE"
-"""The variable that names a module with a precision's reference, where one was given."""
+"""The variable that names a module with a precision's reference."""
 
-_SLOTS = ("device", "strategy", "precision", "extension", "tracker")
+_DEFAULTS = {"device": "native", "strategy": "single"}
+_SLOTS = ("device", "strategy", "precision", "extension", "tracker", "launcher", "command")
+OUTSIDE_OF_RUNS: Final = frozenset({"launcher", "command"})
+"""Slots whose plugins do not belong to a run."""
 
 
 @frozen(kw_only=True)
 class TestedStack:
-    """Plugins by slot; a slot that was not named is left to core's `auto`, the device to the CPU."""
+    """Plugins by slot. Core chooses for other slots; the default device is the CPU."""
 
     __test__ = False  # pytest would take the name for a class of tests
 
     plugins: Mapping[str, Record]
     simulate: str | None = None
-    """Name of the communication backend where the device has to be simulated in each process."""
+    """The communication backend of a simulated device."""
     folder: str | None = None
-    """Where a tracker may write."""
+    """The folder of a tracker."""
     settings: Mapping[str, str] = field(factory=dict)
     """Dotted option -> text, as a user would set it by a variable."""
     network: str | None = None
     """The module whose network is trained; None: the kit's own."""
     reference: str | None = None
-    """The module that trains by hand in the precision of the stack; None: torch's autocast does."""
+    """The module of a precision's reference; None for torch's autocast."""
 
     @classmethod
     def parse(
@@ -63,7 +65,7 @@ class TestedStack:
                 known = [known.name for known in discovery.records if known.slot in _SLOTS]
                 raise PluginError(
                     f"--accel-stack {text}: no plugin {name!r} of a slot that is checked"
-                    f" ({', '.join(_SLOTS)}){did_you_mean(name, known)}\ninstalled: {', '.join(known)}",
+                    f" ({', '.join(_SLOTS)})\ninstalled: {', '.join(known)}",
                     plugin=name,
                 )
             if record.status != "available" and not (simulate and record.slot == "device"):
@@ -89,7 +91,7 @@ class TestedStack:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `Accelerator` is given."""
+        """The arguments for `Accelerator`."""
         names = {slot: record.name for slot, record in self.plugins.items()}
         precision = names.get("precision", "fp32")
         given = {
@@ -105,7 +107,7 @@ class TestedStack:
     @property
     def torch_device(self) -> str | None:
         """The torch type that the device's card promises, or under which it is simulated."""
-        from accel_testing.simulated.pretence import simulated_type
+        from accel_testing.simulated.simulate import simulated_type
 
         device = self.plugins.get("device")
         promised = device.card.torch_device if device and device.card else None
@@ -114,12 +116,10 @@ class TestedStack:
     @property
     def offers(self) -> frozenset[str]:
         """Capability words the cards claim; native's, where a slot was not named."""
-        from accel_core import defaults as native
-
-        cards = [record.card for record in self.plugins.values() if record.card is not None]
-        defaults = {"device": native.DEVICE, "strategy": native.SINGLE}
-        cards += [card for slot, card in defaults.items() if slot not in self.plugins]
-        return frozenset().union(*(card.offers for card in cards))
+        named = {slot: record.name for slot, record in self.plugins.items()}
+        installed = discover()
+        records = [installed.get(name) for name in {**_DEFAULTS, **named}.values()]
+        return frozenset().union(*(record.card.offers for record in records if record and record.card))
 
     @property
     def packages(self) -> frozenset[str]:
@@ -131,13 +131,13 @@ class TestedStack:
 
     @property
     def simulated(self) -> bool:
-        """Whether results were obtained without the hardware."""
+        """True if the results come from a simulated device."""
         device = self.plugins.get("device")
         return self.simulate is not None or (device is not None and device.distribution == DISTRIBUTION)
 
     @property
     def name(self) -> str:
-        """As --accel-stack takes it."""
+        """The stack as --accel-stack names it."""
         return "+".join(self.plugins[slot].name for slot in _SLOTS if slot in self.plugins)
 
     @property
@@ -167,4 +167,5 @@ def _config(extension: Record) -> object:
     """Its options, as they are by default: an extension is asked for by their object."""
     assert extension.card is not None
     assert extension.card.config is not None, "an extension without options has no object to ask for it by"
-    return load(extension, extension.card.config)()
+    module, _, name = extension.card.config.partition(":")
+    return getattr(import_module(module), name)()

@@ -1,4 +1,4 @@
-"""Level 1: the device is found, holds models and batches, and keeps its promises about itself."""
+"""Level 1: the device holds models and batches, and keeps its promises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accel_core import CAPABILITIES
-from accel_testing.kit import work_device as work
+from accel_testing.kit import tasks_device as tasks
 from accel_testing.kit.plugin import requires
 from accel_testing.kit.stack import TestedStack
 
@@ -17,7 +17,7 @@ MEGABYTES_4 = 4_000_000
 
 
 def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
-    (found,) = run(work.chosen)
+    (found,) = run(tasks.chosen)
     if stack.torch_device is not None:
         assert found["type"] == stack.torch_device
     assert found["indexed"], "the device has no index: two processes could not be told apart"
@@ -25,13 +25,13 @@ def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
 
 
 def test_capabilities_are_words_the_card_offers(run: Run, stack: TestedStack) -> None:
-    (found,) = run(work.chosen)
+    (found,) = run(tasks.chosen)
     assert set(found["capabilities"]) <= CAPABILITIES.keys()
     assert set(found["capabilities"]) <= stack.offers, "a chip can do less than its card offers, not more"
 
 
 def test_batches_move_with_their_structure(run: Run) -> None:
-    (found,) = run(work.moved)
+    (found,) = run(tasks.moved)
     assert found["types"] == ["dict", "Pair", "list"]
     assert found["devices"] == [found["type"]] * 2
     assert found["values"] == [[0.0, 1.0, 2.0], [1, 1]]
@@ -39,7 +39,7 @@ def test_batches_move_with_their_structure(run: Run) -> None:
 
 
 def test_models_are_placed_whole(run: Run) -> None:
-    (found,) = run(work.placed)
+    (found,) = run(tasks.placed)
     assert found["devices"] == [found["type"]]
     assert found["tied"], "tied weights came apart"
     assert found["frozen"], "a frozen parameter was unfrozen"
@@ -47,14 +47,14 @@ def test_models_are_placed_whole(run: Run) -> None:
 
 
 def test_seeding_repeats_what_is_drawn(run: Run) -> None:
-    ((first, again, other),) = run(work.seeded)
+    ((first, again, other),) = run(tasks.seeded)
     assert first == again
     assert first != other
 
 
 @requires("rng")
 def test_random_streams_are_saved_and_restored(run: Run) -> None:
-    (found,) = run(work.random_streams)
+    (found,) = run(tasks.random_streams)
     assert found["types"] == ["torch.uint8 cpu"]
     assert found["device stream"], "the device drew other numbers after its stream was restored"
     assert found["host stream"]
@@ -62,12 +62,12 @@ def test_random_streams_are_saved_and_restored(run: Run) -> None:
 
 @requires("rng")
 def test_every_stream_follows_the_seed_and_is_restored(run: Run) -> None:
-    (found,) = run(work.seeded_streams)
+    (found,) = run(tasks.seeded_streams)
     assert found == {"not repeated by a seed": [], "the same under another seed": [], "not restored": []}
 
 
 def test_memory_is_reported_in_bytes(run: Run) -> None:
-    (found,) = run(work.memory)
+    (found,) = run(tasks.memory)
     before, held, after = found["stats"]
     assert {key for stats in found["stats"] for key in stats} <= {"allocated", "reserved", "peak", "total"}
     assert all(type(value) is int and value >= 0 for stats in found["stats"] for value in stats.values())
@@ -79,15 +79,15 @@ def test_memory_is_reported_in_bytes(run: Run) -> None:
 
 @requires("float64")
 def test_float64_keeps_its_precision(run: Run) -> None:
-    (found,) = run(work.floats)
+    (found,) = run(tasks.floats)
     assert found["dtype"] == "torch.float64"
     assert found["sum"] == pytest.approx(2 / 3, abs=1e-15)
 
 
 def test_services_answer(run: Run) -> None:
-    run(work.services)
+    run(tasks.services)
 
 
 def test_the_profiler_records_the_device(run: Run) -> None:
-    (names,) = run(work.profiled)
+    (names,) = run(tasks.profiled)
     assert "aten::add" in names

@@ -1,4 +1,4 @@
-"""Level 2: training with an Accelerator does what the plain PyTorch loop does, number by number."""
+"""Level 2: training equals the plain PyTorch loop, number by number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from accel_testing.kit import work_awkward, work_items, work_units
-from accel_testing.kit import work_training as work
+from accel_testing.kit import tasks_awkward, tasks_items, tasks_units
+from accel_testing.kit import tasks_training as tasks
 from accel_testing.kit.compare import assert_near, assert_same_training
 from accel_testing.kit.plugin import Kit, requires
 from accel_testing.kit.refused import accepted
 from accel_testing.kit.stack import TestedStack
-from accel_testing.kit.work_training import Recipe
+from accel_testing.kit.tasks_training import Recipe
 
 Run = Callable[..., list[Any]]
 LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
@@ -22,7 +22,7 @@ LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
 
 @pytest.fixture
 def together(run: Run, kit: Kit) -> int:
-    """As many processes as all read the same data, where a model is spread over them; else one."""
+    """The number of processes over which one model is spread, else one."""
     return max([world for world in kit.worlds if kit.readers(run, world) == 1], default=1)
 
 
@@ -38,15 +38,15 @@ def loops(run: Run, kit: Kit, together: int) -> None:
     kit.require_loops(run, together)
 
 
-def check(run: Run, *, low_precision: bool = False, **recipe: Any) -> work.Trace:
-    found: list[tuple[work.Trace, work.Trace]] = run(work.ours, Recipe(**recipe))
+def check(run: Run, *, low_precision: bool = False, **recipe: Any) -> tasks.Trace:
+    found: list[tuple[tasks.Trace, tasks.Trace]] = run(tasks.ours, Recipe(**recipe))
     for ours, plain in found:
         assert_same_training(ours, plain, low_precision=low_precision)
     return found[0][0]
 
 
 def computes_with_copies(stack: TestedStack) -> bool:
-    """Whether mixed precision may be in copies of the weights, which rounds more than autocast does."""
+    """Tell if the strategy rounds copies of the weights, more than autocast does."""
     return "whole_weights" not in stack.offers
 
 
@@ -91,13 +91,13 @@ def test_mixed_precision(run: Run, stack: TestedStack, precision: str) -> None:
 def test_forward_runs_in_the_precision(run: Run, kit: Kit, precision: str) -> None:
     kit.require_own_network()
     dtype = f"torch.{'bfloat16' if precision == 'bf16' else 'float16'}"
-    for found in run(work.forward_dtypes, precision):
+    for found in run(tasks.forward_dtypes, precision):
         assert found == {"computed in": {dtype}, "parameters": "torch.float32", "left": False}
 
 
 @requires("fp16")
 def test_float16_parameters_are_refused_by_name(run: Run) -> None:
-    for said, weight, units in run(work_items.float16_refusal):
+    for said, weight, units in run(tasks_items.float16_refusal):
         assert weight in said, said
         assert "model.float()" in said.splitlines()[-1], said
         assert units == 0
@@ -110,7 +110,7 @@ def test_sums_are_divided_by_the_items_of_the_window(
     run: Run, stack: TestedStack, accumulation: int, clip_norm: float | None
 ) -> None:
     low = "mixed_precision" in stack.arguments  # a batch in parts rounds otherwise than in one
-    for ours, plain in run(work_items.ragged, accumulation, clip_norm):
+    for ours, plain in run(tasks_items.ragged, accumulation, clip_norm):
         assert_near("norms", ours.norms, plain.norms, low_precision=low)
         assert_near("weights", ours.weights, plain.weights, low_precision=low)
 
@@ -128,18 +128,18 @@ def test_overflowing_steps_are_skipped(run: Run, stack: TestedStack, optimizers:
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.usefixtures("loops")
 def test_two_units_keep_windows_of_their_own(run: Run, accumulation: int) -> None:
-    for ours, plain in run(work_units.gan, accumulation):
+    for ours, plain in run(tasks_units.gan, accumulation):
         assert_same_training(ours, plain)
 
 
 @pytest.mark.usefixtures("loops")
 def test_a_student_learns_from_a_teacher(run: Run) -> None:
-    for ours, plain in run(work_units.distillation):
+    for ours, plain in run(tasks_units.distillation):
         assert_same_training(ours, plain)
 
 
 def test_forward_backward_equals_the_loop(run: Run) -> None:
-    for ours, plain in run(work.whole_windows, Recipe(accumulation=2)):
+    for ours, plain in run(tasks.whole_windows, Recipe(accumulation=2)):
         assert_same_training(ours, plain)
 
 
@@ -147,14 +147,14 @@ def test_forward_backward_equals_the_loop(run: Run) -> None:
 @pytest.mark.parametrize("by_hand", [False, True], ids=["accelerator.backward", "loss.backward"])
 def test_a_loop_of_ones_own_is_right_or_refused(run: Run, kit: Kit, accumulation: int, by_hand: bool) -> None:
     kit.require_own_network()
-    for said, ours, plain in run(work.own_loop, accumulation, by_hand):
+    for said, ours, plain in run(tasks.own_loop, accumulation, by_hand):
         if not said:
             assert_near("weights", ours, plain)
 
 
 @pytest.mark.usefixtures("loops")
 def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
-    for found in run(work.mid_window):
+    for found in run(tasks.mid_window):
         assert found == {
             "weights changed": False,
             "gradients kept": True,
@@ -165,6 +165,6 @@ def test_an_accumulated_step_is_left_alone_mid_window(run: Run) -> None:
 
 def test_awkward_parameters_train_as_in_the_plain_loop(run: Run, kit: Kit, together: int) -> None:
     kit.require_own_network()
-    found, without = accepted(run, work_awkward.trained, world=together)
-    plain = run(work_awkward.by_hand, 0.0, without)[0]
-    work_awkward.assert_trained(found, plain.parameters)
+    found, without = accepted(run, tasks_awkward.trained, world=together)
+    plain = run(tasks_awkward.by_hand, 0.0, without)[0]
+    tasks_awkward.assert_trained(found, plain.parameters)

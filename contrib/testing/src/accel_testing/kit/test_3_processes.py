@@ -1,4 +1,4 @@
-"""Level 3: several processes are one run: one order of data, one model, one set of metrics."""
+"""Level 3: several processes share one order of data, one model, one metric."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from accel_testing.kit import work_collectives as collectives
-from accel_testing.kit import work_data, work_items
-from accel_testing.kit import work_parallel as work
+from accel_testing.kit import tasks_collectives as collectives
+from accel_testing.kit import tasks_data, tasks_items
+from accel_testing.kit import tasks_parallel as tasks
 from accel_testing.kit.compare import assert_near
 from accel_testing.kit.plugin import Kit, requires
 from accel_testing.kit.stack import TestedStack, variables
-from accel_testing.kit.work_training import Recipe
+from accel_testing.kit.tasks_training import Recipe
 
 Run = Callable[..., list[Any]]
 GLOBAL_BATCH = 8
@@ -22,7 +22,7 @@ GLOBAL_BATCH = 8
 
 @pytest.fixture
 def readers(kit: Kit, run: Run, world: int) -> int:
-    """Shares of the data in a world of this size; fewer than processes where several read the same."""
+    """Count the readers in a world of this size."""
     return kit.readers(run, world)
 
 
@@ -35,7 +35,7 @@ def loops(run: Run, kit: Kit, world: int) -> None:
 @pytest.mark.parametrize("dim", ["world", "control"])
 def test_collectives(run: Run, world: int, dim: str) -> None:
     ranks = range(world)
-    for rank, found in enumerate(run(work.dims, world=world)):
+    for rank, found in enumerate(run(tasks.dims, world=world)):
         mine = found[dim]
         assert (mine["rank"], mine["size"]) == (rank, world)
         assert mine["torchs"] in (None, world), "its torch process group is of another size"
@@ -52,7 +52,7 @@ def test_collectives(run: Run, world: int, dim: str) -> None:
 
 def test_gather_reduce_broadcast_pad(run: Run, world: int, readers: int) -> None:
     shares = range(readers)
-    for found in run(work.nested, world=world):
+    for found in run(tasks.nested, world=world):
         assert found["a"] == [float(r) for r in shares for _ in range(2)]
         assert found["b"] == list(shares)
         assert found["scalar"] == [float(r) for r in shares]
@@ -98,7 +98,7 @@ def test_ranks_that_disagree_are_told_what_each_brought(run: Run, world: int) ->
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_sample_is_read_once_an_epoch(run: Run, world: int, shuffle: bool) -> None:
-    found = run(work.samples, 8 * world, 2, shuffle, 2, world=world)
+    found = run(tasks.samples, 8 * world, 2, shuffle, 2, world=world)
     by_reader = {each["reader"][0]: each for each in found}
     assert sorted(by_reader) == list(range(found[0]["reader"][1])), "readers are not numbered 0, 1, ..."
     for epoch in range(2):
@@ -109,7 +109,7 @@ def test_each_sample_is_read_once_an_epoch(run: Run, world: int, shuffle: bool) 
 
 
 def test_batches_are_dealt_in_turn(run: Run, world: int) -> None:
-    found = run(work.samples, 8 * world, 2, False, 1, world=world)
+    found = run(tasks.samples, 8 * world, 2, False, 1, world=world)
     for each in found:
         reader, readers = each["reader"]
         dealt = each["epochs"][0]
@@ -118,7 +118,7 @@ def test_batches_are_dealt_in_turn(run: Run, world: int) -> None:
 
 
 def test_all_readers_get_equally_many_full_batches(run: Run, world: int) -> None:
-    found = run(work.samples, 4 * world + 1, 2, False, 1, world=world)
+    found = run(tasks.samples, 4 * world + 1, 2, False, 1, world=world)
     sizes = {tuple(len(batch) for batch in each["epochs"][0]) for each in found}
     assert len(sizes) == 1, f"readers get batches of different sizes: {sizes}"
     read = {sample for each in found for batch in each["epochs"][0] for sample in batch}
@@ -127,7 +127,7 @@ def test_all_readers_get_equally_many_full_batches(run: Run, world: int) -> None
 
 @pytest.mark.parametrize("length", [11, 12, 13, 17])
 def test_metrics_see_each_sample_once_in_order(run: Run, world: int, length: int) -> None:
-    for seen in run(work.metrics, length, 3, world=world):
+    for seen in run(tasks.metrics, length, 3, world=world):
         assert seen == list(range(length))
 
 
@@ -136,7 +136,7 @@ READ = [("iterable", None), ("iterable", False), ("map", True)]
 
 @pytest.mark.parametrize(("data", "dispatch"), READ)
 def test_data_arrives_whole_whoever_reads_it(run: Run, world: int, data: str, dispatch: bool | None) -> None:
-    found = run(work_data.stream, 13, 3, data, dispatch, world=world)
+    found = run(tasks_data.stream, 13, 3, data, dispatch, world=world)
     for each in found:
         assert each["seen"] == [(number, number, number) for number in range(13)]
     if data == "iterable":
@@ -147,7 +147,7 @@ def test_data_arrives_whole_whoever_reads_it(run: Run, world: int, data: str, di
 
 @pytest.mark.parametrize(("data", "dispatch"), READ)
 def test_a_saved_epoch_goes_on_where_it_was(run: Run, world: int, data: str, dispatch: bool | None) -> None:
-    for each in run(work_data.resumed, data, dispatch, world=world):
+    for each in run(tasks_data.resumed, data, dispatch, world=world):
         assert each["found"] == each["expected"]
         assert each["expected"], "nothing was left of the epoch"
 
@@ -165,7 +165,7 @@ def test_clipping_sees_the_gradient_of_all(run: Run, stack: TestedStack, world: 
 
 def test_schedulers_count_steps_not_processes(run: Run, world: int) -> None:
     recipe = Recipe(batches=8 * world, batch_size=2, accumulation=2, epochs=1, schedule=True)
-    for each in run(work.invariance, recipe, world=world):
+    for each in run(tasks.invariance, recipe, world=world):
         assert each.rates == pytest.approx([0.1 / (1 + step) for step in range(1, len(each.rates) + 1)])
 
 
@@ -175,7 +175,7 @@ def test_the_items_of_all_decide_not_who_has_them(
     run: Run, stack: TestedStack, world: int, accumulation: int
 ) -> None:
     low = "mixed_precision" in stack.arguments
-    for ours, plain in run(work_items.ragged, accumulation, 0.1, world=world):
+    for ours, plain in run(tasks_items.ragged, accumulation, 0.1, world=world):
         assert_near("norms", ours.norms, plain.norms, low_precision=low)
         assert_near("weights", ours.weights, plain.weights, low_precision=low)
 
@@ -187,10 +187,10 @@ def _check_invariance(
     share = GLOBAL_BATCH // readers // accumulation
     batches = steps * GLOBAL_BATCH // share
     mine = Recipe(batches=batches, batch_size=share, accumulation=accumulation, epochs=1, **recipe)
-    by_rank = run(work.invariance, mine, world=world)
+    by_rank = run(tasks.invariance, mine, world=world)
     shared = variables(stack.settings_without("strategy", "extension"))
     whole = Recipe(batches=steps, batch_size=GLOBAL_BATCH, epochs=1, **recipe)
-    (alone,) = run(work.by_hand, whole, shared)
+    (alone,) = run(tasks.by_hand, whole, shared)
     micro = [sum(values) / world for values in zip(*(each.losses for each in by_rank), strict=True)]
     size = len(micro) // steps  # one, of a strategy that owns the schedule: its losses are a window's
     means = [sum(micro[at : at + size]) / size for at in range(0, len(micro), size)]
@@ -202,21 +202,21 @@ def _check_invariance(
 
 @requires("whole_weights")
 def test_replicas_begin_and_stay_equal(run: Run, world: int) -> None:
-    found = run(work.replicas, world=world)
+    found = run(tasks.replicas, world=world)
     assert all(each == found[0] for each in found), "ranks hold different weights"
 
 
 @requires("whole_weights")
 def test_each_rank_holds_whole_weights(run: Run, stack: TestedStack, world: int) -> None:
     low = "mixed_precision" in stack.arguments  # a backend may hold them in 16 bits
-    for held, expected in run(work.whole, world=world):
+    for held, expected in run(tasks.whole, world=world):
         assert_near("weights", held, expected, low_precision=low)
 
 
 @requires("no_sync", "whole_weights")
 @pytest.mark.usefixtures("loops")
 def test_a_window_communicates_once(run: Run, stack: TestedStack, world: int, readers: int) -> None:
-    found = run(work.quiet_windows, world=world)
+    found = run(tasks.quiet_windows, world=world)
     if "local_gradients" in stack.offers:
         for each in found:  # one batch in all micro-batches, and no rate: so one gradient, but for ranks
             assert each["seen"][1] == each["seen"][0], "tensor hooks see reduced gradients"
@@ -244,18 +244,18 @@ def _check_counts(counts: list[int | None]) -> None:
 @requires("join", "whole_weights")
 @pytest.mark.usefixtures("loops")
 def test_ranks_may_run_out_of_batches(run: Run, world: int) -> None:
-    found = run(work.uneven_inputs, world=world)
+    found = run(tasks.uneven_inputs, world=world)
     assert all(each == found[0] for each in found), "ranks hold different weights"
 
 
 def test_buffers_that_differ_by_rank_are_exported_as_the_first_ranks(run: Run, kit: Kit, world: int) -> None:
     kit.require_own_network()
-    found, *_ = run(work.own_buffers, world=world)
+    found, *_ = run(tasks.own_buffers, world=world)
     assert found == {"scale": (3.0, "torch.float32"), "count": (1001, "torch.int64")}
 
 
 def test_a_batch_that_others_lack_is_refused_not_waited_for(run: Run, world: int, readers: int) -> None:
-    for rank, (evaluated, trained) in enumerate(run(work.unshared, world=world)):
+    for rank, (evaluated, trained) in enumerate(run(tasks.unshared, world=world)):
         for told in filter(None, (evaluated, trained)):
             assert "not all of" in told, told
             assert "join_uneven_inputs" in told, told
@@ -264,7 +264,7 @@ def test_a_batch_that_others_lack_is_refused_not_waited_for(run: Run, world: int
 
 
 def test_processes_coordinate(run: Run, world: int) -> None:
-    found = run(work.coordination, world=world)
+    found = run(tasks.coordination, world=world)
     assert all(each["triggers"] == (False, True, False) for each in found)
     assert found[0]["entered"] == min(each["entered"] for each in found)
     shares = dict(each["share"] for each in found)
@@ -275,12 +275,12 @@ def test_processes_coordinate(run: Run, world: int) -> None:
 
 
 def test_runs_follow_one_another_in_a_process(run: Run, world: int) -> None:
-    for _, second, third in run(work.sequential_runs, world=world):
+    for _, second, third in run(tasks.sequential_runs, world=world):
         assert_near("losses", third, second)
 
 
 def test_two_runs_live_in_one_process(run: Run, world: int) -> None:
-    for found in run(work.simultaneous_runs, world=world):
+    for found in run(tasks.simultaneous_runs, world=world):
         assert_near("losses beside another run", found["two"], found["two, alone"])
         assert_near("losses after another run", found["two, after one has ended"], found["two, alone"])
 
@@ -288,7 +288,7 @@ def test_two_runs_live_in_one_process(run: Run, world: int) -> None:
 @requires("local_sgd", "whole_weights")
 @pytest.mark.usefixtures("loops")
 def test_local_sgd_trains_apart_and_averages(run: Run, world: int, readers: int) -> None:
-    found = run(work.apart, world=world)
+    found = run(tasks.apart, world=world)
     assert [each["before"] for each in found] == [float(each["reader"]) for each in found]
     one, other = (pick(found, key=lambda each: each["reader"]) for pick in (min, max))
     assert readers == 1 or one["stepped"] != other["stepped"], "gradients were reduced inside LocalSGD"

@@ -1,4 +1,4 @@
-"""Level 3: random numbers are alike where the activations of ranks are, and different everywhere else."""
+"""Level 3: ranks draw alike if their activations are alike, and else apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from accel_testing.kit.plugin import Kit
-from accel_testing.kit.work_random import drawn
+from accel_testing.kit.tasks_random import drawn
 
 Run = Callable[..., list[Any]]
 

@@ -1,4 +1,4 @@
-"""A device in pure Python: what every accelerator does, on a machine that has none.
+"""A device in pure Python, for machines without an accelerator.
 
 `SimulatedDevice` is an ordinary device plugin with an ordinary card. It is declared by no installed
 distribution, so that nobody meets it by accident: `write_distribution` declares it, in a folder.
@@ -37,7 +37,7 @@ def write_distribution(
     version: str = "0.1",
     requires: Sequence[str] = ("accel-core",),
 ) -> None:
-    """Declare plugins without installing anything: metadata, found once `folder` is on the path.
+    """Declare plugins by metadata in `folder`, which has to be on the path.
 
     `entry_points` is the text of an entry_points.txt; without it the simulated device is declared.
     """
@@ -51,7 +51,7 @@ def write_distribution(
 
 
 def declare(folder: Path) -> None:
-    """Declare the simulated device to this process and its children, by metadata in `folder`."""
+    """Declare the simulated device to this process and its children, in `folder`."""
     write_distribution(folder)
     sys.path.insert(0, str(folder))
     inherited = os.environ.get("PYTHONPATH")

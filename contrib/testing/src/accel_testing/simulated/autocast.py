@@ -1,4 +1,4 @@
-"""Autocast for the simulated device: which operators compute in the low precision, which in float32."""
+"""Autocast for the simulated device: operators in low precision, or in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOAT32: Final = (
 
 
 def register_autocast(name: str) -> list[torch.library.Library]:
-    """Register the rules for the device type `name`; they hold as long as the libraries returned."""
+    """Register the rules for device type `name`, while the result is kept."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     operators = torch.library.Library("aten", "IMPL")

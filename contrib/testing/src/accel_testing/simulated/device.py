@@ -1,4 +1,4 @@
-"""The simulated device for torch: a tensor that keeps its numbers in a CPU tensor, and `torch.NAME`.
+"""The simulated device for torch: tensors over CPU tensors, and `torch.NAME`.
 
 Like an accelerator it refuses operands from another device, counts the bytes it holds, the times
 the host reads from it and the times the host would wait for it, and draws random numbers. Unlike one it
@@ -46,7 +46,7 @@ _WAITING: Final = frozenset(
         aten.unique_dim.default,
     }
 )
-"""What a device computes only together with the host: a number, or a tensor whose size depends on values."""
+"""Operators whose result needs the host: numbers, and sizes that follow values."""
 
 
 class SimulatedTensor(Tensor):
@@ -78,7 +78,7 @@ class SimulatedTensor(Tensor):
         return self.cpu().tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Where the numbers are: the wrapper has a storage without memory, which cannot be resized."""
+        """The storage of the numbers; the wrapper's has no memory."""
         return self.held.untyped_storage()
 
     @classmethod
@@ -94,13 +94,13 @@ def unwrap(value: Any) -> Any:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute on the inner tensors; wrap what comes out, unless it was asked for on the host."""
+    """Compute on the inner tensors, and wrap results that stay on the device."""
     device = kwargs.get("device")
     to_host = device is not None and torch.device(device).type != module().name
     if device is not None and not to_host:
         kwargs["device"] = torch.device("cpu")
     if func not in _CROSS_DEVICE:
-        _refuse_strangers(func, args, kwargs)
+        _refuse_other_devices(func, args, kwargs)
     if _waits(func, args, kwargs, to_host):
         module().wait(str(func))
     inner_args, inner_kwargs = pytree.tree_map(unwrap, (args, kwargs))
@@ -116,7 +116,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], to_host: bool) -> bool:
-    """Whether an accelerator's host would wait here: see `torch.cuda.set_sync_debug_mode`."""
+    """Tell if the host of a real accelerator would wait here."""
     if func is aten._to_copy.default:
         return to_host and not kwargs.get("non_blocking")
     if func in (aten.copy_.default, aten._copy_from.default):
@@ -136,7 +136,7 @@ def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], to_host: b
     return func in _WAITING
 
 
-def _refuse_strangers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_other_devices(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and not isinstance(leaf, SimulatedTensor) and leaf.dim() > 0:
             raise RuntimeError(
@@ -168,10 +168,10 @@ class _Memory:
 
 
 class _Event:
-    """A point in a stream. All work is done when it is queued, so it has always passed."""
+    """A point in a stream. It has always passed: work is done when it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's: with timing or without."""
+        """Accept torch's arguments: with timing or without."""
 
     def record(self, stream: Any = None) -> _Event:
         return self
@@ -191,7 +191,7 @@ class _Stream:
     """A queue of work, each piece of which is done when it is put there."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        """As torch's."""
+        """Accept torch's arguments."""
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
@@ -223,7 +223,7 @@ class DeviceModule:
         self.on_host_read: Callable[[], None] | None = None
         """Called before the host gets to see a value of the device."""
         self.waits = 0
-        """How often the host would have waited for the device."""
+        """The number of times that the host would have waited for the device."""
         self._waiting: str | int = "default"
         self._stream = _Stream()
 
@@ -248,7 +248,7 @@ class DeviceModule:
             raise RuntimeError(f"{why}: the host waits for the {self.name} device")
 
     def set_sync_debug_mode(self, debug_mode: str | int) -> None:
-        """As torch.cuda's: "error" makes each wait of the host an error."""
+        """Set the mode, as torch.cuda does: "error" makes each host wait an error."""
         self._waiting = debug_mode
 
     def is_available(self) -> bool:
@@ -293,7 +293,7 @@ class DeviceModule:
         return self.memory.peak
 
     def manual_seed(self, seed: int) -> None:
-        """The device draws from the CPU's generator, which torch.manual_seed has seeded by now."""
+        """Do nothing: the device draws from the CPU's generator, seeded by torch."""
 
     def manual_seed_all(self, seed: int) -> None:
         """The same."""

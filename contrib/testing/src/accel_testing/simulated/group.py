@@ -1,4 +1,4 @@
-"""torch.distributed for the simulated device: a process group in Python over the CPU's one.
+"""torch.distributed for the simulated device: a process group over the CPU's.
 
 It counts the collectives it carries, which is how the kit knows what a strategy communicates.
 """
@@ -31,7 +31,7 @@ _OPERATIONS: Final = (
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Carries simulated tensors, and plain ones too, for it is the only backend of its group."""
+    """Carries simulated and plain tensors: it is its group's only backend."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -51,7 +51,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """How torch's meshes find it."""
+        """The name by which torch's meshes find the group."""
         return self.inner.group_name
 
 
@@ -69,7 +69,7 @@ def _forward(operation: str, unwrap: Callable[[Any], Any]) -> Any:
 
 
 def register_group(device: str, communication: str, unwrap: Callable[[Any], Any]) -> None:
-    """Make `communication` the name of torch.distributed's backend for tensors on `device`.
+    """Register the backend `communication` for tensors on `device`.
 
     unwrap: gives the CPU tensor of a simulated one, and anything else as it is.
     """

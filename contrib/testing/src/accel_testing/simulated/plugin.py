@@ -1,4 +1,4 @@
-"""The simulated device as a plugin. Importing it makes torch know the device, as a vendor's library would."""
+"""The simulated device as a plugin. Importing it registers the device with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ simulate()
 
 
 class SimulatedDevice:
-    """One device a process; all else is what torch's modules say, so the base layer's."""
+    """One device per process; the base layer does all else."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run

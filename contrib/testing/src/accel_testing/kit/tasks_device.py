@@ -1,0 +1,198 @@
+"""The checks of level 1 of a device, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel_core import set_seed
+from accel_testing.kit.tasks import make
+
+__all__ = [
+    "chosen",
+    "floats",
+    "memory",
+    "moved",
+    "placed",
+    "profiled",
+    "random_streams",
+    "seeded",
+    "seeded_streams",
+    "services",
+]
+
+
+class Pair(NamedTuple):
+    """A batch of a user's own type."""
+
+    first: Any
+    second: Any
+
+
+def chosen(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The device of the run, and what the plugin says of it."""
+    accelerator = make(arguments)
+    device, hooks = accelerator.device, accelerator.run.hooks
+    found = {
+        "type": device.type,
+        "indexed": device.type == "cpu" or device.index is not None,
+        "computes": (torch.ones(3, device=device) * 2).sum().item(),
+        "capabilities": sorted(hooks.capabilities(device)),
+    }
+    accelerator.end_training()
+    return found
+
+
+def moved(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Move a nested batch, and compare types, devices and values."""
+    accelerator = make(arguments)
+    batch = {
+        "pair": Pair(torch.arange(3.0), [torch.ones(2, dtype=torch.int64)]),
+        "text": "as it is",
+        "none": None,
+    }
+    result = accelerator.run.hooks.move(batch, accelerator.device, False)
+    pair = result["pair"]
+    found = {
+        "types": [type(result).__name__, type(pair).__name__, type(pair.second).__name__],
+        "devices": [pair.first.device.type, pair.second[0].device.type],
+        "values": [pair.first.cpu().tolist(), pair.second[0].cpu().tolist()],
+        "rest": [result["text"], result["none"]],
+        "type": accelerator.device.type,
+    }
+    accelerator.end_training()
+    return found
+
+
+def placed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Prepare a model, and compare parameters, buffers, gradients, tied weights."""
+    accelerator = make(arguments)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    frozen = model[1].weight
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(prepared(torch.ones(2, 4, device=accelerator.device)).float().pow(2).sum())
+    inner: Any = accelerator.unwrap_model(prepared)
+    tensors = [
+        *inner.parameters(),
+        *inner.buffers(),
+        *(p.grad for p in inner.parameters() if p.grad is not None),
+    ]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        "devices": sorted({tensor.device.type for tensor in tensors}),
+        "tied": inner[0].weight is inner[2].weight,
+        "frozen": not inner[1].weight.requires_grad and inner[1].weight.grad is None,
+        "optimizer holds the parameters": held == {id(p) for p in inner.parameters() if p.requires_grad},
+        "type": accelerator.device.type,
+    }
+    accelerator.end_training()
+    return found
+
+
+def seeded(arguments: Mapping[str, Any]) -> list[list[float]]:
+    """Draws on the device after one seed, the same again, and after another."""
+    accelerator = make(arguments)
+    draws = []
+    for seed in (7, 7, 8):
+        set_seed(seed)
+        draws.append(torch.rand(4, device=accelerator.device).cpu().tolist())
+    accelerator.end_training()
+    return draws
+
+
+def random_streams(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved streams, and whether drawing goes on from where they were saved."""
+    accelerator = make(arguments)
+    hooks, device = accelerator.run.hooks, accelerator.device
+    set_seed(3)
+    torch.rand(5, device=device)
+    saved = {name: state.clone() for name, state in hooks.rng_state().items()}
+    first = (torch.rand(4, device=device).cpu(), torch.rand(4))
+    hooks.set_rng_state(saved)
+    second = (torch.rand(4, device=device).cpu(), torch.rand(4))
+    found = {
+        "types": sorted({f"{state.dtype} {state.device.type}" for state in saved.values()}),
+        "device stream": torch.equal(first[0], second[0]),
+        "host stream": torch.equal(first[1], second[1]),
+    }
+    accelerator.end_training()
+    return found
+
+
+def seeded_streams(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
+    """List streams of the stack that a seed does not set, or that stay as they were."""
+    accelerator = make(arguments)
+    hooks = accelerator.run.hooks
+
+    def streams() -> dict[str, Tensor]:
+        return {name: state.clone() for name, state in hooks.rng_state().items()}
+
+    states = []
+    for seed in (3, 4, 3):
+        set_seed(seed)
+        states.append(streams())
+    first, other, again = states
+    hooks.set_rng_state(other)
+    restored = streams()
+    accelerator.end_training()
+    return {
+        "not repeated by a seed": [name for name in first if not torch.equal(first[name], again[name])],
+        "the same under another seed": [name for name in first if torch.equal(first[name], other[name])],
+        "not restored": [name for name in other if not torch.equal(other[name], restored[name])],
+    }
+
+
+def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """memory_stats before, with, and after a tensor of 4 MB."""
+    accelerator = make(arguments)
+    hooks, device = accelerator.run.hooks, accelerator.device
+    stats = [dict(hooks.memory_stats(device))]
+    tensor = torch.ones(1_000_000, device=device)
+    hooks.synchronize(device)
+    stats.append(dict(hooks.memory_stats(device)))
+    del tensor
+    hooks.empty_cache()
+    stats.append(dict(hooks.memory_stats(device)))
+    found = {"claimed": "memory_stats" in hooks.capabilities(device), "stats": stats}
+    accelerator.end_training()
+    return found
+
+
+def floats(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Send float64 to the device, and compute there."""
+    accelerator = make(arguments)
+    there = accelerator.run.hooks.move(
+        torch.full((2,), 1 / 3, dtype=torch.float64), accelerator.device, False
+    )
+    found = {"dtype": str(there.dtype), "sum": there.sum().item()}
+    accelerator.end_training()
+    return found
+
+
+def services(arguments: Mapping[str, Any]) -> list[str]:
+    """Calls every service; what their answers are is the device's affair."""
+    accelerator = make(arguments)
+    hooks, run = accelerator.run.hooks, accelerator.run
+    hooks.synchronize(run.device)
+    hooks.empty_cache()
+    hooks.set_affinity(run.world)
+    report = [f"{key}={value}" for key, value in hooks.environment_report().items()]
+    accelerator.free_memory()
+    accelerator.end_training()
+    return report
+
+
+def profiled(arguments: Mapping[str, Any]) -> list[str]:
+    """The names that the profiler records of an addition on the device."""
+    accelerator = make(arguments)
+    with accelerator.profile() as profiler:
+        torch.ones(8, device=accelerator.device) + 1
+    names = [event.key for event in profiler.key_averages()]
+    accelerator.end_training()
+    return names

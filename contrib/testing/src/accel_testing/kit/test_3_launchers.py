@@ -1,0 +1,170 @@
+"""Level 3: a launcher starts workers, reports their failure, leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from accel_core import Record
+from accel_testing.kit import tasks_launch
+from accel_testing.kit.stack import TestedStack
+
+SECONDS = 60
+"""The time for a launch, failures included."""
+ENDING_SECONDS = 20
+"""The time for workers to end after a signal to the launcher, or a failure."""
+
+
+@frozen
+class Launches:
+    """`accel launch` with the launcher under test, in a folder for results."""
+
+    folder: Path
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def words(self, task: str, *flags: str, workers: int = 2) -> list[str]:
+        script = Path(tasks_launch.__file__)
+        return [*self.command, "-n", str(workers), *flags, str(script), task, str(self.folder), "an argument"]
+
+    def run(self, task: str, *flags: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
+        """Launch a task of `tasks_launch`, and wait for its end."""
+        return subprocess.run(
+            self.words(task, *flags, workers=workers),
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+    def written(self) -> list[dict[str, Any]]:
+        """The facts that workers wrote, in rank order."""
+        return [json.loads(file.read_text()) for file in sorted(self.folder.glob("rank*.json"))]
+
+    def wait_until_gone(self) -> list[int]:
+        """The workers that still run when their time is over."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        processes = [facts["process"] for facts in self.written()]
+        while (left := [each for each in processes if _runs(each)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture
+def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Launches:
+    """Launches in an empty folder, on the CPU."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL_")}
+    command = (sys.executable, "-m", "accel_core", "launch", "--launcher", launcher.name, "--device", "cpu")
+    return Launches(tmp_path, command, {**kept, **stack.environment})
+
+
+@contextmanager
+def sleeping(launches: Launches) -> Iterator[subprocess.Popen[str]]:
+    """A launch whose workers have all begun to sleep."""
+    # A shell has commands in the background ignore SIGINT, and so would this one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        launches.words("sleep"), cwd=launches.folder, env=launches.environment, text=True
+    ) as process:
+        signal.signal(signal.SIGINT, before)
+        try:
+            deadline = time.monotonic() + SECONDS
+            while len(launches.written()) < 2 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            yield process
+        finally:
+            process.kill()
+            for facts in launches.written():
+                if _runs(facts["process"]):
+                    os.kill(facts["process"], signal.SIGKILL)
+
+
+def test_workers_know_their_world_and_their_command(launches: Launches) -> None:
+    ended = launches.run("note")
+    assert ended.returncode == 0, ended.stderr
+    for rank, facts in enumerate(launches.written()):
+        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        assert {name: facts["environment"].get(name) for name in world} == world
+        assert facts["arguments"] == ["note", str(launches.folder), "an argument"]
+    assert len(launches.written()) == 2
+
+
+def test_workers_meet(launches: Launches) -> None:
+    ended = launches.run("meet")
+    assert ended.returncode == 0, ended.stderr
+    assert [facts["sum"] for facts in launches.written()] == [3, 3]
+
+
+def test_settings_of_the_command_reach_the_workers(launches: Launches) -> None:
+    ended = launches.run("configure", "--mixed-precision", "bf16", workers=1)
+    assert ended.returncode == 0, ended.stderr
+    assert [facts["precision"] for facts in launches.written()] == ["bf16"]
+
+
+def test_a_failure_ends_all_workers_with_its_exit_code(launches: Launches) -> None:
+    ended = launches.run("exit")
+    assert ended.returncode == 7, ended.stderr
+    assert len(re.findall(r"\brank:? ?1\b", ended.stderr)) >= 1, (
+        "the message does not name the rank that failed"
+    )
+    assert launches.wait_until_gone() == [], "workers outlive the launch"
+
+
+def test_a_traceback_is_shown_once(launches: Launches) -> None:
+    ended = launches.run("fail")
+    assert ended.returncode != 0
+    printed = ended.stdout + ended.stderr
+    assert "RuntimeError: a worker that fails" in printed
+    assert printed.count("Traceback (most recent call last)") == 1, printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_launcher_that_is_stopped_leaves_no_worker(launches: Launches, number: signal.Signals) -> None:
+    with sleeping(launches) as process:
+        assert len(launches.written()) == 2, "the workers did not begin"
+        process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+        assert process.returncode is not None, "the launcher goes on"
+        assert process.returncode != 0
+        assert launches.wait_until_gone() == [], "workers outlive the launcher"
+
+
+def test_functions_run_in_workers_and_give_what_they_return(launches: Launches) -> None:
+    (launches.folder / "accel.yaml").write_text(f"launch:\n  launcher: {launches.command[5]}\n")
+    ended = subprocess.run(
+        [sys.executable, str(Path(tasks_launch.__file__)), "functions", str(launches.folder)],
+        cwd=launches.folder,
+        env=launches.environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    facts = json.loads((launches.folder / "functions.json").read_text())
+    assert facts["returned"] == [[0, 2, "given"], [1, 2, "given"]]
+    assert "RuntimeError: a worker that fails" in facts["failed"], "LaunchError holds the worker's traceback"

@@ -1,0 +1,138 @@
+"""Devices that break one promise each."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from accel_core import hooks, implements
+from accel_core.contract.spec import _impl_marker
+from accel_testing.simulated.plugin import SimulatedDevice
+
+
+class Sound(SimulatedDevice):
+    """Nothing broken."""
+
+
+class MisspeltHook(SimulatedDevice):
+    @_impl_marker
+    def synchronise(self, device):
+        return None
+
+
+class OnTheHost(SimulatedDevice):
+    @implements(hooks.select_device)
+    def select_device(self, world):
+        return torch.device("cpu")
+
+
+class ClaimsMore(SimulatedDevice):
+    @implements(hooks.capabilities)
+    def capabilities(self, device):
+        return self.below.capabilities(device) | {"teleport"}
+
+
+class ForgetsBuffers(SimulatedDevice):
+    @implements(hooks.place_model)
+    def place_model(self, unit, model, device):
+        buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.dim()}
+        model.to(device)
+        for name, buffer in buffers.items():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffer)
+        return model
+
+
+class UntiesWeights(SimulatedDevice):
+    @implements(hooks.place_model)
+    def place_model(self, unit, model, device):
+        model.to(device)
+        seen = set()
+        for child in model.modules():
+            weight = getattr(child, "weight", None)
+            if weight is not None and id(weight) in seen:
+                child.weight = torch.nn.Parameter(weight.detach().clone())
+            seen.add(id(weight))
+        return model
+
+
+class FlattensBatches(SimulatedDevice):
+    @implements(hooks.move)
+    def move(self, tree, device, non_blocking):
+        moved = self.below.move(tree, device, non_blocking)
+        if isinstance(moved, dict):
+            return {key: tuple(value) if isinstance(value, tuple) else value for key, value in moved.items()}
+        return moved
+
+
+class ForgetsSeeds(SimulatedDevice):
+    @implements(hooks.seed)
+    def seed(self, seed, topology):
+        return None
+
+
+class LosesRandomness(SimulatedDevice):
+    @implements(hooks.set_rng_state)
+    def set_rng_state(self, streams):
+        torch.rand(1, device="sim")
+
+
+class SeedsAllButItsOwn(SimulatedDevice):
+    """Names a stream of its own, which no seed sets."""
+
+    own = torch.zeros(1, dtype=torch.uint8)
+
+    @implements(hooks.rng_state)
+    def rng_state(self):
+        return {**self.below.rng_state(), "own": self.own}
+
+
+class CountsKilobytes(SimulatedDevice):
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device):
+        return {key: value // 1024 for key, value in self.below.memory_stats(device).items()}
+
+
+class NarrowsFloats(SimulatedDevice):
+    @implements(hooks.move)
+    def move(self, tree, device, non_blocking):
+        if isinstance(tree, torch.Tensor) and tree.dtype == torch.float64:
+            tree = tree.float()
+        return self.below.move(tree, device, non_blocking)
+
+
+class RecordsTheUnknown(SimulatedDevice):
+    @implements(hooks.profiler_activities)
+    def profiler_activities(self):
+        return ["warp"]
+
+
+class FailsToReport(SimulatedDevice):
+    @implements(hooks.environment_report)
+    def environment_report(self):
+        raise RuntimeError("no driver")
+
+
+class WarnsItself(SimulatedDevice):
+    @implements(hooks.environment_report)
+    def environment_report(self):
+        warnings.warn("careful", UserWarning, stacklevel=1)
+        return {}
+
+
+class ItsVendorWarns(SimulatedDevice):
+    @implements(hooks.environment_report)
+    def environment_report(self):
+        warnings.warn_explicit("careful", UserWarning, "vendor.py", 1, module="vendor")
+        return {}
+
+
+class CastsParameters(SimulatedDevice):
+    """Hides from the precision that parameters are float16."""
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(self, unit, models, optimizers):
+        for model in models:
+            model.float()
+        return []

@@ -1,0 +1,402 @@
+"""Each broken plugin is red at exactly the check of what it breaks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import broken_plugins
+import pytest
+from run_kit import Found, declare, run_kit
+
+import accel_testing.kit
+from accel_core import Card
+from accel_testing.simulated import write_distribution
+
+pytest_plugins = ["pytester"]
+
+CARDS = {name: card for name, card in vars(broken_plugins).items() if isinstance(card, Card)}
+
+PACKAGING = {
+    "slow-probe": {"test_the_probe_is_quick_and_light"},
+    "heavy-probe": {"test_the_probe_is_quick_and_light"},
+    "heavy-config": {"test_the_config_class_is_light"},
+    "loose-options": {"test_options_are_declared_in_full"},
+    "heavy-launch": {"test_the_launch_class_is_light"},
+    "misspelt-hook": {"test_the_stack_binds"},
+}
+DEVICE = {
+    "on-the-host": {"test_the_run_is_on_the_cards_device"},
+    "claims-more": {"test_capabilities_are_words_the_card_offers"},
+    "forgets-buffers": {"test_models_are_placed_whole"},
+    "unties-weights": {"test_models_are_placed_whole"},
+    "flattens-batches": {"test_batches_move_with_their_structure"},
+    "forgets-seeds": {
+        "test_seeding_repeats_what_is_drawn",
+        "test_every_stream_follows_the_seed_and_is_restored",
+    },
+    "loses-randomness": {
+        "test_random_streams_are_saved_and_restored",
+        "test_every_stream_follows_the_seed_and_is_restored",
+    },
+    "seeds-all-but-its-own": {
+        "test_random_streams_are_saved_and_restored",
+        "test_every_stream_follows_the_seed_and_is_restored",
+    },
+    "counts-kilobytes": {"test_memory_is_reported_in_bytes"},
+    "narrows-floats": {"test_float64_keeps_its_precision"},
+    "records-the-unknown": {"test_the_profiler_records_the_device"},
+    "fails-to-report": {"test_services_answer"},
+    "sound": set[str](),
+    "writes-on-each-rank": {"test_a_tracker_that_is_not_started_touches_nothing"},
+    "wants-numbers": {
+        "test_a_tracker_takes_any_config",
+        "test_a_tracker_takes_numbers_text_and_nested_values",
+    },
+    "jsonl": set[str](),
+}
+TRAINING = {
+    "divides-twice": {
+        "test_a_loop_of_ones_own_is_right_or_refused",
+        "test_sums_are_divided_by_the_items_of_the_window",
+        "test_losses_equal_the_plain_loop",
+        "test_clipping_by_norm",
+        "test_schedulers_step_with_the_optimizer",
+        "test_two_optimizers_of_one_model",
+        "test_mixed_precision",
+        "test_two_units_keep_windows_of_their_own",
+        "test_forward_backward_equals_the_loop",
+    },
+    "divides-loops-twice": {"test_a_loop_of_ones_own_is_right_or_refused"},
+    "clips-at-one": {
+        "test_sums_are_divided_by_the_items_of_the_window",
+        "test_clipping_by_norm",
+        "test_two_optimizers_of_one_model",
+        "test_mixed_precision",
+        "test_overflowing_steps_are_skipped",
+    },
+    "clips-values-loosely": {"test_clipping_by_value"},
+    "never-unscales": {"test_mixed_precision", "test_overflowing_steps_are_skipped"},
+    "denies-skips": {"test_overflowing_steps_are_skipped"},
+    "leaves-autocast": {
+        "test_forward_runs_in_the_precision",
+        "test_mixed_precision",
+        "test_overflowing_steps_are_skipped",
+    },
+    "ignores-items": {"test_sums_are_divided_by_the_items_of_the_window"},
+    "sums-windows": {"test_forward_backward_equals_the_loop"},
+    "copies-optimizers": {
+        "test_a_loop_of_ones_own_is_right_or_refused",
+        "test_sums_are_divided_by_the_items_of_the_window",
+        "test_losses_equal_the_plain_loop",
+        "test_clipping_by_norm",
+        "test_clipping_by_value",
+        "test_schedulers_step_with_the_optimizer",
+        "test_two_optimizers_of_one_model",
+        "test_objects_prepared_in_several_calls",
+        "test_mixed_precision",
+        "test_overflowing_steps_are_skipped",
+        "test_two_units_keep_windows_of_their_own",
+        "test_a_student_learns_from_a_teacher",
+        "test_forward_backward_equals_the_loop",
+        "test_awkward_parameters_train_as_in_the_plain_loop",
+    },
+    "permutes-channels": {"test_awkward_parameters_train_as_in_the_plain_loop"},
+    "permutes-transposed": {"test_awkward_parameters_train_as_in_the_plain_loop"},
+    "unties-its-model": {"test_awkward_parameters_train_as_in_the_plain_loop"},
+    "casts-parameters": {"test_float16_parameters_are_refused_by_name"},
+    "nudges-weights": {"test_an_accumulated_step_is_left_alone_mid_window"},
+}
+PROCESSES = {
+    "flips-batches": {
+        "test_batches_are_dealt_in_turn",
+        "test_metrics_see_each_sample_once_in_order",
+    },
+    "leaves-workers": {
+        "test_a_failure_ends_all_workers_with_its_exit_code",
+        "test_a_launcher_that_is_stopped_leaves_no_worker",
+    },
+    "loses-exit-codes": {"test_a_failure_ends_all_workers_with_its_exit_code"},
+    "forgets-the-environment": {"test_settings_of_the_command_reach_the_workers"},
+    "forgets-the-port": {"test_workers_meet"},
+    "misnumbers-workers": {"test_workers_know_their_world_and_their_command"},
+    "repeats-failures": {"test_a_traceback_is_shown_once"},
+    "sorts-results": {"test_functions_run_in_workers_and_give_what_they_return"},
+    "starts": set[str](),
+    "draws-alike": {"test_layers_draw_alike_where_activations_are_alike"},
+    "draws-apart": {"test_layers_draw_alike_where_activations_are_alike"},
+    "schedules-per-process": {"test_schedulers_count_steps_not_processes"},
+    "sums-gradients": {
+        "test_the_items_of_all_decide_not_who_has_them",
+        "test_the_global_batch_decides_not_who_computes_it",
+        "test_clipping_sees_the_gradient_of_all",
+        "test_awkward_parameters_train_as_over_global_batches",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
+    },
+    "reduces-each-batch": {
+        "test_a_window_communicates_once",
+        "test_local_sgd_trains_apart_and_averages",
+    },
+    "shows-reduced-gradients": {"test_a_window_communicates_once"},
+    "own-weights": {"test_replicas_begin_and_stay_equal"},
+    "truncates-broadcasts": {
+        "test_data_arrives_whole_whoever_reads_it",
+        "test_a_saved_epoch_goes_on_where_it_was",
+    },
+    "reads-it-all": {
+        "test_data_arrives_whole_whoever_reads_it",
+        "test_every_kind_of_tensor_travels_whole",
+        "test_objects_travel",
+        "test_the_items_of_all_decide_not_who_has_them",
+        "test_each_sample_is_read_once_an_epoch",
+        "test_all_readers_get_equally_many_full_batches",
+        "test_metrics_see_each_sample_once_in_order",
+        "test_gather_reduce_broadcast_pad",
+        "test_processes_coordinate",
+        "test_the_global_batch_decides_not_who_computes_it",
+        "test_clipping_sees_the_gradient_of_all",
+        "test_a_window_communicates_once",
+        "test_local_sgd_trains_apart_and_averages",
+        "test_a_batch_that_others_lack_is_refused_not_waited_for",
+        "test_awkward_parameters_train_as_over_global_batches",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
+        "test_layers_draw_alike_where_activations_are_alike",
+    },
+    "gathers-backwards": {
+        "test_data_arrives_whole_whoever_reads_it",
+        "test_collectives",
+        "test_every_kind_of_tensor_travels_whole",
+        "test_gather_reduce_broadcast_pad",
+        "test_metrics_see_each_sample_once_in_order",
+    },
+    "means-are-sums": {
+        "test_collectives",
+        "test_gather_reduce_broadcast_pad",
+        "test_the_global_batch_decides_not_who_computes_it",
+        "test_clipping_sees_the_gradient_of_all",
+        "test_local_sgd_trains_apart_and_averages",
+        "test_awkward_parameters_train_as_over_global_batches",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
+    },
+    "cuts-large": {"test_every_kind_of_tensor_travels_whole"},
+    "hears-itself": {
+        "test_data_arrives_whole_whoever_reads_it",
+        "test_a_saved_epoch_goes_on_where_it_was",
+        "test_collectives",
+        "test_gather_reduce_broadcast_pad",
+        "test_objects_travel",
+        "test_ranks_that_disagree_are_told_what_each_brought",
+        "test_each_sample_is_read_once_an_epoch",
+    },
+    "clips-locally": {
+        "test_clipping_sees_the_gradient_of_all",
+        "test_the_items_of_all_decide_not_who_has_them",
+        "test_local_sgd_trains_apart_and_averages",
+    },
+    "keeps-its-weights": {"test_local_sgd_trains_apart_and_averages"},
+    "gathers-unsaid": {"test_a_batch_that_others_lack_is_refused_not_waited_for"},
+    "forgets-scalars": {"test_awkward_parameters_train_as_over_global_batches"},
+    "adds-what-there-is": {"test_ranks_that_use_different_parameters_are_right_or_refused"},
+    "exports-maxima": {"test_buffers_that_differ_by_rank_are_exported_as_the_first_ranks"},
+    "gathers-late": {"test_each_rank_holds_whole_weights"},
+    "remembers-runs": {
+        "test_runs_follow_one_another_in_a_process",
+        "test_two_runs_live_in_one_process",
+    },
+    "mixes-runs": {"test_two_runs_live_in_one_process"},
+    "joins-nobody": {"test_ranks_may_run_out_of_batches"},
+    "averages": set[str](),
+}
+GOES_ON = {"test_a_run_goes_on_as_if_nothing_had_happened", "test_cross_resume"}
+SAVED = {
+    *GOES_ON,
+    "test_random_streams_go_on",
+    "test_a_resumed_run_can_be_saved_and_resumed_again",
+    "test_a_killed_save_leaves_a_checkpoint",
+    "test_what_does_not_fit_is_refused_and_nothing_touched",
+}
+AWKWARD = {
+    "test_a_checkpoint_holds_what_state_dict_names",
+    "test_a_checkpoint_is_the_same_bit_for_bit_elsewhere",
+}
+CHECKPOINTS = {
+    "loses-momentum": {*GOES_ON, *AWKWARD, "test_random_streams_go_on"},
+    "counts-anew": {
+        "test_a_resumed_run_can_be_saved_and_resumed_again",
+        "test_a_killed_save_leaves_a_checkpoint",
+    },
+    "offers-copies": {*SAVED, "test_a_checkpoint_is_the_same_bit_for_bit_elsewhere"}
+    - {"test_what_does_not_fit_is_refused_and_nothing_touched"},
+    "renames-weights": {*SAVED, *AWKWARD, "test_state_has_the_names_of_the_users_model"},
+    "loses-an-element": {*SAVED, *AWKWARD},
+    "drifts-apart": {*SAVED, "test_replicas_are_equal"} - {"test_a_killed_save_leaves_a_checkpoint"},
+    "hides-masters": {*GOES_ON, "test_random_streams_go_on"},
+    "rebuilds-modules": AWKWARD,
+    "forgets-its-optimizer": AWKWARD,
+    "saves-memory": {"test_a_checkpoint_is_the_same_bit_for_bit_elsewhere"},
+}
+
+CARELESSLY_RED = {
+    "test_the_card_describes_itself",
+    "test_the_card_loads_nothing_heavy",
+    "test_types_are_shipped",
+    "test_requirements_leave_torch_alone",
+    "test_the_command_is_listed",
+    "test_its_help_is_quick",
+}
+"""Checks that packages fail which a test below writes."""
+EACH = [
+    pytest.param(number, name, red, id=name)
+    for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES, CHECKPOINTS))
+    for name, red in level.items()
+]
+
+
+def describe(found: Found) -> str:
+    return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
+
+
+@pytest.fixture
+def check_broken(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Found]:
+    """`check_broken(level, name, *options)` runs the kit's level on the broken plugin of that name."""
+
+    def run(level: int, name: str, *options: str) -> Found:
+        declare(tmp_path / "site", "broken_plugins", CARDS)
+        alone = level < 2 or next(card.slot for card in CARDS.values() if card.name == name) != "strategy"
+        stack = name if alone else f"sound+{name}"
+        world = "2" if level >= 3 else "1"
+        given = ("--accel-level", str(level), "--accel-world", world, "--accel-exchange-with", "", *options)
+        return run_kit(pytester, monkeypatch, tmp_path / "site", stack, *given)
+
+    return run
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
+def test_broken_plugins_are_red_where_they_are_broken(
+    check_broken: Callable[..., Found], level: int, name: str, red: set[str]
+) -> None:
+    found = check_broken(level, name, "-k", " or ".join(sorted(red)))
+    assert found.names("failed") == red, describe(found)
+    assert found.crashes() == {}
+
+
+def test_each_check_can_fail() -> None:
+    checks = {
+        node.name
+        for file in Path(accel_testing.kit.__file__).parent.glob("test_*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    red = {check for each in EACH for check in each.values[2]} | CARELESSLY_RED
+    assert checks - red == set()
+
+
+CARELESS = """
+from accel_core import Card
+{imports}
+CARD = Card(name="careless", slot="tracker", summary="{summary}", api_version="1.0",
+            implementation="broken_plugins.trackers:Sound")
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("imports", "summary", "typed", "requires", "red"),
+    [
+        ("", "A broken plugin.", True, "accel-core", set[str]()),
+        ("", " ", True, "accel-core", {"test_the_card_describes_itself"}),
+        ("import numpy", "A broken plugin.", True, "accel-core", {"test_the_card_loads_nothing_heavy"}),
+        ("", "A broken plugin.", False, "accel-core", {"test_types_are_shipped"}),
+        ("", "A broken plugin.", True, "accel-core torch", {"test_requirements_leave_torch_alone"}),
+        ("", "A broken plugin.", True, "attrs", {"test_requirements_leave_torch_alone"}),
+    ],
+    ids=["sound", "no-summary", "heavy-card", "untyped", "requires-torch", "requires-no-core"],
+)
+def test_careless_packages_are_red_where_they_are_careless(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    imports: str,
+    summary: str,
+    typed: bool,
+    requires: str,
+    red: set[str],
+) -> None:
+    package = tmp_path / "site" / "careless"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(CARELESS.format(imports=imports, summary=summary))
+    if typed:
+        (package / "py.typed").touch()
+    points = "[accel_core.tracker]\ncareless = careless:CARD\n"
+    write_distribution(tmp_path / "site", "accel-careless", points, requires=requires.split())
+    found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "--accel-level", "0")
+    assert found.names("failed") == red, describe(found)
+
+
+COMMAND = """
+from accel_core import Card
+{imports}
+CARD = Card(name="careless", slot="command", summary="A broken plugin.", api_version="1.0",
+            implementation="careless.command:command")
+"""
+COMMAND_ITSELF = """
+import click
+{imports}
+@click.command()
+def command():
+    pass
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("listing", "itself", "red"),
+    [
+        ("", "", set[str]()),
+        ("import careless.command", "", {"test_the_command_is_listed"}),
+        ("", "import torch", {"test_its_help_is_quick"}),
+    ],
+    ids=["sound", "imported-to-be-listed", "heavy-help"],
+)
+def test_careless_commands_are_red_where_they_are_careless(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    listing: str,
+    itself: str,
+    red: set[str],
+) -> None:
+    package = tmp_path / "site" / "careless"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(COMMAND.format(imports=listing))
+    (package / "command.py").write_text(COMMAND_ITSELF.format(imports=itself))
+    (package / "py.typed").touch()
+    write_distribution(
+        tmp_path / "site", "accel-careless", "[accel_core.command]\ncareless = careless:CARD\n"
+    )
+    found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "-k", "command or help")
+    assert found.names("failed") == red, describe(found)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [pytest.param(each.values[0], each.values[1], id=each.id) for each in EACH if not each.values[2]],
+)
+def test_what_is_not_broken_is_red_nowhere(check_broken: Callable[..., Found], level: int, name: str) -> None:
+    found = check_broken(level, name)
+    assert found.names("failed") == set(), describe(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
+def test_broken_plugins_are_red_nowhere_else(
+    check_broken: Callable[..., Found], level: int, name: str, red: set[str]
+) -> None:
+    found = check_broken(level, name)
+    assert found.names("failed") == red, describe(found)
