@@ -1,7 +1,8 @@
-"""Build this checkout's wheels that are missing or older than their sources, and install the named ones.
+"""Install packages of this checkout as wheels, each built once, with libraries beside them.
 
-`python .ci/wheels.py FOLDER [--no-deps] accel-core[testing] accel-ddp`: in the environment to install
-into. All tox environments share the folder: each wheel is built once.
+`python .ci/wheels.py FOLDER [--no-deps] [--unpinned] accel-core accel-ddp transformers` installs into
+the environment that runs it. The wheels are kept in FOLDER, which all tox environments share, and built anew
+when they are older than their sources. `all` is every package of the checkout.
 """
 
 from __future__ import annotations
@@ -15,25 +16,23 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = {"accel-core": ROOT} | {
     f"accel-{file.parent.name}": file.parent
     for parent in ("backends", "contrib")
-    for file in ROOT.glob(f"{parent}/*/pyproject.toml")
+    for file in sorted(ROOT.glob(f"{parent}/*/pyproject.toml"))
 }
 
 
-def main(folder: Path, requirements: list[str]) -> None:
-    arguments = [option for option in requirements if option.startswith("--")]
-    for requirement in requirements[len(arguments) :]:
-        name, extras = re.fullmatch(r"([a-z0-9-]+)(\[.*\])?", requirement).groups()
+def main(folder: Path, words: list[str]) -> None:
+    arguments = [] if "--unpinned" in words else ["--constraints", str(ROOT / "constraints.txt")]
+    wanted = [word for word in words if word not in ("all", "--unpinned")]
+    if "all" in words:
+        wanted += ["accel-core[stateful]", *PROJECTS]
+    for word in dict.fromkeys(wanted):
+        name, extras = re.fullmatch(r"([^\[]*)(\[.*\])?", word).groups()
+        if name not in PROJECTS:
+            arguments.append(word)
+            continue
         wheel = built(PROJECTS[name], folder / name)
         arguments += ["--reinstall-package", name, f"{name}{extras or ''} @ {wheel.resolve().as_uri()}"]
-    uv(
-        "pip",
-        "install",
-        "--python",
-        sys.executable,
-        "--constraints",
-        str(ROOT / "constraints.txt"),
-        *arguments,
-    )
+    uv("pip", "install", "--python", sys.executable, *arguments)
 
 
 def built(project: Path, folder: Path) -> Path:

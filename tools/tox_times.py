@@ -32,7 +32,8 @@ def environments(root: Path = ROOT) -> dict[str, tuple[bool, str]]:
     settings = ConfigParser(interpolation=None, inline_comment_prefixes=("#",))
     settings.read(root / "tox.ini", encoding="utf-8")
     default = [name for line in settings["tox"]["env_list"].split() for name in expanded(line.strip(","))]
-    found = {}
+    usual = settings["testenv"]["description"]
+    found = {name: (True, usual.replace("{env_name}", name)) for name in default}
     for section in settings.sections():
         kind, _, names = section.partition(":")
         if kind == "testenv" and names:
