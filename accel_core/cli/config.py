@@ -84,7 +84,7 @@ def _read(file: str | None) -> str | None:
 
 
 def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
-    from accel_core.config.structure import flat, shown
+    from accel_core.config.convert import flat, shown
 
     values, origins = shown(resolved.config), resolved.origins
     for path, value in flat(values | values.pop("plugins")):
@@ -99,9 +99,9 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
 def schema(section: str | None) -> None:
     """Print the JSON Schema of a whole file, or of one SECTION."""
     from accel_core.config.jsonschema import whole_schema
-    from accel_core.config.reader import Reader
+    from accel_core.config.sections import Sections
 
-    whole = whole_schema(Reader(discover()))
+    whole = whole_schema(Sections(discover()))
     sections: Mapping[str, Any] = {n: part for n, part in whole["properties"].items() if "properties" in part}
     if section is not None and section not in sections:
         raise ConfigError(

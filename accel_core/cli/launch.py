@@ -45,7 +45,7 @@ class _LaunchCommand(click.Command):
         return f"{flag} is no flag of accel launch{hint}"
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from accel_core.config.reader import CORE
+        from accel_core.config.sections import CORE
         from accel_core.contract.options import section_class
         from accel_core.plugins.discovery import discover
 

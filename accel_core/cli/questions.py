@@ -8,9 +8,9 @@ from typing import Any, Final
 import click
 from attrs import Attribute, frozen
 
-from accel_core.config.reader import Reader
-from accel_core.config.sources import Text
-from accel_core.config.structure import MismatchError, convert, members, plain
+from accel_core.config.convert import convert_option, members, plain
+from accel_core.config.sections import Sections
+from accel_core.config.sources import RawText
 from accel_core.contract.card import Slot
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import default_of, describe, options_of, section_class
@@ -43,7 +43,7 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
         if path != MEETING or next(it.value for it in answers if it.path == "launch.nodes") > 1:
             answers.append(_answer(path, *_core_option(path), discovery, silent))
     strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
-    options = Reader(discovery).section(strategy)
+    options = Sections(discovery).class_of(strategy)
     if options and click.confirm(f"Set options of {strategy}?", default=False):
         for name, (attribute, kind) in options_of(options).items():
             about = describe(attribute)
@@ -100,12 +100,12 @@ def _misnamed(path: str, value: Any, names: Sequence[str], discovery: Discovery)
 def _parser(attribute: Attribute[Any], kind: Any, misnamed: Callable[[Any], str]) -> Callable[[str], Any]:
     def parse(text: Any) -> Any:
         try:
-            value = convert(Text(text or "null") if isinstance(text, str) else text, kind)
-        except MismatchError as mismatch:
-            raise click.UsageError(str(mismatch)) from None
-        objection = describe(attribute).objection(value) or misnamed(value)
-        if objection:
-            raise click.UsageError(objection)
+            raw = RawText(text or "null") if isinstance(text, str) else text
+            value = convert_option(raw, attribute, kind)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        if problem := misnamed(value):
+            raise click.UsageError(problem)
         return value
 
     return parse

@@ -9,8 +9,8 @@ from typing import Any, Final, get_args
 
 from attrs import NOTHING, Attribute
 
-from accel_core.config.reader import CORE, Reader
-from accel_core.config.structure import is_union, members, plain, shape
+from accel_core.config.convert import is_union, members, plain, shape
+from accel_core.config.sections import CORE, Sections
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import describe, options_of, section_class
 
@@ -27,11 +27,11 @@ _NAMES: Final = {
 }
 
 
-def whole_schema(reader: Reader) -> dict[str, Any]:
+def whole_schema(sections: Sections) -> dict[str, Any]:
     """The schema of a whole file: core's options, and a section for each plugin that has options."""
     schema = class_schema(RunConfig)
     schema["properties"] = {name: part for name, part in schema["properties"].items() if name in CORE}
-    schema["properties"] |= {name: class_schema(cls) for name, cls in reader.sections() if name not in CORE}
+    schema["properties"] |= {name: class_schema(cls) for name, cls in sections.all() if name not in CORE}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -1,6 +1,6 @@
-"""What the sources of a config gave: environment, flags, Python and the launcher's handover.
+"""Pass 1 of a config: the values that environment, flags, Python and a launcher give, with their origins.
 
-Files are in `yamlfile`. Nothing is looked at here: values stay as they were given.
+Values stay as they were given. Files are read by `yamlfile`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Final, Literal
 
@@ -18,50 +18,52 @@ from accel_core.contract.options import Path
 from accel_core.errors import ConfigError
 
 __all__ = [
-    "HANDOVER_VARIABLE",
-    "Given",
-    "Keys",
-    "Problem",
-    "Text",
+    "WORKER_CONFIG_VARIABLE",
+    "ConfigProblem",
+    "LocatedDict",
+    "RawText",
+    "SourceValue",
     "decimal",
+    "dotted",
     "fingerprints",
-    "show",
-    "spell",
+    "format_value",
+    "raise_problems",
 ]
 
-HANDOVER_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
+WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
+"""Variable that names the file with the config that a launcher merged for its workers."""
 
-_UNCLEAR: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
+_AMBIGUOUS: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
 
 Source = Literal["preset", "file", "environment", "flag", "python", "proposal"]
 
 
-class Text(str):
-    """A value from the environment or a flag: read by the type it is meant for."""
+class RawText(str):
+    """Text of a variable or flag, whose meaning depends on the type of the option."""
 
     __slots__ = ()
 
-    def parts(self) -> list[Text]:
+    def parts(self) -> list[RawText]:
         """The items of `a,b`. A comma within brackets divides nothing: `layers.[0,2].*` is one pattern."""
-        found, depth = [""], 0
+        parts, depth = [""], 0
         for letter in self:
             depth += (letter in "[{") - (letter in "]}")
             if letter == "," and depth <= 0:
-                found.append("")
+                parts.append("")
             else:
-                found[-1] += letter
-        return [Text(part.strip()) for part in found if part.strip()]
+                parts[-1] += letter
+        return [RawText(part.strip()) for part in parts if part.strip()]
 
 
 def decimal(text: str) -> str:
-    """The plain spelling of a number that YAML 1.1 reads its own way (010 is 8 there, 1:30 is 90).
+    """The decimal spelling of a number that YAML 1.1 reads its own way (010 is 8 there, 1:30 is 90).
 
     Empty for any other text.
     """
-    found = _UNCLEAR.fullmatch(text.lower())
-    if found is None:
+    match = _AMBIGUOUS.fullmatch(text.lower())
+    if match is None:
         return ""
-    sign, digits = found[1], found[2].replace("_", "")
+    sign, digits = match[1], match[2].replace("_", "")
     if ":" in digits:
         total = 0.0
         for part in digits.split(":"):
@@ -70,8 +72,8 @@ def decimal(text: str) -> str:
     return sign + (str(int(digits, 0)) if digits[1:2] in "bx" else digits.lstrip("0") or "0")
 
 
-class Keys(dict[str, Any]):
-    """Keys and values that know where each was written."""
+class LocatedDict(dict[str, Any]):
+    """A mapping of a file, with the place where each key was written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,102 +81,112 @@ class Keys(dict[str, Any]):
 
 
 @frozen
-class Given:
-    """What a source gave for a path: the value of an option, or a whole section."""
+class SourceValue:
+    """The value that a source gives for an option, or for a whole section."""
 
     path: Path
     value: Any
     source: Source
     origin: str
-    """Where it was written, and what it won over."""
-
-    def under(self, key: str, value: Any) -> Given:
-        """What it gave for a key within."""
-        origin = self.value.origins[key] if isinstance(self.value, Keys) else self.origin
-        return Given((*self.path, key), value, self.source, origin)
+    """Where the value was written, and what it won over."""
 
 
 @frozen
-class Problem:
-    """One mistake: where, which option, what is wrong."""
+class ConfigProblem:
+    """One mistake: where it was made, in which option, and what is wrong."""
 
     origin: str
     path: Path
     message: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.origin, spell(self.path), self.message) if part)
+        return ": ".join(part for part in (self.origin, dotted(self.path), self.message) if part)
 
     @property
     def position(self) -> tuple[str, int, int]:
-        """To sort by: what stands in files first, from top to bottom."""
-        found = re.fullmatch(r"(.*):(\d+):(\d+)", self.origin)
-        return (found[1], int(found[2]), int(found[3])) if found else ("\uffff", 0, 0)
+        """Sorting key: mistakes in files come first, from top to bottom."""
+        match = re.fullmatch(r"(.*):(\d+):(\d+)", self.origin)
+        return (match[1], int(match[2]), int(match[3])) if match else ("\uffff", 0, 0)
 
 
-def spell(path: Path) -> str:
+def raise_problems(problems: Iterable[ConfigProblem]) -> None:
+    """Raise all problems as one ConfigError, in the order of the file; return if there are none."""
+    ordered = sorted(problems, key=lambda problem: problem.position)
+    if ordered:
+        lines = list(map(str, dict.fromkeys(ordered)))
+        flags = any(problem.origin.startswith("flag ") for problem in ordered)
+        again = "launch --dry-run` with these flags" if flags else "config check`"
+        message = "\n".join([*lines, f"correct this; `accel {again} looks again without training"])
+        raise ConfigError(message, problems=lines)
+
+
+def dotted(path: Path) -> str:
     """A path as people write it."""
     return ".".join(path)
 
 
-def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[Given]:
-    """Dotted path -> (value, who says so): what counts where no other source says anything."""
-    for dotted, (value, origin) in presets.items():
-        yield Given(tuple(dotted.split(".")), value, "preset", origin)
-
-
-def from_environment(environment: Mapping[str, str]) -> Iterator[Given]:
-    """ACCEL__SECTION__KEY=text; `__` goes a level down, case does not matter, empty is not given."""
-    for name, text in sorted(environment.items()):
-        head, *path = name.upper().split("__")
-        if head == "ACCEL" and path and text:
-            yield Given(tuple(part.lower() for part in path), Text(text), "environment", f"variable {name}")
-
-
-def from_flags(flags: Mapping[str, str]) -> Iterator[Given]:
-    """Dotted path -> text; hyphens and underscores are one."""
-    for flag, text in flags.items():
-        spelt = flag.removeprefix("launch.").replace("_", "-")
-        yield Given(tuple(flag.replace("-", "_").split(".")), Text(text), "flag", f"flag --{spelt}")
-
-
-def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[Given]:
-    """Arguments of `Accelerator(...)` by dotted path, and config objects, whose classes are their paths."""
-    for dotted, value in python.items():
-        path = tuple(dotted.split("."))
-        yield Given(path, value, "python", f"Accelerator({path[-1]}=...)")
-    for item in objects:
-        yield Given((), item, "python", f"{type(item).__name__}(...)")
-
-
-def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variable of ours -> a short hash of its text, to tell later whether it was changed."""
-    ours = (name for name in environment if name.upper().startswith("ACCEL__"))
-    return {name: hashlib.blake2b(environment[name].encode(), digest_size=8).hexdigest() for name in ours}
-
-
-def from_launcher(name: str, environment: Mapping[str, str]) -> tuple[str | None, list[Given]]:
-    """The file that the launcher read, and what it hands over: each value keeps source and origin.
-
-    Variables that were set or changed since, by the script for instance, are read anew.
-    """
-    try:
-        data = json.loads(FilePath(name).read_text(encoding="utf-8"))
-        rows = [Given(tuple(path), *rest) for path, *rest in data["settings"]]
-        before, now = data["variables"], fingerprints(environment)
-        news = {name: environment[name] for name in now if before.get(name) != now[name]}
-        rows = [row for row in rows if not (row.source == "environment" and row.origin.split()[1] in news)]
-        flags = [row for row in rows if row.source == "flag"]
-        return data["file"], [*(row for row in rows if row not in flags), *from_environment(news), *flags]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{HANDOVER_VARIABLE} names {name}, which no launcher wrote ({type(error).__name__}: {error})\n"
-            f"unset {HANDOVER_VARIABLE}; `accel launch` sets it for its workers only"
-        ) from error
-
-
-def show(raw: Any) -> str:
+def format_value(raw: Any) -> str:
     """A value as its user wrote it."""
     if isinstance(raw, (Mapping, list, tuple)):
         return "a mapping" if isinstance(raw, Mapping) else "a list"
     return json.dumps(raw) if raw is None or isinstance(raw, bool) else repr(raw)
+
+
+def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[SourceValue]:
+    """Values of dotted path -> (value, who says so), the weakest source."""
+    for path, (value, origin) in presets.items():
+        yield SourceValue(tuple(path.split(".")), value, "preset", origin)
+
+
+def from_environment(environment: Mapping[str, str]) -> Iterator[SourceValue]:
+    """Values of ACCEL__SECTION__KEY=text, in any case; `__` goes a level down, empty text is left out."""
+    for name, text in sorted(environment.items()):
+        head, *path = name.upper().split("__")
+        if head == "ACCEL" and path and text:
+            lowered = tuple(part.lower() for part in path)
+            yield SourceValue(lowered, RawText(text), "environment", f"variable {name}")
+
+
+def from_flags(flags: Mapping[str, str]) -> Iterator[SourceValue]:
+    """Values of dotted path -> text; hyphens and underscores are equal."""
+    for flag, text in flags.items():
+        spelling = flag.removeprefix("launch.").replace("_", "-")
+        path = tuple(flag.replace("-", "_").split("."))
+        yield SourceValue(path, RawText(text), "flag", f"flag --{spelling}")
+
+
+def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[SourceValue]:
+    """Arguments of `Accelerator(...)` by dotted path, and config objects, whose class tells their path."""
+    for name, value in python.items():
+        path = tuple(name.split("."))
+        yield SourceValue(path, value, "python", f"Accelerator({path[-1]}=...)")
+    for config in objects:
+        yield SourceValue((), config, "python", f"{type(config).__name__}(...)")
+
+
+def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variable ACCEL__... -> a short hash of its text, to tell later whether it was changed."""
+    names = (name for name in environment if name.upper().startswith("ACCEL__"))
+    return {name: hashlib.blake2b(environment[name].encode(), digest_size=8).hexdigest() for name in names}
+
+
+def from_launcher(file: str, environment: Mapping[str, str]) -> tuple[str | None, list[SourceValue]]:
+    """The YAML file that the launcher read, and the values it merged, each with source and origin.
+
+    Variables that were set or changed since, by the script for instance, are read anew.
+    """
+    try:
+        data = json.loads(FilePath(file).read_text(encoding="utf-8"))
+        values = [SourceValue(tuple(path), *rest) for path, *rest in data["settings"]]
+        before, now = data["variables"], fingerprints(environment)
+        changed = {name: environment[name] for name in now if before.get(name) != now[name]}
+        values = [v for v in values if v.source != "environment" or v.origin.split()[1] not in changed]
+        flags = [value for value in values if value.source == "flag"]
+        rest = [value for value in values if value.source != "flag"]
+        return data["file"], [*rest, *from_environment(changed), *flags]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{WORKER_CONFIG_VARIABLE} names {file}, which no launcher wrote"
+            f" ({type(error).__name__}: {error})\n"
+            f"unset {WORKER_CONFIG_VARIABLE}; `accel launch` sets it for its workers only"
+        ) from error

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from accel_core.config.sources import Given, Keys, Problem, decimal
+from accel_core.config.sources import ConfigProblem, LocatedDict, SourceValue, decimal
 from accel_core.contract.options import Path
 
 __all__ = ["looks_like", "read_yaml"]
@@ -17,19 +17,19 @@ __all__ = ["looks_like", "read_yaml"]
 _TAG: Final = "tag:yaml.org,2002:"
 
 
-def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Iterator[Given]:
+def read_yaml(name: str, directory: FilePath, problems: list[ConfigProblem]) -> Iterator[SourceValue]:
     """What one file gives; what is not YAML, or not keys and values, is added to `problems`."""
     message, mark = "is empty; `accel config init` writes one to start from", None
     try:
         path = directory / name
         if path.exists() and not path.is_file():  # a pipe or a device may never end
-            problems.append(Problem(name, (), "is not an ordinary file; write the settings into one"))
+            problems.append(ConfigProblem(name, (), "is not an ordinary file; write the settings into one"))
             return
         loader = _Loader(path.read_text(encoding="utf-8-sig"), name, problems)
         root = loader.get_single_node()
         if isinstance(root, yaml.MappingNode):
-            keys: Keys = loader.construct_document(root)
-            yield from (Given((key,), value, "file", keys.origins[key]) for key, value in keys.items())
+            keys: LocatedDict = loader.construct_document(root)
+            yield from (SourceValue((key,), value, "file", keys.origins[key]) for key, value in keys.items())
             return
         if root is not None:
             found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
@@ -44,7 +44,7 @@ def read_yaml(name: str, directory: FilePath, problems: list[Problem]) -> Iterat
         message = f"is not YAML: {str(error).partition(chr(10))[0]}"
     except RecursionError:
         message = "holds too many brackets within brackets"
-    problems.append(Problem(_at(name, mark), (), message))
+    problems.append(ConfigProblem(_at(name, mark), (), message))
 
 
 def _at(name: str, mark: yaml.Mark | None) -> str:
@@ -104,16 +104,16 @@ for _kind in ("int", "float"):
 class _Loader(_Values):
     """Keeps marks; of each mapping it leaves out what cannot be read, and goes on."""
 
-    def __init__(self, text: str, name: str, problems: list[Problem]) -> None:
+    def __init__(self, text: str, name: str, problems: list[ConfigProblem]) -> None:
         super().__init__(text)
         self._file, self._problems = name, problems
         self._path: Path = ()
 
     def _refuse(self, mark: yaml.Mark | None, message: str) -> None:
-        self._problems.append(Problem(_at(self._file, mark), self._path, message))
+        self._problems.append(ConfigProblem(_at(self._file, mark), self._path, message))
 
-    def keys(self, node: yaml.MappingNode) -> Keys:
-        found, above, first = Keys(), self._path, dict[str, yaml.Mark]()
+    def keys(self, node: yaml.MappingNode) -> LocatedDict:
+        found, above, first = LocatedDict(), self._path, dict[str, yaml.Mark]()
         own = {id(key) for key, _ in node.value if key.tag != _TAG + "merge"}
         self.flatten_mapping(node)  # `<<: *defaults`; own keys come last, and win
         for key, value in node.value:

@@ -228,7 +228,7 @@ def _options_of(cls: Any) -> Mapping[str, tuple[Attribute[Any], Any]]:
     for attribute in attrs.fields(cls):
         kind = attribute.type
         if describe(attribute).python_only:
-            kind = Any  # may name what only type checkers import, so cattrs cannot resolve them all
+            kind = Any  # its annotation may name what only type checkers import
         elif isinstance(kind, str):
             home = next(c for c in cls.__mro__ if attribute.name in vars(c).get("__annotations__", ()))
             named = types.SimpleNamespace(__annotations__={"it": kind})

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from accel_core.config.resolve import HANDOVER_VARIABLE
+from accel_core.config.resolve import WORKER_CONFIG_VARIABLE
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.job import Job
@@ -80,7 +80,7 @@ def _run_agent(
     from accel_core.launch.agent import STOPPED, Agent, meet
 
     _quiet_agent()
-    handover = job.environment.get(HANDOVER_VARIABLE)
+    handover = job.environment.get(WORKER_CONFIG_VARIABLE)
     beside = Path(handover).parent if handover else None  # a signal removes one folder
     with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port), _signals():
         try:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from accel_core.config.idle import auto_may_take, idle_options, unused_sections
-from accel_core.config.resolve import HANDOVER_VARIABLE, Resolved, load, outside
-from accel_core.config.sources import Problem
+from accel_core.config.resolve import WORKER_CONFIG_VARIABLE, Resolved, load, outside
+from accel_core.config.sources import ConfigProblem
+from accel_core.config.unused import auto_may_take, idle_options, unused_sections
 from accel_core.contract.job import Job
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
@@ -54,10 +54,10 @@ def plan(**given: Any) -> Launch:
 
 def mistakes(resolved: Resolved, discovery: Discovery) -> list[str]:
     """What is wrong with a config that can be read: names that nothing here answers to."""
-    problems, given = list(resolved.misnamed()), resolved.settings.get(("device",))
+    problems, given = list(resolved.unknown_plugins()), resolved.settings.get(("device",))
     unknown = unknown_device(resolved.config.device, discovery)
     if unknown and given:
-        problems.insert(0, str(Problem(given.origin, given.path, unknown)))
+        problems.insert(0, str(ConfigProblem(given.origin, given.path, unknown)))
     return problems
 
 
@@ -187,7 +187,7 @@ class Launch:
         run_id = hashlib.blake2b(meeting, digest_size=16).hexdigest()
         wanted = {"ACCEL_RUN_ID": run_id}
         # A worker that launches hands on the id of its own job, which is not the new one's.
-        inherited = {"ACCEL_RUN_ID"} if HANDOVER_VARIABLE in os.environ else set()
+        inherited = {"ACCEL_RUN_ID"} if WORKER_CONFIG_VARIABLE in os.environ else set()
         for record in self._named():
             wanted.update(environment_of(record, self.config, world))
         yours = os.environ.keys() - inherited
@@ -199,7 +199,7 @@ class Launch:
         launch = self.config.launch
         with TemporaryDirectory(prefix="accel-") as folder, _removed_by_signals(folder):
             handover = Path(folder, "config.json")
-            handover.write_text(self.resolved.handover(), encoding="utf-8")
+            handover.write_text(self.resolved.worker_config(), encoding="utf-8")
             yield Job(
                 argv=tuple(argv),
                 nodes=launch.nodes,
@@ -208,7 +208,7 @@ class Launch:
                 rendezvous=launch.rendezvous,
                 max_restarts=launch.max_restarts,
                 min_nodes=launch.min_nodes,
-                environment={**self.environment(processes), HANDOVER_VARIABLE: str(handover)},
+                environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
             )
 
     def launcher(self) -> Hooks:

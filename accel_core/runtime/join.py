@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.utils.data import get_worker_info
 
-from accel_core.config.structure import flat
+from accel_core.config.convert import flat
 from accel_core.distributed import watch
 from accel_core.distributed.process_group import shared
 from accel_core.errors import AccelError, ConfigError

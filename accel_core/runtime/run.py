@@ -16,8 +16,8 @@ from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from accel_core.checkpoint import unheard
-from accel_core.config.idle import idle_profile
 from accel_core.config.resolve import Resolved, load
+from accel_core.config.unused import idle_profile
 from accel_core.contract.run import live_runs
 from accel_core.contract.stack import Stack
 from accel_core.contract.unit import Unit, Window

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from accel_core.config.idle import TYPED, auto_may_take, idle_options, unused_sections
+from accel_core.config.unused import TYPED, auto_may_take, idle_options, unused_sections
 from accel_core.contract.card import CAPABILITIES, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError

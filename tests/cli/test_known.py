@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_core.cli.launch import launch
-from accel_core.config.reader import CORE
+from accel_core.config.sections import CORE
 from accel_core.contract.options import options_of, section_class
 from accel_core.plugins.known import known_plugin, known_plugins, old_flag
 

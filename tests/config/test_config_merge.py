@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_core import ConfigError, GradientAccumulationPlugin, GradScalerKwargs, RunConfig
+from accel_core.config.convert import convert
 from accel_core.config.resolve import load
-from accel_core.config.structure import convert
 from accel_core.contract.options import options_of, section_class
 
 OPTIONS = {
@@ -81,7 +81,7 @@ def test_a_worker_reads_from_the_handover_what_the_launcher_read(file, flags):
             Path(folder, "accel.yaml").write_text(yaml.safe_dump(nested(file)), encoding="utf-8")
         dotted = {path: text(value) for path, value in flags.items()}
         launcher = load(flags=dotted, discovery=TOYS, environment={}, directory=folder)
-        Path(folder, "handover").write_text(launcher.handover(), encoding="utf-8")
+        Path(folder, "handover").write_text(launcher.worker_config(), encoding="utf-8")
         variables = {"ACCEL_LAUNCH_CONFIG": str(Path(folder, "handover"))}
         worker = load(discovery=TOYS, environment=variables, directory=folder)
     assert worker.config == launcher.config
@@ -126,14 +126,14 @@ def test_python_agreeing_with_a_flag_is_no_error(resolve):
 
 
 def test_python_contradicting_a_flag_of_the_launcher_is_an_error_in_the_worker_too(resolve, tmp_path):
-    (tmp_path / "handover").write_text(resolve(flags={"device": "cpu"}).handover(), encoding="utf-8")
+    (tmp_path / "handover").write_text(resolve(flags={"device": "cpu"}).worker_config(), encoding="utf-8")
     with pytest.raises(ConfigError, match="device: 'toy' here, but 'cpu' by flag --device"):
         resolve(python={"device": "toy"}, ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"))
 
 
 def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolve, tmp_path):
     outer = resolve("device: cpu\n", ACCEL__MIXED_PRECISION="bf16")
-    (tmp_path / "handover").write_text(outer.handover(), encoding="utf-8")
+    (tmp_path / "handover").write_text(outer.worker_config(), encoding="utf-8")
     inherited = {"ACCEL__MIXED_PRECISION": "bf16", "ACCEL_LAUNCH_CONFIG": str(tmp_path / "handover")}
     worker = resolve("device: other\n", **inherited)
     assert (worker.config.device, worker.config.mixed_precision, worker.file) == ("cpu", "bf16", "accel.yaml")
@@ -141,7 +141,7 @@ def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolv
 
 def test_a_variable_that_a_script_sets_counts_in_a_worker_as_under_plain_python(resolve, tmp_path):
     outer = resolve("device: toy\n", flags={"launch.nodes": "2"}, ACCEL__MIXED_PRECISION="bf16")
-    (tmp_path / "handover").write_text(outer.handover(), encoding="utf-8")
+    (tmp_path / "handover").write_text(outer.worker_config(), encoding="utf-8")
     script = {"ACCEL__MIXED_PRECISION": "no", "ACCEL__DEVICE": "cpu", "ACCEL__LAUNCH__NODES": "7"}
     worker = resolve(ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"), **script)
     assert (worker.config.mixed_precision, worker.config.device, worker.config.launch.nodes) == (

@@ -11,9 +11,9 @@ import pytest
 from config_toys import configured_by
 
 from accel_core import ConfigError, PluginError
-from accel_core.config.reader import load_class
-from accel_core.config.sources import Text
-from accel_core.config.structure import convert, plain
+from accel_core.config.convert import convert, plain
+from accel_core.config.sections import load_class
+from accel_core.config.sources import RawText
 from accel_core.plugins import known
 from accel_core.plugins.known import Known, install_hint
 
@@ -146,7 +146,7 @@ def test_an_option_of_an_inner_section_that_no_source_can_give_is_named_with_its
 def test_every_other_type_is_given_by_text_and_reads_back_from_plain_values(monkeypatch, kind, text, value):
     monkeypatch.setattr(config_toys, "Typed", configured_by(kind), raising=False)
     assert load_class(config_toys.record("typed", config="config_toys:Typed"))
-    assert convert(Text(text), kind) == value
+    assert convert(RawText(text), kind) == value
     assert convert(plain(value), kind) == value
 
 

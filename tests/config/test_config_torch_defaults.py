@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from accel_core import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
-from accel_core.config.structure import plain
+from accel_core.config.convert import plain
 
 torch = pytest.importorskip("torch")
 

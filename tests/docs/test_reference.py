@@ -10,7 +10,7 @@ from snippets import ROOT
 
 import accel_core
 from accel_core import CAPABILITIES, Accelerator
-from accel_core.config.reader import Reader
+from accel_core.config.sections import Sections
 from accel_core.contract import hooks
 from accel_core.contract.options import options_of
 from accel_core.plugins.discovery import discover
@@ -53,6 +53,6 @@ def test_reference_md_has_every_option_of_what_is_installed_from_here():
         name: set(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE))
         for name, body in re.findall(table, text, re.MULTILINE | re.DOTALL)
     }
-    for section, cls in Reader(discover()).sections():
+    for section, cls in Sections(discover()).all():
         wanted = set(options_of(cls)) - {"plugins"}
         assert wanted <= set().union(*(tables.get(it.__name__, set()) for it in cls.__mro__)), section

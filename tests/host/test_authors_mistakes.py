@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_core.config.structure import plain
+from accel_core.config.convert import plain
 from accel_core.contract.card import incompatibility
 from accel_core.errors import PluginError
 from accel_core.plugins.combining import ANSWERS, Implementation

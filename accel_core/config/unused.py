@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.config.sources import spell
+from accel_core.config.sources import dotted
 from accel_core.contract.options import Path, default_of, describe, options_of
 from accel_core.plugins.discovery import Discovery, Record
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
-    from accel_core.config.sources import Given
+    from accel_core.config.sources import SourceValue
 
 __all__ = ["auto_may_take", "idle_options", "idle_profile", "unused_sections"]
 
@@ -42,7 +42,7 @@ def idle_options(
         if sections.get(path[0]) and given.source != "python":  # one script runs on one process and on many
             yield _sentence(path, given.origin, remedies[path[0]])
         elif needed and not _differs(held, needed):
-            yield _sentence(path, given.origin, f"{spell((*path[:-1], needed))} is set")
+            yield _sentence(path, given.origin, f"{dotted((*path[:-1], needed))} is set")
 
 
 def idle_profile(resolved: Resolved) -> Iterator[str]:
@@ -53,7 +53,7 @@ def idle_profile(resolved: Resolved) -> Iterator[str]:
 
 
 def _sentence(path: Path, origin: str, condition: str) -> str:
-    return f"{spell(path)} ({origin}) does nothing here: it counts only where {condition}"
+    return f"{dotted(path)} ({origin}) does nothing here: it counts only where {condition}"
 
 
 def _differs(section: Any, name: str) -> bool:
@@ -81,9 +81,9 @@ TYPED: Final = ("environment", "flag")
 
 def unused_sections(
     resolved: Resolved, used: Collection[str], discovery: Discovery
-) -> Iterator[tuple[Record, Given, str]]:
+) -> Iterator[tuple[Record, SourceValue, str]]:
     """(plugin, an option given for it, the setting that chooses it) for each plugin not among `used`."""
-    found: dict[str, Given] = {}
+    found: dict[str, SourceValue] = {}
     for path, given in resolved.settings.items():
         if path[0] not in used and (path[0] not in found or given.source in TYPED):
             found[path[0]] = given

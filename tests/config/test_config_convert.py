@@ -12,8 +12,8 @@ from config_toys import Compression, Policy, ShardConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_core.config.sources import Text
-from accel_core.config.structure import MismatchError, convert, plain
+from accel_core.config.convert import MismatchError, convert, plain
+from accel_core.config.sources import RawText
 from accel_core.contract.options import options_of
 
 REFUSED = [
@@ -98,17 +98,17 @@ FROM_TEXT = [
 
 @pytest.mark.parametrize(("text", "kind", "value"), FROM_TEXT)
 def test_text_is_read_by_the_type_it_is_meant_for(text, kind, value):
-    assert convert(Text(text), kind) == value
+    assert convert(RawText(text), kind) == value
 
 
 def test_text_that_is_not_of_the_type_is_refused():
     with pytest.raises(MismatchError, match="expected a whole number, got 'many'"):
-        convert(Text("many"), int)
+        convert(RawText("many"), int)
 
 
 def test_a_shell_has_no_quotes_to_remove():
     with pytest.raises(MismatchError, match=r"expected a whole number, got '4\.5'$"):
-        convert(Text("4.5"), int)
+        convert(RawText("4.5"), int)
 
 
 def test_a_config_class_may_lie_in_a_list():

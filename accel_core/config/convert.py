@@ -1,0 +1,311 @@
+"""A strict converter between plain values, as YAML, JSON or a shell gives them, and typed options.
+
+Nothing is guessed: "false" is not a bool, 3.9 is not an int. Only text of a shell (`RawText`) is
+read by the type of its option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+import attrs
+from attrs import Attribute
+
+from accel_core.config.sources import RawText, decimal, format_value
+from accel_core.contract.options import describe, is_secret, masked, options_of
+from accel_core.contract.suggest import did_you_mean
+
+__all__ = [
+    "MismatchError",
+    "convert",
+    "convert_option",
+    "flat",
+    "is_union",
+    "members",
+    "plain",
+    "shape",
+    "shown",
+    "writable",
+]
+
+_NAMES: Final[Mapping[Any, str]] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    timedelta: "a number of seconds",
+    Path: "a path",
+    list: "a list",
+    Mapping: "a mapping",
+}
+
+
+class MismatchError(ValueError):
+    """A value is not of its option's type; the message says what was expected and found."""
+
+
+def convert_option(raw: Any, attribute: Attribute[Any], kind: Any, *, by_python: bool = False) -> Any:
+    """The value of an option of type `kind`; what Python gave goes through the option's own converter.
+
+    Raises:
+        ValueError: the value is of another type, or the option refuses it.
+        TypeError: the option's converter cannot take it.
+    """
+    if raw is False and _value(attribute.default) == "no":
+        raw = "no"  # the bare word, as YAML reads it
+    if by_python and callable(attribute.converter):
+        raw = attribute.converter(raw)
+    value = convert(raw, kind)
+    objection = describe(attribute).objection(value)
+    if objection:
+        raise ValueError(objection)
+    return value
+
+
+def convert(raw: Any, kind: Any) -> Any:
+    """`raw` as a value of type `kind`; MismatchError where it is not one."""
+    if isinstance(raw, RawText):
+        return _from_text(raw, kind)
+    if is_union(kind):
+        return _first_fit(raw, kind, ((raw, member) for member in get_args(kind)))
+    if get_origin(kind) is Annotated:
+        return convert(raw, get_args(kind)[0])
+    if kind in (Any, object):
+        return raw
+    if shape(kind) is Mapping and isinstance(raw, Mapping):
+        return _convert_mapping(raw, kind)
+    if shape(kind) is list and isinstance(raw, (list, tuple, AbstractSet)):
+        return _convert_items(raw, kind)
+    if attrs.has(kind) and isinstance(raw, Mapping):
+        return _convert_section(raw, kind)
+    return _exact(raw, kind)
+
+
+def plain(value: Any) -> Any:
+    """A typed value as JSON holds it: `convert` gives the value back.
+
+    What no text can hold becomes its name.
+    """
+    value = _value(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, PurePath):
+        return str(value)
+    if attrs.has(type(value)):
+        return {alias: plain(getattr(value, a.name)) for alias, (a, _) in options_of(type(value)).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {plain(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (bytes, bytearray)):
+        items = [plain(item) for item in value]
+        return sorted(items) if isinstance(value, AbstractSet) else items
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+
+
+def shown(value: Any, secret: bool = False) -> Any:
+    """The same for people and files: what is secret by its option or its name is masked."""
+    if secret:
+        return masked(value, secret)
+    if attrs.has(type(value)):
+        options = options_of(type(value)).items()
+        return {
+            alias: shown(getattr(value, a.name), describe(a).secret or is_secret(alias))
+            for alias, (a, _) in options
+        }
+    if isinstance(value, Mapping):
+        return {str(key): shown(each, is_secret(str(key))) for key, each in value.items()}
+    return masked(plain(value))
+
+
+def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of each value in nested mappings, an empty one being a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{section}{key}.")
+        else:
+            yield section + key, value
+
+
+# -- from plain values to types ----------------------------------------------------------------------
+
+
+def _exact(raw: Any, kind: Any) -> Any:
+    for member in members(kind):
+        if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
+            return member
+    if kind is float and type(raw) is int:
+        return float(raw)
+    if kind is timedelta and type(raw) in (int, float):
+        return _seconds(raw)
+    if kind is Path and isinstance(raw, str):
+        return Path(raw)
+    plain_type = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a type too
+    if (
+        plain_type
+        and shape(kind) is None
+        and isinstance(raw, kind)
+        and (type(raw) is not bool or kind is bool)
+    ):
+        return raw
+    raise _mismatch(raw, kind)
+
+
+def _seconds(raw: float) -> timedelta:
+    try:
+        return timedelta(seconds=raw)
+    except (OverflowError, ValueError):  # .inf and what is longer than 2.7 million years; .nan
+        raise MismatchError(f"expected a number of seconds, got {raw!r}; unset means the default") from None
+
+
+def _first_fit(raw: Any, kind: Any, attempts: Iterable[tuple[Any, Any]]) -> Any:
+    for attempt in attempts:
+        with suppress(MismatchError):
+            return convert(*attempt)
+    raise _mismatch(raw, kind)
+
+
+def _convert_part(label: object, raw: Any, kind: Any) -> Any:
+    try:
+        return convert(raw, kind)
+    except MismatchError as error:
+        raise MismatchError(f"{label}: {error}") from None
+
+
+def _convert_mapping(raw: Mapping[Any, Any], kind: Any) -> Any:
+    of_keys, of_values = get_args(kind) or (Any, Any)
+    items = {convert(key, of_keys): _convert_part(key, inner, of_values) for key, inner in raw.items()}
+    return _constructor(kind, dict)(items)
+
+
+def _convert_items(raw: Sequence[Any] | AbstractSet[Any], kind: Any) -> Any:
+    inner = get_args(kind) or (Any, ...)
+    is_fixed = issubclass(get_origin(kind) or kind, tuple) and inner[-1] is not ...
+    if is_fixed and len(raw) != len(inner):
+        raise _mismatch(raw, kind)
+    kinds = inner if is_fixed else inner[:1] * len(raw)
+    pairs = enumerate(zip(raw, kinds, strict=True), 1)
+    items = [_convert_part(f"item {number}", item, of_item) for number, (item, of_item) in pairs]
+    is_set = issubclass(get_origin(kind) or kind, AbstractSet)
+    return _constructor(kind, frozenset if is_set else tuple)(items)
+
+
+def _constructor(kind: Any, otherwise: type) -> Any:
+    origin = get_origin(kind) or kind
+    return otherwise if inspect.isabstract(origin) else origin
+
+
+def _convert_section(raw: Mapping[str, Any], kind: type) -> Any:
+    options = options_of(kind)
+    unknown = next((key for key in raw if key not in options), None)
+    if unknown is not None:
+        raise MismatchError(f"unknown key {unknown!r}{did_you_mean(str(unknown), options)}")
+    values = {key: _convert_part(key, inner, options[key][1]) for key, inner in raw.items()}
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise MismatchError(str(error)) from None
+
+
+def _from_text(text: RawText, kind: Any) -> Any:
+    # What the text looks like first, then the text itself: `no` is False for a bool, "no" for a
+    # str, and both for neither a list, where a shell's `a,b` is meant.
+    from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
+
+    attempts = [looks_like(text), str(text)]
+    if parts := text.parts():  # no items: the text is not a list, rather than the empty one
+        attempts += [[looks_like(part) for part in parts], list(map(str, parts))]
+    return _first_fit(text, kind, ((attempt, kind) for attempt in attempts))
+
+
+def shape(kind: Any) -> type | None:
+    """Mapping or list, if the type is like one of them."""
+    origin = get_origin(kind) or kind
+    if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
+        return None
+    if issubclass(origin, Mapping):
+        return Mapping
+    return list if issubclass(origin, (Sequence, AbstractSet)) else None
+
+
+def writable(kind: Any) -> bool:
+    """Whether a file or a shell can hold a value of the type, besides null."""
+    held, inner = shape(kind), [it for it in get_args(kind) if it not in (type(None), ...)]
+    if is_union(kind):
+        return any(map(writable, inner))
+    if held is not None:
+        hashed = (
+            inner if issubclass(get_origin(kind) or kind, AbstractSet) else inner[:-1] * (held is Mapping)
+        )
+        return all(map(writable, inner)) and not any(map(shape, hashed))
+    if get_origin(kind) is Annotated:
+        return writable(inner[0])
+    return kind in (Any, object, *_NAMES) or bool(members(kind)) or attrs.has(kind)
+
+
+def is_union(kind: Any) -> bool:
+    """Whether it is `X | Y`, spelt so or not."""
+    return get_origin(kind) in {Union, types.UnionType}
+
+
+def members(kind: Any) -> list[Any]:
+    """The values that there are of a Literal or an enum; none of another type."""
+    if get_origin(kind) == Literal:
+        return list(get_args(kind))
+    return list(kind) if isinstance(kind, type) and issubclass(kind, Enum) else []
+
+
+def _value(it: Any) -> Any:
+    return it.value if isinstance(it, Enum) else it
+
+
+# -- what is wrong -----------------------------------------------------------------------------------
+
+
+def _mismatch(raw: Any, kind: Any) -> MismatchError:
+    accepted = _accepted(kind)
+    words = [each for each in accepted if not isinstance(each, type)]
+    names = [_NAMES.get(each, each.__name__) for each in accepted if isinstance(each, type)]
+    if words:
+        names.append(f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0]))
+    hint = ""
+    if isinstance(raw, bool) and (str in accepted or words):
+        hint = "; YAML reads bare yes, no, on and off as true or false: write it in quotes"
+    elif isinstance(raw, str):
+        hint = _spelling_hint(raw, kind, accepted) or did_you_mean(raw, list(map(str, words)))
+    return MismatchError(f"expected {' or '.join(names)}, got {format_value(raw)}{hint}")
+
+
+def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
+    """The remedy for text that would be right if it were written otherwise."""
+    from accel_core.config.yamlfile import looks_like
+
+    number = decimal(raw)
+    if number and any(each in accepted for each in (int, float, timedelta)):
+        return f"; write {number}"
+    if isinstance(raw, RawText):  # has no quotes, and is a list without brackets
+        return ""
+    for other, remedy in ((looks_like(raw), "remove the quotes"), ([raw], f"write [{raw}]")):
+        with suppress(MismatchError):
+            if not isinstance(other, str) and convert(other, kind) is not None:
+                return f"; {remedy}"
+    return ""
+
+
+def _accepted(kind: Any) -> list[Any]:
+    """The types and words that an option of this type takes."""
+    if is_union(kind):
+        return [each for it in get_args(kind) if it is not type(None) for each in _accepted(it)]
+    return [_value(member) for member in members(kind)] or [shape(kind) or kind]

@@ -1,0 +1,137 @@
+"""The sections of a config that exist here, core's and those of installed plugins, and their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Final
+
+from attrs import define, field
+
+from accel_core.config.convert import writable
+from accel_core.config.sources import ConfigProblem
+from accel_core.contract.config import RunConfig
+from accel_core.contract.options import Path, describe, options_of, section_class
+from accel_core.contract.suggest import did_you_mean
+from accel_core.errors import PluginError
+from accel_core.plugins import known
+from accel_core.plugins.discovery import Discovery, Record, load
+
+__all__ = ["CORE", "Sections", "load_class", "misspelt_variables"]
+
+CORE: Final = {name: kind for name, (_, kind) in options_of(RunConfig).items() if name != "plugins"}
+"""Core's own top-level options and sections: name -> type."""
+
+
+@define
+class Sections:
+    """Section name -> config class; a plugin's class is imported when it is first asked for."""
+
+    discovery: Discovery
+    _classes: dict[str, type | None] = field(factory=dict, init=False)
+    _faults: dict[str, str] = field(factory=dict, init=False)
+
+    def class_of(self, name: str) -> type | None:
+        """The class of a section; None where there is no such section, or its class cannot be imported."""
+        if name in CORE:
+            return section_class(CORE[name])
+        if name not in self._classes:
+            record, self._classes[name] = self.discovery.get(name), None
+            try:  # choosing the plugin raises this error; for its section a note will do
+                self._classes[name] = load_class(record) if record else None
+            except PluginError as error:
+                self._faults[name] = str(error.__cause__ or error).partition("\n")[0]
+        return self._classes[name]
+
+    def all(self) -> Iterator[tuple[str, type]]:
+        """All sections and their classes, core's first."""
+        for name in (*CORE, *(record.name for record in self.discovery.records)):
+            if (cls := self.class_of(name)) is not None:
+                yield name, cls
+
+    def spell(self, word: str) -> str:
+        """The name of the plugin that a variable or flag means, which cannot spell hyphens."""
+        return self._spellings.get(word, word)
+
+    @cached_property
+    def _spellings(self) -> Mapping[str, str]:
+        return {record.name.replace("-", "_"): record.name for record in self.discovery.records}
+
+    def configured_by(self, config: object) -> str | None:
+        """The section whose class the object has, or the closest class above."""
+        for names in (CORE, (record.name for record in self.discovery.records)):
+            section_of = {self.class_of(name): name for name in names}
+            name = next((section_of[cls] for cls in type(config).__mro__ if cls in section_of), None)
+            if name:
+                return name
+        return None
+
+    def reason_unread(self, name: str) -> str | None:
+        """The reason why options of a plugin cannot be read, where leaving them unread may be right."""
+        entry = known.known_plugin(name)
+        if entry and self.discovery.get(name) is None:
+            return f"{entry.slot} {name} is not installed; {known.install_hint(entry.folder)}"
+        return self._faults.get(name)
+
+    def hint(self, path: Path, cls: type) -> str:
+        """The option or section that was probably meant: a similar name, or the same in another section."""
+        *section, name = path
+        names = list(options_of(cls))
+        if cls is RunConfig:
+            plugins = [record.name for record in self.discovery.records if record.slot != "command"]
+            names = [*CORE, *plugins, *(plugin.name for plugin in known.known_plugins())]
+        similar = did_you_mean(name, names)
+        owners = ["the top level"] if name in CORE else []
+        owners += [other for other, cls in self.all() if name in options_of(cls) and [other] != section]
+        for entry in known.known_plugins():
+            if name in entry.keys and self.discovery.get(entry.name) is None:
+                owners.append(f"{entry.name} (not installed; {known.install_hint(entry.folder)})")
+        return f"; it is an option of {' and '.join(owners)}" if owners and not similar else similar
+
+
+def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
+    """A problem for ACCEL_MIXED_PRECISION and its kin; variables that name no option are left alone."""
+    options: dict[str, str] = {}
+    for name, kind in CORE.items():
+        inner = section_class(kind)
+        options |= {f"{name}_{key}": f"{name}__{key}" for key in options_of(inner)} if inner else {name: name}
+    for name in sorted(environment):
+        head, _, rest = name.upper().partition("_")
+        if head == "ACCEL" and rest.lower() in options:
+            meant = f"ACCEL__{options[rest.lower()].upper()}"
+            yield ConfigProblem(f"variable {name}", (), f"is read by nobody; did you mean {meant}?")
+
+
+def load_class(record: Record) -> type | None:
+    """The config class that a plugin's card names.
+
+    Raises:
+        PluginError: the plugin is broken, or the class cannot be imported, or is not made of options.
+    """
+    if record.fault:
+        about = f"the plugin is {record.fault}: {record.detail}"
+        raise PluginError(f"{about}\n`accel plugins doctor {record.name}` looks closer", plugin=record.name)
+    if record.card is None or record.card.config is None:
+        return None
+    cls: type = load(record, record.card.config)
+    try:
+        _refuse_unwritable(cls)
+    except Exception as error:  # NameError, TypeError, NotAnAttrsClassError: annotations are code
+        about = f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config}"
+        raise PluginError(
+            f"{about} cannot be read as options\n"
+            f"{type(error).__name__}: {error}\n"
+            "make it an attrs class, and option(python_only=True) what only Python can hold or import",
+            plugin=record.name,
+            distribution=record.origin,
+        ) from error
+    return cls
+
+
+def _refuse_unwritable(cls: type, section: str = "") -> None:
+    """Refuse options whose type neither a file nor a shell can hold, which no user could set."""
+    for name, (attribute, kind) in options_of(cls).items():
+        if not describe(attribute).python_only and not writable(kind):
+            raise TypeError(f"no file, variable or flag can hold option {section}{name}: {attribute.type}")
+        if inner := section_class(kind):
+            _refuse_unwritable(inner, f"{section}{name}.")
