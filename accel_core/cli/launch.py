@@ -100,7 +100,7 @@ def launch(
     for note in planned.resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
     words = (*(("-m",) if module else ()), *target)
-    if planned.config.launch.launcher == "torchrun":  # others may find the place themselves
+    if planned.launcher_offers("named_rendezvous"):  # other launchers find the place themselves
         require_place(planned.config.launch.nodes, planned.config.launch.rendezvous)
     if dry_run:
         _describe(planned, words)

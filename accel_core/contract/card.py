@@ -46,6 +46,8 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "several_optimizers": "a model may have several optimizers",
     "whole_weights": "each rank holds whole parameters",
     "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
+    "forked_functions": "starts functions in forks, which cannot use a device that this process has used",
+    "named_rendezvous": "starts several nodes only if the user names the place where they meet",
 }
 """The closed vocabulary of `offers` and `needs`: word -> what a plugin that offers it promises."""
 

@@ -59,7 +59,7 @@ def notebook_launcher(
     }
     python = {path: value for path, value in given.items() if value is not None}
     launch = plan(python=python, file=config)
-    if launch.config.launch.launcher == "torchrun" and launch.config.device.partition(":")[0] != "cpu":
+    if launch.launcher_offers("forked_functions") and launch.config.device.partition(":")[0] != "cpu":
         _refuse_used_device()
     with launch.job((), launch.processes()) as job:
         results: Sequence[Any] = launch.launcher().launch_function(function, tuple(args), job)

@@ -211,6 +211,11 @@ class Launch:
                 environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
             )
 
+    def launcher_offers(self, word: str) -> bool:
+        """Whether the launcher's card offers a word of `CAPABILITIES`."""
+        record = self.discovery.get(self.config.launch.launcher)
+        return record is not None and record.card is not None and word in record.card.offers
+
     def launcher(self) -> Hooks:
         """The hooks of the launcher plugin that the config names; PluginError if it cannot be used."""
         from accel_core.plugins.binding import Binder
