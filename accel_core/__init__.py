@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     )
     from accel_core.launch.notebook import notebook_launcher
     from accel_core.plugins.binding import no_op
+    from accel_core.plugins.catalog import catalog_entry, install_hint
     from accel_core.plugins.discovery import Discovery, Record, discover, plugin_status
-    from accel_core.plugins.known import install_hint, known_plugin
     from accel_core.runtime.run import Run
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.prior_state import has_state
@@ -99,7 +99,7 @@ _HOMES = {
     "launch.notebook": "notebook_launcher",
     "plugins.binding": "no_op",
     "plugins.discovery": "Discovery Record discover plugin_status",
-    "plugins.known": "install_hint known_plugin",
+    "plugins.catalog": "install_hint catalog_entry",
     "runtime.run": "Run",
     "runtime.tracking": "GeneralTracker",
     "training.prior_state": "has_state",
@@ -154,6 +154,7 @@ __all__ = [
     "Window",
     "World",
     "arrange",
+    "catalog_entry",
     "discover",
     "find_executable_batch_size",
     "flat_range",
@@ -165,7 +166,6 @@ __all__ = [
     "implements",
     "install_hint",
     "is_out_of_memory",
-    "known_plugin",
     "leaf_of",
     "no_op",
     "notebook_launcher",

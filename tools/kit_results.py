@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from accel_core.plugins.known import known_plugins
+from accel_core.plugins.catalog import catalog_entries
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tested.md"
 LEVELS = ("packaging", "device", "training", "processes", "checkpoints")
@@ -41,7 +41,7 @@ Row = dict[str, str]
 
 def reported(files: Iterable[Path]) -> dict[str, Row]:
     """Read the results of each stack, for this repository's devices and strategies."""
-    ours = {"accel-core", *(plugin.distribution for plugin in known_plugins())}
+    ours = {"accel-core", *(plugin.distribution for plugin in catalog_entries())}
     found: dict[str, Row] = {}
     for file in files:
         report = json.loads(file.read_text(encoding="utf-8"))

@@ -241,11 +241,11 @@ def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> Non
 
 def _hand_over(form: str, *words: str | Path) -> None:
     """To the command plugin `checkpoint-FORM`, a group that has `import` and `export`."""
-    from accel_core.plugins.known import absence
+    from accel_core.plugins.catalog import not_installed
 
     discovery, name = discover(), f"checkpoint-{form}"
     record = discovery.get(name)
     if record is None or record.card is None or record.status != "available":
-        raise PluginError(record.reason if record else absence(name, "command", discovery), plugin=name)
+        raise PluginError(record.reason if record else not_installed(name, "command", discovery), plugin=name)
     command: click.Command = load(record, record.card.implementation or "")
     command.main(list(map(str, words)), prog_name="accel checkpoint", standalone_mode=False)

@@ -37,10 +37,10 @@ class _LaunchCommand(click.Command):
 
     def _advise(self, flag: str, ctx: click.Context) -> str:
         from accel_core.contract.suggest import did_you_mean
-        from accel_core.plugins.known import old_flag
+        from accel_core.plugins.catalog import renamed_flag
 
         known = [spelling for option in self.get_params(ctx) for spelling in option.opts]
-        old = old_flag(flag)
+        old = renamed_flag(flag)
         hint = f": {old}" if old else did_you_mean(flag, known) or "; `accel launch --help` lists them all"
         return f"{flag} is no flag of accel launch{hint}"
 

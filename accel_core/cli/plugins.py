@@ -15,8 +15,8 @@ from accel_core.cli import Group
 from accel_core.contract.card import SLOTS
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
+from accel_core.plugins.catalog import catalog_entry, install_hint
 from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load
-from accel_core.plugins.known import install_hint, known_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class _Plugins(Group):
         if record is not None and record.card is not None:
             command: click.Command = load(record, record.card.implementation or "")
             return command
-        missing = known_plugin(f"plugins-{cmd_name}")
+        missing = catalog_entry(f"plugins-{cmd_name}")
         if missing is not None:
             hint = install_hint(missing.folder)
             raise PluginError(f"the command {cmd_name!r} comes with {missing.distribution}\n{hint}")

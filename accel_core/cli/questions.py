@@ -14,8 +14,8 @@ from accel_core.config.sources import RawText
 from accel_core.contract.card import Slot
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import default_of, describe, options_of, section_class
+from accel_core.plugins.catalog import not_installed, unknown_device
 from accel_core.plugins.discovery import Discovery
-from accel_core.plugins.known import absence, unknown_device
 
 __all__ = ["MEETING", "Answer", "ask", "render"]
 
@@ -94,7 +94,11 @@ def _names(path: str, discovery: Discovery) -> list[str]:
 def _misnamed(path: str, value: Any, names: Sequence[str], discovery: Discovery) -> str:
     if not names or value in names:
         return ""
-    return unknown_device(value, discovery) if path == "device" else absence(value, SLOTS[path][0], discovery)
+    return (
+        unknown_device(value, discovery)
+        if path == "device"
+        else not_installed(value, SLOTS[path][0], discovery)
+    )
 
 
 def _parser(attribute: Attribute[Any], kind: Any, misnamed: Callable[[Any], str]) -> Callable[[str], Any]:

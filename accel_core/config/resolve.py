@@ -31,8 +31,8 @@ from accel_core.config.table import ALIASES, Table
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, options_of, section_class
 from accel_core.errors import ConfigError
+from accel_core.plugins.catalog import not_installed
 from accel_core.plugins.discovery import Discovery, Record
-from accel_core.plugins.known import absence
 
 __all__ = ["WORKER_CONFIG_VARIABLE", "Resolved", "find_file", "load", "outside"]
 
@@ -98,7 +98,7 @@ class Resolved:
             record = discovery.get(name)
             if record is None or record.slot != slot:
                 origin = self.settings[path].origin if path in self.settings else ""
-                yield str(ConfigProblem(origin, path, absence(name, slot, discovery)))
+                yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
 
     def plugin_config(self, record: Record, alias: str | None = None) -> object | None:
         """The config object of a plugin, or of a named strategy; None if it has no options.

@@ -14,7 +14,7 @@ from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, describe, options_of, section_class
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
-from accel_core.plugins import known
+from accel_core.plugins import catalog
 from accel_core.plugins.discovery import Discovery, Record, load
 
 __all__ = ["CORE", "Sections", "load_class", "misspelt_variables"]
@@ -68,9 +68,9 @@ class Sections:
 
     def reason_unread(self, name: str) -> str | None:
         """The reason why options of a plugin cannot be read, where leaving them unread may be right."""
-        entry = known.known_plugin(name)
+        entry = catalog.catalog_entry(name)
         if entry and self.discovery.get(name) is None:
-            return f"{entry.slot} {name} is not installed; {known.install_hint(entry.folder)}"
+            return f"{entry.slot} {name} is not installed; {catalog.install_hint(entry.folder)}"
         return self._faults.get(name)
 
     def hint(self, path: Path, cls: type) -> str:
@@ -79,13 +79,13 @@ class Sections:
         names = list(options_of(cls))
         if cls is RunConfig:
             plugins = [record.name for record in self.discovery.records if record.slot != "command"]
-            names = [*CORE, *plugins, *(plugin.name for plugin in known.known_plugins())]
+            names = [*CORE, *plugins, *(plugin.name for plugin in catalog.catalog_entries())]
         similar = did_you_mean(name, names)
         owners = ["the top level"] if name in CORE else []
         owners += [other for other, cls in self.all() if name in options_of(cls) and [other] != section]
-        for entry in known.known_plugins():
+        for entry in catalog.catalog_entries():
             if name in entry.keys and self.discovery.get(entry.name) is None:
-                owners.append(f"{entry.name} (not installed; {known.install_hint(entry.folder)})")
+                owners.append(f"{entry.name} (not installed; {catalog.install_hint(entry.folder)})")
         return f"; it is an option of {' and '.join(owners)}" if owners and not similar else similar
 
 

@@ -20,7 +20,7 @@ from accel_core.config.sources import (
 )
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, describe, is_secret, options_of, said, section_class
-from accel_core.plugins.known import absence
+from accel_core.plugins.catalog import not_installed
 
 __all__ = ["ALIASES", "Table"]
 
@@ -151,7 +151,7 @@ class Table:
         elif len(section) == 1:
             self._refuse(value, f"unknown key{self.sections.hint(path, RunConfig)}", path)
         else:
-            self._refuse(self.aliases[path[1]], absence(name, "strategy", self.sections.discovery))
+            self._refuse(self.aliases[path[1]], not_installed(name, "strategy", self.sections.discovery))
 
     def _read_in(self, section: Path, cls: type, value: SourceValue) -> None:
         """Read a value for the section at path `section`, or for something in it."""

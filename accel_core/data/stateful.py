@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.data.sharding import Deal, cut, opening
 from accel_core.errors import ConfigError
-from accel_core.plugins.known import install_hint
+from accel_core.plugins.catalog import install_hint
 
 __all__ = ["ShardedIterable", "Shares", "StatefulShares", "is_stateful", "stateful"]
 

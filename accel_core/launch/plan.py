@@ -27,8 +27,8 @@ from accel_core.contract.job import Job
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
+from accel_core.plugins.catalog import strategy_hint, unknown_device
 from accel_core.plugins.discovery import Discovery, _light, discover, environment_of, implementation
-from accel_core.plugins.known import strategy_to_name, unknown_device
 
 if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
@@ -115,7 +115,7 @@ class Launch:
         alone = self.config.launch.nodes == 1 and processes in (1, "auto")
         usable = any(record.name != "single" for _, record in self.discovery.usable("strategy"))
         if self.config.strategy == "auto" and not alone and not usable:
-            remedy = strategy_to_name(self.discovery)
+            remedy = strategy_hint(self.discovery)
             yield f"auto takes no installed strategy for several processes; {remedy}"
 
     def _doubtful_words(self) -> Iterator[str]:

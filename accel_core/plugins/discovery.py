@@ -23,7 +23,7 @@ from accel_core.contract.card import SLOTS, Card, incompatibility
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import PluginError
-from accel_core.plugins.timeout import HungError, Patience, surviving
+from accel_core.plugins.timeout import CallTimeout, PluginTimeoutError, surviving
 
 if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
@@ -75,10 +75,10 @@ class Record:
         if self.fault or self.card is None or self.card.probe is None:
             return self.detail
         try:
-            answer: object = Patience()(self.card.probe)
+            answer: object = CallTimeout()(self.card.probe)
         except KeyboardInterrupt:
             raise
-        except HungError as error:
+        except PluginTimeoutError as error:
             return f"its probe {error}"
         except BaseException as error:  # a probe is a stranger's code; listing must survive it
             return f"its probe raised {_summary(error)}"
@@ -145,7 +145,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     """
     environment = os.environ if environment is None else environment
     blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
-    patience = Patience()
+    patience = CallTimeout()
     records = [
         evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
         if record.name in blocked and not target.startswith(GROUP)
@@ -199,7 +199,7 @@ def _read(distribution: metadata.Distribution, file: str) -> str:
         return ""
 
 
-def _with_card(record: Record, target: str, patience: Patience) -> Record:
+def _with_card(record: Record, target: str, patience: CallTimeout) -> Record:
     try:
         if record.slot not in SLOTS:
             about = f"unknown slot {record.slot!r}{did_you_mean(record.slot, SLOTS)}"
@@ -208,7 +208,7 @@ def _with_card(record: Record, target: str, patience: Patience) -> Record:
         return _check_card(record, _resolve(target) if own else patience(lambda: _resolve(target)))
     except KeyboardInterrupt:
         raise
-    except HungError as error:
+    except PluginTimeoutError as error:
         return evolve(record, fault="broken", detail=f"importing {target} {error}", traceback=error.where)
     except BaseException as error:  # SystemExit too: vendor packages quit while being imported
         lines = traceback.format_exception(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""Calling what may hang: a stranger's code, on machines where a mount is dead or a driver stuck."""
+"""Calls of third-party code with a timeout: a mount may be dead, a driver stuck."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn, TypeVar
 
-__all__ = ["HungError", "Patience", "surviving"]
+__all__ = ["CallTimeout", "PluginTimeoutError", "surviving"]
 
-PATIENCE: Final = 4.0
-"""Seconds that importing a card, or its probe, may take."""
+TIMEOUT_SECONDS: Final = 4.0
+"""Time that importing a card, or calling its probe, may take."""
 
 T = TypeVar("T")
 
 
-class HungError(Exception):
-    """A call did not come back in time; `where` it was then."""
+class PluginTimeoutError(Exception):
+    """A call did not return in time; `where` is the stack of its thread then."""
 
     def __init__(self, seconds: float, where: str) -> None:
         super().__init__(f"took longer than {seconds:g} s")
@@ -29,7 +29,7 @@ class HungError(Exception):
 
 @contextmanager
 def surviving() -> Iterator[None]:
-    """While a stranger's code runs, os._exit is an error of its own; a crash says where it was."""
+    """Turn os._exit of third-party code into SystemExit, and let a crash print its stack."""
 
     def leave(status: int) -> NoReturn:
         raise SystemExit(f"os._exit({status}) was called")
@@ -47,25 +47,28 @@ def surviving() -> Iterator[None]:
             faulthandler.disable()
 
 
-class Patience:
-    """Calls what may hang, on a daemon thread that does not keep the process from ending.
+class CallTimeout:
+    """A time limit for calls that may hang.
 
-    Each hang halves what is left for the others: a shelf of dead mounts costs twice one of them.
+    Each timeout halves the next one, so that any number of hanging plugins costs at most twice the
+    first.
     """
 
     def __init__(self) -> None:
-        self.seconds = PATIENCE
+        self.seconds = TIMEOUT_SECONDS
 
     def __call__(self, call: Callable[[], T]) -> T:
+        """The answer of `call`, or its exception; PluginTimeoutError where there is none in time."""
         answers: list[T] = []
         errors: list[BaseException] = []
 
         def work() -> None:
             try:
                 answers.append(call())
-            except BaseException as error:  # handed over to the caller's thread
+            except BaseException as error:  # raised again in the caller's thread
                 errors.append(error)
 
+        # A daemon thread: a call that hangs does not keep the process from ending.
         thread = threading.Thread(target=work, daemon=True)
         with surviving():
             thread.start()
@@ -77,6 +80,6 @@ class Patience:
         if answers:
             return answers[0]
         where = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
-        error = HungError(self.seconds, where)
+        error = PluginTimeoutError(self.seconds, where)
         self.seconds /= 2
         raise error

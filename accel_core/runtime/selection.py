@@ -11,12 +11,12 @@ from accel_core.config.unused import TYPED, auto_may_take, idle_options, unused_
 from accel_core.contract.card import CAPABILITIES, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins.discovery import Discovery
-from accel_core.plugins.known import (
-    absence,
-    strategy_to_name,
+from accel_core.plugins.catalog import (
+    not_installed,
+    strategy_hint,
     unknown_device,
 )
+from accel_core.plugins.discovery import Discovery
 
 if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
@@ -71,7 +71,7 @@ class _Chooser:
         origin = self.resolved.origins.get(path, "default")
         record = self.discovery.get(name)
         if record is None or record.slot != slot:
-            missing = absence(name, slot, self.discovery)
+            missing = not_installed(name, slot, self.discovery)
             raise ConfigError(f"{path} ({origin}): {missing}\n`accel plugins` lists what is installed")
         if record.status != "available":
             raise PluginError(
@@ -123,7 +123,7 @@ class _Chooser:
         best = self._best("strategy", offered) or self._best("strategy")
         if best is None:
             raise ConfigError(
-                f"strategy: auto found none for {processes} processes\n{strategy_to_name(self.discovery)}"
+                f"strategy: auto found none for {processes} processes\n{strategy_hint(self.discovery)}"
             )
         return best
 

@@ -14,17 +14,19 @@ from accel_core import ConfigError, PluginError
 from accel_core.config.convert import convert, plain
 from accel_core.config.sections import load_class
 from accel_core.config.sources import RawText
-from accel_core.plugins import known
-from accel_core.plugins.known import Known, install_hint
+from accel_core.plugins import catalog
+from accel_core.plugins.catalog import CatalogEntry, install_hint
 
 
 @pytest.fixture
 def workspace(monkeypatch):
     """Plugins that exist, and are not installed."""
     rows = (
-        Known(name="far", slot="strategy", distribution="accel-far", folder="backends/far", keys=("reach",)),
+        CatalogEntry(
+            name="far", slot="strategy", distribution="accel-far", folder="backends/far", keys=("reach",)
+        ),
     )
-    monkeypatch.setattr(known, "known_plugins", lambda: rows)
+    monkeypatch.setattr(catalog, "catalog_entries", lambda: rows)
 
 
 def problems(resolve, yaml: str) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribu
 
 
 def test_many_that_hang_cost_at_most_twice_one(toy_distribution, monkeypatch):
-    monkeypatch.setattr(timeout, "PATIENCE", 0.2)
+    monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 0.2)
     for number in range(6):
         toy_distribution(
             f"accel-pony-{number}",
@@ -93,11 +93,11 @@ def test_many_that_hang_cost_at_most_twice_one(toy_distribution, monkeypatch):
 
     assert {record.status for record in records} == {"broken"}
     waits = [float(re.search(r"longer than (\S+) s", record.reason).group(1)) for record in records]
-    assert sum(waits) < 2 * timeout.PATIENCE
+    assert sum(waits) < 2 * timeout.TIMEOUT_SECONDS
 
 
 def test_the_traceback_of_a_hanging_import_shows_where(toy_plugin, monkeypatch):
-    monkeypatch.setattr(timeout, "PATIENCE", 0.2)
+    monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 0.2)
 
     assert "time.sleep(3)" in toy_plugin("sloth", source="import time\ntime.sleep(3)\n").traceback
 
@@ -321,7 +321,7 @@ def test_a_probe_gives_the_reason_why_a_plugin_is_unavailable(toy_plugin):
 )
 def test_a_bad_probe_makes_its_plugin_unavailable(toy_plugin, monkeypatch, probe, reason):
     if "sleep" in probe:
-        monkeypatch.setattr(timeout, "PATIENCE", 0.2)
+        monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 0.2)
     record = toy_plugin("pony", probe=probe)
 
     assert (record.status, record.reason) == ("unavailable", reason)

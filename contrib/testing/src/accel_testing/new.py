@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from accel_core import Card, PluginError, discover, known_plugin
+from accel_core import Card, PluginError, discover, catalog_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ def refuse_name(name: str, slot: Any) -> None:
             plugin="",
         )
     Card(name=name, slot=slot, summary="", api_version="1.0")  # checks the name
-    record, known = discover().get(name), known_plugin(name)
+    record, known = discover().get(name), catalog_entry(name)
     if record is not None or known is not None:
         owner = record.origin if record else known.distribution if known else ""
         raise PluginError(f"plugin {name!r} is provided by {owner}\ntake another name", plugin=name)

@@ -1,6 +1,6 @@
-"""Write the plugins of this repository into `accel_core/plugins/known.yaml`, for install hints.
+"""Write the plugins of this repository into `accel_core/plugins/catalog.yaml`, for install hints.
 
-`python tools/known.py` rewrites the generated part; `--check` only says whether it is fresh.
+`python tools/catalog.py` rewrites the generated part; `--check` only says whether it is fresh.
 Reads each workspace member's pyproject and the cards its entry points name; imports no torch.
 """
 # ruff: noqa: INP001, T201  # a script
@@ -18,8 +18,8 @@ import tomllib
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "accel_core" / "plugins" / "known.yaml"
-MARK = "# Plugins of this repository, for install hints. Written by tools/known.py; do not edit below.\n"
+TARGET = ROOT / "accel_core" / "plugins" / "catalog.yaml"
+MARK = "# Plugins of this repository, for install hints. Written by tools/catalog.py; do not edit below.\n"
 GROUP = "accel_core."
 
 
@@ -54,7 +54,9 @@ def _keys(card: Any) -> list[str]:
 
 def render(root: Path = ROOT) -> str:
     """Return the whole file: the hand-written part unchanged, and the generated part."""
-    written = (root / "accel_core" / "plugins" / "known.yaml").read_text(encoding="utf-8").partition(MARK)[0]
+    written = (
+        (root / "accel_core" / "plugins" / "catalog.yaml").read_text(encoding="utf-8").partition(MARK)[0]
+    )
     plugins = [row for member in members(root) for row in rows(member)]
     return written + MARK + yaml.safe_dump({"plugins": plugins}, sort_keys=False, width=110)
 
@@ -68,7 +70,7 @@ def main() -> int:
     text = render()
     if parser.parse_args().check:
         fresh = text == TARGET.read_text(encoding="utf-8")
-        print("known.yaml is fresh" if fresh else "known.yaml is stale: python tools/known.py")
+        print("catalog.yaml is fresh" if fresh else "catalog.yaml is stale: python tools/catalog.py")
         return 0 if fresh else 1
     TARGET.write_text(text, encoding="utf-8")
     return 0

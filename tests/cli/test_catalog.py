@@ -1,4 +1,4 @@
-"""known.yaml: words of others, and the plugins of this repository."""
+"""catalog.yaml: words of others, and the plugins of this repository."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from accel_core.cli.launch import launch
 from accel_core.config.sections import CORE
 from accel_core.contract.options import options_of, section_class
-from accel_core.plugins.known import known_plugin, known_plugins, old_flag
+from accel_core.plugins.catalog import catalog_entries, catalog_entry, renamed_flag
 
-GENERATOR = Path(__file__).parents[2] / "tools" / "known.py"
+GENERATOR = Path(__file__).parents[2] / "tools" / "catalog.py"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the generator reads TOML with the standard library")
@@ -27,12 +27,12 @@ def test_it_lists_the_workspaces_plugins_as_they_are():
 
 
 def test_each_known_plugin_has_the_distribution_to_install():
-    assert known_plugins()
-    assert all(plugin.distribution.startswith("accel-") for plugin in known_plugins())
+    assert catalog_entries()
+    assert all(plugin.distribution.startswith("accel-") for plugin in catalog_entries())
 
 
 def test_spellings_with_underscores_are_the_same_flag():
-    assert old_flag("--num_processes") == old_flag("--num-processes")
+    assert renamed_flag("--num_processes") == renamed_flag("--num-processes")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_spellings_with_underscores_are_the_same_flag():
     ],
 )
 def test_a_family_of_flags_is_answered_with_the_option_of_its_plugin(flag, option):
-    assert option in (old_flag(flag) or "")
+    assert option in (renamed_flag(flag) or "")
 
 
 def launch_flags() -> list[str]:
@@ -62,7 +62,7 @@ def test_each_flag_of_accelerate_launch_leads_to_flags_that_there_are():
     ours = [option for parameter in launch.params for option in parameter.opts]
     lost = []
     for flag in set(launch_flags()) - {"--help"}:
-        answer = old_flag(flag) or (flag.replace("_", "-") if flag.replace("_", "-") in ours else "")
+        answer = renamed_flag(flag) or (flag.replace("_", "-") if flag.replace("_", "-") in ours else "")
         # An answer may also say what the old flag did, or that it is left out.
         recipe = re.sub(r"; --\w+ counted.*|, where --.*", "", answer)
         words = re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", recipe)
@@ -75,10 +75,10 @@ def is_flag(word: str, ours: list[str]) -> bool:
     section, _, option = word[2:].partition(".")
     if not option:
         return word in ours
-    plugin = known_plugin(section)
+    plugin = catalog_entry(section)
     keys = plugin.keys if plugin else options_of(section_class(CORE[section]))
     return option == "OPTION" or option.replace("-", "_") in keys
 
 
 def test_what_nobody_had_is_not_known():
-    assert old_flag("--pony") is None
+    assert renamed_flag("--pony") is None

@@ -1,0 +1,140 @@
+"""Hints for plugins that are not installed, and for flags of other launchers.
+
+Both are data (`catalog.yaml`), so that core itself names no vendor. An install hint quotes this list
+only, never the text that a user typed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from attrs import frozen
+
+from accel_core.contract.card import Slot
+from accel_core.contract.suggest import did_you_mean
+from accel_core.plugins.discovery import Discovery
+
+__all__ = [
+    "CatalogEntry",
+    "catalog_entries",
+    "catalog_entry",
+    "install_hint",
+    "not_installed",
+    "renamed_flag",
+    "strategy_hint",
+    "unknown_device",
+]
+
+
+@frozen(kw_only=True)
+class CatalogEntry:
+    """A plugin of this repository: its name, slot and options, and the distribution that ships it."""
+
+    name: str
+    slot: str
+    distribution: str
+    folder: str
+    """Folder of the distribution in this repository."""
+    keys: tuple[str, ...] = ()
+
+
+def catalog_entries() -> tuple[CatalogEntry, ...]:
+    """The plugins of this repository, installed or not."""
+    return tuple(CatalogEntry(**{**row, "keys": tuple(row["keys"])}) for row in _data()["plugins"])
+
+
+def catalog_entry(name: str) -> CatalogEntry | None:
+    """The plugin of this repository with that name, installed or not."""
+    return next((plugin for plugin in catalog_entries() if plugin.name == name), None)
+
+
+def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:
+    """An error text for a name that no plugin of the slot has, with its remedy."""
+    record, entry = discovery.get(name), catalog_entry(name)
+    installed = [record.name for record in discovery.of(slot)]
+    if record is not None:
+        remedy = f"; {name} is a {record.slot}"
+    elif entry is not None:
+        remedy = f"; {install_hint(entry.folder)}"
+    else:
+        remedy = did_you_mean(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
+    return f"no {slot} {name!r} is installed{remedy}"
+
+
+def install_hint(path: str) -> str:
+    """The command that installs a package of this repository.
+
+    No package of ours is on an index yet, so anybody could take its name there. Until the packages
+    are published, a hint names a folder of a clone. Only this function decides so.
+
+    path: folder of the package, with extras: `backends/acme[runtime]`.
+    """
+    return f"in a clone of accel-core: pip install {shlex.quote(f'./{path}')}"
+
+
+def renamed_flag(spelling: str) -> str | None:
+    """The words to write instead of `--num_processes` and its kin; families match by their prefix."""
+    name = spelling.replace("_", "-")
+    flags: dict[str, str] = _data()["flags"]
+    prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
+    return flags.get(name) or flags.get(prefix) or _option_of_family(name)
+
+
+def _option_of_family(name: str) -> str | None:
+    """The dotted flag of the option that a flag such as --fsdp_offload_params set."""
+    for prefix, family in _data()["families"].items():
+        plugin = catalog_entry(family["plugin"])
+        if plugin is None or not name.startswith(prefix):
+            continue
+        rest = name[2:] if family.get("whole") else name.removeprefix(prefix)
+        option = family.get("renamed", {}).get(rest, rest)
+        choice = f"use --{plugin.slot} {plugin.name} with --{plugin.name}"
+        if option.replace("-", "_") in plugin.keys:
+            return f"{choice}.{option} VALUE"
+        other = f"--{plugin.name} has no such option; `accel config schema {plugin.name}` lists them"
+        return str(family.get("rest", other)).replace("OPTION", rest.replace("-", "_"))
+    return None
+
+
+@cache
+def _data() -> dict[str, Any]:
+    import yaml
+
+    found: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("catalog.yaml").read_text("utf-8"))
+    return found
+
+
+def strategy_hint(discovery: Discovery) -> str:
+    """A remedy where `strategy: auto` finds none: name one that is usable here, else install one."""
+    names = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
+    if names:
+        verb = "is" if len(names) == 1 else "are"
+        return f"{', '.join(names)} {verb} installed and taken only when named: --strategy {names[0]}"
+    return next(install_hint(entry.folder) for entry in catalog_entries() if entry.slot == "strategy")
+
+
+def unknown_device(asked: str, discovery: Discovery) -> str:
+    """An error text for a device that neither a plugin nor torch knows; empty where one may know it."""
+    kind = asked.partition(":")[0]
+    record = discovery.get(kind)
+    if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
+        return ""
+    try:
+        import torch
+
+        torch.get_device_module(kind)
+    except ImportError:
+        return ""  # only torch could say so
+    except (RuntimeError, AttributeError):
+        entry, usual = catalog_entry(kind), _data()["devices"].get(kind)
+        if entry is not None and entry.slot == "device":
+            remedy = f"; {install_hint(entry.folder)}"
+        elif usual is not None:
+            remedy = f"; write {usual}, or auto"
+        else:
+            remedy = did_you_mean(kind, ["auto", "cpu", *(record.name for record in discovery.of("device"))])
+        return f"{kind!r} is neither an installed device plugin nor a device type of this torch{remedy}"
+    return ""
