@@ -51,7 +51,7 @@ def _binding(count: int) -> Row:
         binder = Binder()
         rows = [binder.register(each, name=slot, slot=slot) for slot, each in plugins.items()]
         stack = binder.hooks(rows)
-        for view in (stack, *(stack.under(LAYERS[slot]) for slot in plugins if slot != "base")):
+        for view in (stack, *(stack.below_layer(LAYERS[slot]) for slot in plugins if slot != "base")):
             for hook in hooks:
                 getattr(view, hook)
         Steps(stack)

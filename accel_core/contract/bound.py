@@ -14,11 +14,8 @@ class Hooks(Protocol):
     def implementations(self, hook: str) -> list[Any]:
         """The implementations of the hook, bottom layer first."""
 
-    def under(self, layer: int) -> Hooks:
+    def below_layer(self, layer: int) -> Hooks:
         """The same hooks, answered by the layers below `layer`."""
-
-    def owner(self, hook: str) -> Any:
-        """The topmost implementation of an owner hook, or None."""
 
     def step(self, hook: str) -> Callable[..., Any] | None:
         """The callable for each step; None where all implementations do nothing."""

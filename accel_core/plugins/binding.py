@@ -1,4 +1,4 @@
-"""From plugin instances to callables: who owns a hook, who refines it, what lies below.
+"""From plugin instances to callables: the owner of a hook, its wrappers, the layers below.
 
 Specs and implementations carry pluggy's marks, but nothing is called through pluggy: its
 first-result call would run `backward` twice when a hook returns None, and its `tryfirst` beats
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,7 +23,7 @@ from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 from accel_core.plugins.combining import ANSWERS, Implementation, wrap
 
-__all__ = ["LAYERS", "Binder", "Hooks", "Registered", "Steps", "no_op"]
+__all__ = ["LAYERS", "Binder", "Hooks", "PluginHooks", "Steps", "no_op"]
 
 LAYERS: Final[Mapping[str, int]] = {
     "base": 0,
@@ -36,17 +36,19 @@ LAYERS: Final[Mapping[str, int]] = {
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
+Refusal = Callable[[str, str], PluginError]
+"""(hook, what is wrong) -> the error that names the plugin too."""
 
 
 def no_op(method: F) -> F:
-    """Mark a default that is what core does without asking: per-step calls to it are left out."""
+    """Mark a default that does what core does anyway: per-step calls to it are left out."""
     method.accel_no_op = True  # type: ignore[attr-defined]
     return method
 
 
 @frozen
-class Registered:
-    """A plugin instance's implementations by hook name."""
+class PluginHooks:
+    """The methods of a plugin instance, by hook name."""
 
     name: str
     layer: int
@@ -55,17 +57,17 @@ class Registered:
 
 @frozen
 class _Hook:
-    """What binding needs to know of a spec."""
+    """The facts of a spec that binding needs."""
 
     spec: Spec
     parameters: tuple[str, ...]
     answer: str
-    """How answers combine: "wrapper", or the outer word of the return type."""
+    """Outer word of the return type, which tells how answers combine."""
 
 
 @cache
 def _read_specs(module: ModuleType) -> Mapping[str, _Hook]:
-    """The hooks of a contract; read once a process."""
+    """The hooks of a contract, read once per process."""
     manager = pluggy.PluginManager("accel_core")
     manager.add_hookspecs(module)
     hooks = {}
@@ -73,8 +75,7 @@ def _read_specs(module: ModuleType) -> Mapping[str, _Hook]:
         spec = getattr(function, "accel_spec", None)
         if spec is not None:
             # Annotations are text (PEP 563): "Mapping[str, str]" -> "Mapping".
-            outer = str(function.__annotations__["return"]).partition("[")[0]
-            answer = "wrapper" if spec.kind == "wrapper" else outer
+            answer = str(function.__annotations__["return"]).partition("[")[0]
             hooks[name] = _Hook(spec, tuple(getattr(manager.hook, name).spec.argnames), answer)
     return hooks
 
@@ -86,147 +87,116 @@ class Binder:
         self._hooks = _read_specs(specs)
         self.specs: Mapping[str, Spec] = {name: hook.spec for name, hook in self._hooks.items()}
 
-    def register(self, plugin: object, *, name: str, slot: str, origin: str = "accel-core") -> Registered:
-        """Check every hook of `plugin` and give its methods, adapted to the specs' parameters.
+    def register(self, plugin: object, *, name: str, slot: str, origin: str = "accel-core") -> PluginHooks:
+        """Check every hook of `plugin`, and adapt its methods to the specs' parameters.
 
         Raises:
             PluginError: a hook that does not exist, a parameter the spec does not have, an order
                 mark, or a hook that the plugin's slot may not implement.
         """
-        refuse = _Refusal(name, slot, origin)
+        refusal: Refusal = partial(_refusal, name, slot, origin)
         methods: dict[str, Callable[..., Any]] = {}
-        for attribute, mark in _marks(type(plugin), refuse).items():
+        for attribute, mark in _marks(type(plugin), refusal).items():
             hook = mark.get("specname") or attribute
-            self._check(refuse, hook, mark, slot)
+            self._check(refusal, hook, mark, slot)
             if hook in methods:
-                raise refuse(hook, f"a second method implements it: {attribute}")
-            methods[hook] = self._adapt(refuse, hook, getattr(plugin, attribute))
+                raise refusal(hook, f"a second method implements it: {attribute}")
+            methods[hook] = self._adapt(refusal, hook, getattr(plugin, attribute))
         if slot != "tracker":  # a tracker of a user's own may call its methods as it likes
-            self._refuse_unmarked(type(plugin), methods, refuse)
-        return Registered(name, LAYERS[slot], methods)
+            self._refuse_unmarked(type(plugin), methods, refusal)
+        return PluginHooks(name, LAYERS[slot], methods)
 
-    def _refuse_unmarked(self, cls: type, methods: Mapping[str, Any], refuse: _Refusal) -> None:
-        """A method with a hook's name and parameters, and without the mark, would never be called."""
-        for hook in self._hooks.keys() - methods.keys():
-            method = getattr(cls, hook, None)
-            if inspect.isfunction(method) and {*inspect.signature(method).parameters} <= {
-                "self",
-                *self._hooks[hook].parameters,
-            }:
-                raise refuse(hook, f"the method {hook} is not marked; write @implements(hooks.{hook})")
-        for name, method in inspect.getmembers(cls, inspect.isfunction):
-            if (
-                not name.startswith("_")
-                and name not in self._hooks
-                and not hasattr(method, "accel_core_impl")
-            ):
-                self._refuse_misspelt(name, {*inspect.signature(method).parameters} - {"self"}, refuse)
-
-    def _refuse_misspelt(self, name: str, taken: set[str], refuse: _Refusal) -> None:
-        """An unmarked method with the parameters of a hook of almost its name was meant to be that hook."""
-        alike = [hook for hook, known in self._hooks.items() if taken and taken == {*known.parameters}]
-        for hook in difflib.get_close_matches(name, alike, 1, 0.9):
-            raise refuse(
-                hook, f"the method {name} is never called; write @implements(hooks.{hook}), or rename it"
-            )
-
-    def hooks(self, registered: Sequence[Registered]) -> Hooks:
+    def hooks(self, plugins: Sequence[PluginHooks]) -> Hooks:
         """The hooks as answered by these plugins; order among equals is the order given."""
-        return Hooks(self, sorted(registered, key=lambda plugin: plugin.layer))
+        return Hooks(self, sorted(plugins, key=lambda plugin: plugin.layer))
 
     def combine(self, hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
-        """One callable with the spec's parameters for what these implementations answer together."""
-        known = self._hooks[hook]
-        if known.spec.kind == "owner":
+        """One callable, with the spec's parameters, for the answer of these implementations together."""
+        facts = self._hooks[hook]
+        if facts.spec.kind == "owner":
             return found[-1].call
-        busy = [implementation for implementation in found if not implementation.idle]
-        if len(busy) == 1 and known.answer in ("Callable", "None"):
-            return busy[0].call  # combining would not change its answer
-        if known.spec.refines is not None:
-            combined = wrap(hook, busy, known.parameters.index(known.spec.refines))
+        active = [implementation for implementation in found if not implementation.is_no_op]
+        if facts.spec.refines is not None:
+            combined = wrap(hook, active, facts.parameters.index(facts.spec.refines))
+        elif len(active) == 1 and facts.answer in ("Callable", "None"):
+            return active[0].call  # combining would not change its answer
         else:
-            combined = ANSWERS[known.answer](hook, busy)
-        return _with_parameters(hook, known.parameters, known.parameters, combined)
+            combined = ANSWERS[facts.answer](hook, active)
+        return _with_parameters(hook, facts.parameters, facts.parameters, combined)
 
-    def _check(self, refuse: _Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
+    def _check(self, refusal: Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
         if hook not in self.specs:
-            raise refuse(hook, f"there is no such hook{did_you_mean(hook, self.specs)}")
+            raise refusal(hook, f"there is no such hook{did_you_mean(hook, self.specs)}")
         spec = self.specs[hook]
-        order = [word for word in ("tryfirst", "trylast", "wrapper", "hookwrapper") if mark.get(word)]
+        marks = ("tryfirst", "trylast", "wrapper", "hookwrapper")
+        order = next((word for word in marks if mark.get(word)), None)
         if order:
-            raise refuse(
-                hook, f"the mark {order[0]} is refused: layers decide the order, `self.below` goes on"
-            )
+            raise refusal(hook, f"the mark {order} is refused: layers decide the order, `self.below` goes on")
         if slot == "tracker" and not spec.observer:
-            raise refuse(hook, "a tracker implements observers only")
+            raise refusal(hook, "a tracker implements observers only")
         if slot == "extension" and spec.kind == "owner":
-            raise refuse(hook, "an extension implements no owner hook; make it a strategy, or refine a value")
+            remedy = "make it a strategy, or refine a value"
+            raise refusal(hook, f"an extension implements no owner hook; {remedy}")
 
-    def _adapt(self, refuse: _Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        wanted = self._hooks[hook].parameters
-        taken = _parameters(refuse, hook, method)
-        for parameter in taken:
-            if parameter not in wanted:
-                raise refuse(
-                    hook, f"the spec has no parameter {parameter!r}{did_you_mean(parameter, wanted)}"
-                )
-        if taken == wanted:
-            return method
-        return _with_parameters(hook, wanted, taken, method)
+    def _adapt(self, refusal: Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        wanted, parameters = self._hooks[hook].parameters, inspect.signature(method).parameters.values()
+        for parameter in parameters:
+            is_plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            if not is_plain or parameter.default is not parameter.empty:
+                plainly = "write it without star, slash, default or keyword-only"
+                raise refusal(hook, f"parameter {parameter} is not plain: {plainly}")
+            if parameter.name not in wanted:
+                hint = did_you_mean(parameter.name, wanted)
+                raise refusal(hook, f"the spec has no parameter {parameter.name!r}{hint}")
+        taken = tuple(parameter.name for parameter in parameters)
+        return method if taken == wanted else _with_parameters(hook, wanted, taken, method)
+
+    def _refuse_unmarked(self, cls: type, methods: Mapping[str, Any], refusal: Refusal) -> None:
+        """Refuse a method that was meant to be a hook, and would never be called without the mark."""
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            taken = {*inspect.signature(method).parameters} - {"self"}
+            if name in self._hooks:
+                if name not in methods and taken <= {*self._hooks[name].parameters}:
+                    raise refusal(name, f"the method {name} is not marked; write @implements(hooks.{name})")
+            elif taken and not name.startswith("_") and not hasattr(method, "accel_core_impl"):
+                alike = [hook for hook, facts in self._hooks.items() if taken == {*facts.parameters}]
+                for hook in difflib.get_close_matches(name, alike, 1, 0.9):
+                    remedy = f"write @implements(hooks.{hook}), or rename it"
+                    raise refusal(hook, f"the method {name} is never called; {remedy}")
 
 
-class _Refusal:
-    def __init__(self, plugin: str, slot: str, origin: str) -> None:
-        self.plugin, self.slot, self.origin = plugin, slot, origin
-
-    def __call__(self, hook: str, problem: str) -> PluginError:
-        return PluginError(
-            f"{self.slot} plugin {self.plugin!r} ({self.origin}), hook {hook}: {problem}",
-            plugin=self.plugin,
-            hook=hook,
-            distribution=self.origin,
-        )
+def _refusal(plugin: str, slot: str, origin: str, hook: str, problem: str) -> PluginError:
+    about = f"{slot} plugin {plugin!r} ({origin}), hook {hook}: {problem}"
+    return PluginError(about, plugin=plugin, hook=hook, distribution=origin)
 
 
-def _marks(cls: type, refuse: _Refusal) -> dict[str, Mapping[str, Any]]:
+def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
     """Attribute -> the options that pluggy's marker left on it, inherited ones included.
 
     pluggy's own walk costs ten times as much and does not see the mistake refused here.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    marks: dict[str, Mapping[str, Any]] = {}
     for parent in reversed(cls.__mro__):
         for attribute, value in vars(parent).items():
             mark = getattr(value, "accel_core_impl", None)
             if isinstance(mark, dict):
-                found[attribute] = mark
-            elif attribute in found and value is None:
-                del found[attribute]
-            elif attribute in found:
-                hook = str(found[attribute].get("specname") or attribute)
-                raise refuse(
-                    hook,
-                    f"{parent.__name__}.{attribute} overrides it unmarked; write @implements(hooks.{hook})",
-                )
-    return found
-
-
-def _parameters(refuse: _Refusal, hook: str, method: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(method).parameters.values()
-    for parameter in parameters:
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
-            raise refuse(
-                hook,
-                f"parameter {parameter} is not plain: write it without star, slash, default or keyword-only",
-            )
-    return tuple(parameter.name for parameter in parameters)
+                marks[attribute] = mark
+            elif attribute in marks and value is None:
+                del marks[attribute]
+            elif attribute in marks:
+                hook = str(marks[attribute].get("specname") or attribute)
+                about = f"{parent.__name__}.{attribute} overrides it unmarked"
+                raise refusal(hook, f"{about}; write @implements(hooks.{hook})")
+    return marks
 
 
 def _with_parameters(
     hook: str, wanted: Sequence[str], taken: Sequence[str], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`call`, which takes some of the spec's parameters in an order of its own, taking all of them.
+    """A callable with the spec's parameters around `call`, which takes some of them in its own order.
 
-    Generated, because it stands in every step: a closure with *args costs four times as much.
+    The adapter is generated, because it stands in every step: a closure with *args costs four times
+    as much.
     """
     code = _adapter_code(hook, tuple(wanted), tuple(taken))
     adapter: Callable[..., Any] = eval(code, {"call": call})  # noqa: S307  all names in it are our specs'
@@ -242,35 +212,40 @@ def _adapter_code(hook: str, wanted: tuple[str, ...], taken: tuple[str, ...]) ->
 
 
 class Hooks:
-    """The hooks of a stack, each an attribute to call; resolved on first use."""
+    """The hooks of a stack, each an attribute to call; resolved on first use.
 
-    def __init__(self, binder: Binder, registered: Sequence[Registered]) -> None:
+    There are three ways to call a hook:
+
+    * `hooks.NAME(...)` gives the answer of all plugins together, by the kind of the hook. It is the
+      usual way. A plugin's `self.below.NAME(...)` is the same, for the layers below the plugin.
+    * `hooks.step("NAME")` gives the callable, or None where no plugin does anything; callers then
+      leave the call out. `unit.steps.NAME` is that, bound once per unit for hooks of each step.
+    * `hooks.implementations("NAME")` gives each plugin's method apart, where the caller has to know
+      which plugin answers.
+    """
+
+    def __init__(self, binder: Binder, plugins: Sequence[PluginHooks]) -> None:
         self._binder = binder
-        self._registered = tuple(registered)
+        self._plugins = tuple(plugins)
 
     def implementations(self, hook: str) -> list[Implementation]:
-        """Who implements the hook, bottom layer first."""
+        """The implementations of the hook, bottom layer first."""
         return [
             Implementation(plugin.name, plugin.layer, plugin.methods[hook])
-            for plugin in self._registered
+            for plugin in self._plugins
             if hook in plugin.methods
         ]
 
-    def under(self, layer: int) -> Hooks:
+    def below_layer(self, layer: int) -> Hooks:
         """The same hooks, answered by the layers below `layer`."""
-        return Hooks(self._binder, [plugin for plugin in self._registered if plugin.layer < layer])
-
-    def owner(self, hook: str) -> Implementation | None:
-        """The topmost implementation of an owner hook."""
-        found = self.implementations(hook)
-        return found[-1] if found else None
+        return Hooks(self._binder, [plugin for plugin in self._plugins if plugin.layer < layer])
 
     def step(self, hook: str) -> Callable[..., Any] | None:
-        """What to call each step; None where all that would be called is marked as doing nothing."""
+        """The callable of a hook; None where all that it would call is marked `no_op`."""
         found = self.implementations(hook)
         if self._binder.specs[hook].kind == "owner":
             found = found[-1:]
-        return None if all(implementation.idle for implementation in found) else getattr(self, hook)
+        return None if all(implementation.is_no_op for implementation in found) else getattr(self, hook)
 
     def __getattr__(self, hook: str) -> Any:
         if hook.startswith("_"):
@@ -280,7 +255,7 @@ class Hooks:
             raise AttributeError(f"there is no hook {hook!r}{did_you_mean(hook, specs)}")
         found = self.implementations(hook)
         if not found and specs[hook].kind == "owner":
-            stack = " + ".join(plugin.name for plugin in self._registered) or "an empty stack"
+            stack = " + ".join(plugin.name for plugin in self._plugins) or "an empty stack"
             raise PluginError(
                 f"hook {hook}: no plugin of {stack} implements it\nadd one that does to the stack", hook=hook
             )
@@ -290,7 +265,7 @@ class Hooks:
 
 
 class Steps:
-    """A unit's per-step hooks, bound: an attribute a hook, None where there is nothing to do."""
+    """The per-step hooks of a unit, bound: an attribute per hook, None where there is nothing to do."""
 
     __slots__ = tuple(
         name

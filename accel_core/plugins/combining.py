@@ -1,4 +1,4 @@
-"""How the answers of several plugins to one hook become one."""
+"""Combining the answers of several plugins to one hook."""
 
 from __future__ import annotations
 
@@ -23,24 +23,22 @@ class Implementation:
     call: Callable[..., Any]
 
     @property
-    def idle(self) -> bool:
-        """Whether it is marked as doing nothing."""
+    def is_no_op(self) -> bool:
+        """Whether the method is marked as doing nothing that core would not do."""
         return getattr(self.call, "accel_no_op", False)
 
 
 def wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[..., Any]:
-    """A wrapper hook: the argument at `position` goes through them all, the first innermost."""
+    """A wrapper hook: all refine the argument at `position`, the first innermost."""
 
     def refine(*arguments: Any) -> Any:
         values = list(arguments)
-        for each in found:
-            values[position] = each.call(*values)
+        for implementation in found:
+            values[position] = implementation.call(*values)
             if values[position] is None:
-                raise PluginError(
-                    f"hook {hook}: {each.plugin} gave None\nreturn what it was given, changed or not",
-                    plugin=each.plugin,
-                    hook=hook,
-                )
+                about = f"hook {hook}: {implementation.plugin} gave None"
+                remedy = "return what it was given, changed or not"
+                raise PluginError(f"{about}\n{remedy}", plugin=implementation.plugin, hook=hook)
         return values[position]
 
     return refine
@@ -50,17 +48,11 @@ def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[
     def call(*arguments: Any) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         source: dict[str, str] = {}
-        for implementation in found:
-            answer = implementation.call(*arguments) or {}
-            if not isinstance(answer, Mapping):
-                raise _misfit(hook, implementation, answer, "a mapping")
+        for plugin, answer in _typed_answers(hook, found, arguments, Mapping, "a mapping"):
             for key, value in answer.items():
                 if key in merged and not _same(merged[key], value):
-                    raise _disagreement(
-                        hook, f"{key} = ", source[key], merged[key], implementation.plugin, value
-                    )
-                merged[key] = value
-                source[key] = implementation.plugin
+                    raise _disagreement(hook, f"{key} = ", source[key], merged[key], plugin, value)
+                merged[key], source[key] = value, plugin
         return merged
 
     return call
@@ -68,24 +60,24 @@ def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[
 
 def _concatenate(hook: str, found: Sequence[Implementation]) -> Callable[..., list[Any]]:
     def call(*arguments: Any) -> list[Any]:
-        items: list[Any] = []
-        for each in found:
-            answer = each.call(*arguments) or ()
-            if isinstance(answer, str) or not isinstance(answer, Iterable):
-                raise _misfit(hook, each, answer, "a sequence")
-            items += answer
-        return items
+        answers = _typed_answers(hook, found, arguments, Iterable, "a sequence")
+        return [item for _, answer in answers for item in answer]
 
     return call
 
 
-def _misfit(hook: str, implementation: Implementation, answer: object, wanted: str) -> PluginError:
-    plugin = implementation.plugin
-    return PluginError(
-        f"hook {hook}: {plugin} gave a {type(answer).__name__}, not {wanted}\nreturn {wanted}, or None",
-        plugin=plugin,
-        hook=hook,
-    )
+def _typed_answers(
+    hook: str, found: Sequence[Implementation], arguments: Sequence[Any], kind: type, words: str
+) -> Iterator[tuple[str, Any]]:
+    """(plugin, answer) of each that answers, which must be of that type, and not text."""
+    for implementation in found:
+        answer, plugin = implementation.call(*arguments), implementation.plugin
+        if not answer:
+            continue
+        if isinstance(answer, str) or not isinstance(answer, kind):
+            about = f"hook {hook}: {plugin} gave a {type(answer).__name__}, not {words}"
+            raise PluginError(f"{about}\nreturn {words}, or None", plugin=plugin, hook=hook)
+        yield plugin, answer
 
 
 @contextmanager
@@ -98,7 +90,7 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 def _enter(hook: str, found: Sequence[Implementation]) -> Callable[..., AbstractContextManager[Any]]:
     def call(*arguments: Any) -> AbstractContextManager[Any]:
-        contexts = [context for each in found if (context := each.call(*arguments)) is not None]
+        contexts = [context for it in found if (context := it.call(*arguments)) is not None]
         return contexts[0] if len(contexts) == 1 else _entered(contexts)
 
     return call
@@ -106,7 +98,7 @@ def _enter(hook: str, found: Sequence[Implementation]) -> Callable[..., Abstract
 
 def _compose(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Callable[[], AbstractContextManager[Any]] | None:
-        factories = [factory for each in found if (factory := each.call(*arguments)) is not None]
+        factories = [factory for it in found if (factory := it.call(*arguments)) is not None]
         if len(factories) < 2:
             return factories[0] if factories else None
         return lambda: _entered(factory() for factory in factories)
@@ -116,7 +108,7 @@ def _compose(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
 
 def _agree(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        answers = [(each.plugin, answer) for each in found if (answer := each.call(*arguments)) is not None]
+        answers = [(it.plugin, answer) for it in found if (answer := it.call(*arguments)) is not None]
         for plugin, answer in answers[1:]:
             if not _same(answers[0][1], answer):
                 raise _disagreement(hook, "", *answers[0], plugin, answer)
@@ -132,8 +124,8 @@ def _same(left: Any, right: Any) -> bool:
         return False
 
 
-def _disagreement(hook: str, what: str, one: str, first: Any, other: str, second: Any) -> PluginError:
-    answers = f"{one} answers {what}{reprlib.repr(first)}, {other} answers {what}{reprlib.repr(second)}"
+def _disagreement(hook: str, key: str, one: str, first: Any, other: str, second: Any) -> PluginError:
+    answers = f"{one} answers {key}{reprlib.repr(first)}, {other} answers {key}{reprlib.repr(second)}"
     return PluginError(
         f"hook {hook}: {answers}\nonly one of them can be right: leave {one} or {other} out of the stack",
         plugin=other,

@@ -12,7 +12,7 @@ from accel_core.contract.stack import Chosen
 from accel_core.contract.suggest import did_you_mean
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins.binding import LAYERS, Binder, Hooks, Registered
+from accel_core.plugins.binding import LAYERS, Binder, Hooks, PluginHooks
 from accel_core.plugins.discovery import discover, environment_of, implementation, load
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Assembly:
         self._lower = [self._binder.register(Base(run), name="base", slot="base")]
         for chosen in (run.stack.device, run.stack.precision):
             self._lower.append(self._instance(chosen, chosen.name))
-        self._strategies: dict[str, Registered] = {}
+        self._strategies: dict[str, PluginHooks] = {}
         self._upper = [self._instance(c, c.name) for c in (*run.stack.extensions, *run.stack.trackers)]
         self._upper += [self._guest(tracker) for tracker in trackers]
 
@@ -108,7 +108,7 @@ class Assembly:
                     )
                 owner[duty] = claim.plugin
 
-    def _instance(self, chosen: Chosen, alias: str) -> Registered:
+    def _instance(self, chosen: Chosen, alias: str) -> PluginHooks:
         card, record = chosen.card, chosen.record
         cls = implementation(record)
         config = self._run.resolved.plugin_config(
@@ -118,7 +118,7 @@ class Assembly:
         plugin = cls(config, self._run)
         registered = self._binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
         try:
-            plugin.below = self._binder.hooks([low for low in self._lower if low.layer < registered.layer])
+            plugin.below = self._binder.hooks(self._lower).below_layer(registered.layer)
         except AttributeError as error:
             raise PluginError(
                 f"{record.slot} plugin {chosen.name!r} ({record.origin}): {type(plugin).__name__} cannot take"
@@ -129,7 +129,7 @@ class Assembly:
         self.plugins[alias] = plugin
         return registered
 
-    def _guest(self, tracker: GeneralTracker) -> Registered:
+    def _guest(self, tracker: GeneralTracker) -> PluginHooks:
         """A tracker of the user's own, which no package provides."""
         if tracker.name in self.plugins:
             raise ConfigError(
@@ -186,7 +186,7 @@ def check_refusals(run: Run) -> None:
 def check_capabilities(run: Run, hooks: BoundHooks, strategy: str) -> None:
     """Raises ConfigError: a plugin of the stack needs what this device, or this strategy on it, cannot do."""
     able = hooks.capabilities(run.device)
-    on_the_device = hooks.under(LAYERS["strategy"]).capabilities(run.device)
+    on_the_device = hooks.below_layer(LAYERS["strategy"]).capabilities(run.device)
     for chosen in run.stack.members():
         lacking = (chosen.card.needs & run.stack.device.card.offers) - able
         if lacking:

@@ -148,8 +148,7 @@ def _build(
     hooks, first = unit.hooks, len(unit.models)
     unit.models += map(inside, group.models)
     unit.given += group.models
-    owner = hooks.owner("prepare_unit")
-    if owner is not None and not owner.idle:
+    if hooks.step("prepare_unit") is not None:
         mine = [*unit.optimizers, *group.optimizers]
         unit.schedulers += [each for each in schedulers if any(each.optimizer is one for one in mine)]
         _build_whole(run, unit, first, group.optimizers, loaders)
@@ -245,8 +244,8 @@ def _name(run: Run, unit: Unit, given: Mapping[str, nn.Parameter]) -> None:
     run.homes.settle(unit)
     now = dict(unit.all_names())
     unit.tied = {each for each, owner in unit.aliases.items() if each in now and now[each] is now.get(owner)}
-    owner = unit.hooks.owner("backward")
-    unit.backward_is_strategys = owner is not None and owner.layer == LAYERS["strategy"]
+    topmost = unit.hooks.implementations("backward")[-1]
+    unit.backward_is_strategys = topmost.layer == LAYERS["strategy"]
     if unit.scaler is None:  # a model that comes later shares the unit's scale
         unit.scaler = unit.hooks.grad_scaler(unit)
 

@@ -34,7 +34,7 @@ def bound():
         binder.register(plugin, name="frozen", slot="strategy"),
     ]
     stack = binder.hooks(rows)
-    plugin.below = stack.under(LAYERS["strategy"])
+    plugin.below = stack.below_layer(LAYERS["strategy"])
     return plugin, stack, Steps(stack)
 
 

@@ -90,7 +90,7 @@ def test_below_is_the_same_hook_for_the_layers_under_a_plugin():
     plugins = {"base": Decides("base"), "device": Refines("device"), "precision": Refines("precision")}
     top = stack(**plugins)
     for slot in ("device", "precision"):
-        plugins[slot].below = top.under(LAYERS[slot])
+        plugins[slot].below = top.below_layer(LAYERS[slot])
 
     assert top.decide("u", {}) == "precision(device(base))"
 
@@ -99,7 +99,7 @@ def test_below_leaves_out_the_plugins_of_its_own_layer():
     binder = Binder(hooks)
     rows = [binder.register(Decides(n), name=n, slot="strategy") for n in ("student", "teacher")]
 
-    assert binder.hooks(rows).under(LAYERS["strategy"]).implementations("decide") == []
+    assert binder.hooks(rows).below_layer(LAYERS["strategy"]).implementations("decide") == []
 
 
 # -- everyone --------------------------------------------------------------------------------------
