@@ -1,4 +1,4 @@
-"""`accel`: one module a command, imported when it is called; plugins may add commands."""
+"""`accel`: one module per command, imported on call; plugins may add commands."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BUILT_IN: Final = {  # each in the module of its name
 }
 
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Named by the error of `import torch` when an extension that it loads unasked is broken."""
+"""Variable that torch names if importing one of its extensions fails."""
 
 CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Inherited by every command."""
 
 
 class Group(click.Group):
-    """Answers a command that it does not have with the one that was probably meant."""
+    """A click group that answers an unknown command with a similar one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -45,7 +45,7 @@ class Group(click.Group):
 
 
 class _Lazy(Group):
-    """Knows its commands by name and summary; imports the one that is called."""
+    """A group that knows names and summaries, and imports only the called command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*BUILT_IN, *_commands()]
@@ -85,7 +85,7 @@ def accel() -> None:
 
 
 def main() -> None:
-    """The console script: errors of ours are printed without a traceback."""
+    """Run the console script; print errors of ours without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

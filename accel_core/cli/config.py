@@ -35,7 +35,7 @@ def config() -> None:
 @_file
 @_json
 def check(file: str | None, as_json: bool) -> None:
-    """Print every mistake in file and environment, a line each; exit 1 if there is one."""
+    """Print each mistake in file and environment on a line; exit 1 if any."""
     notes: list[str] = []
     try:
         resolved = _load(file)
@@ -121,7 +121,7 @@ ASKED: Final = (
     "launch.rendezvous",
     "project.project_dir",
 )
-"""What `init` asks; each question is made from the option."""
+"""Options that `init` asks for."""
 
 
 @config.command()

@@ -68,6 +68,6 @@ def _report(record: Record) -> str:
         cls = load(record, record.card.implementation or "")
         options = load(record, record.card.config)() if record.card.config else None
         lines = cls(options, None).environment_report() if hasattr(cls, "environment_report") else {}
-    except (Exception, SystemExit) as error:  # a stranger's code, built without a run; the report goes on
+    except (Exception, SystemExit) as error:  # third-party code, built without a run; the report goes on
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"{key}: {value}" for key, value in lines.items()) or "ok"

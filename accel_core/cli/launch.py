@@ -1,4 +1,4 @@
-"""`accel launch`: the merged config, the number of workers, and the launcher that starts them."""
+"""`accel launch`: start a script with the merged config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["launch"]
 
 
 class _LaunchCommand(click.Command):
-    """Any `--section.option VALUE` is a flag too, so that it reaches the config, which knows them all."""
+    """A command that takes each `--section.option VALUE` as a flag for the config."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         dotted: list[click.Parameter] = [click.Option(names) for names in ctx.meta.get("dotted", ())]
@@ -42,7 +42,7 @@ class _LaunchCommand(click.Command):
         known = [spelling for option in self.get_params(ctx) for spelling in option.opts]
         old = renamed_flag(flag)
         hint = f": {old}" if old else did_you_mean(flag, known) or "; `accel launch --help` lists them all"
-        return f"{flag} is no flag of accel launch{hint}"
+        return f"{flag} is not a flag of accel launch{hint}"
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from accel_core.config.sections import CORE
@@ -58,7 +58,7 @@ class _LaunchCommand(click.Command):
 
 
 def _own_flags() -> list[click.Parameter]:
-    """A flag for each option of section `launch` and of the top level; all others have dotted ones."""
+    """Flags of section `launch` and of the top level; other flags are dotted."""
     from accel_core.contract.config import LaunchConfig, RunConfig
     from accel_core.contract.options import describe, options_of
 
@@ -138,5 +138,5 @@ def _refuse_missing(target: tuple[str, ...], module: bool) -> None:
         about = f"{target[0]} cannot be read: {error.strerror}"
         raise LaunchError(f"{about}\nlet this user read it, or name another file", exit_code=2) from error
     if archive:
-        about = f"{target[0]} is no Python source"
+        about = f"{target[0]} is not Python source"
         raise LaunchError(f"{about}\nname a Python file, or a module with -m", exit_code=2)

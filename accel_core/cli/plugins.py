@@ -1,4 +1,4 @@
-"""`accel plugins`: what is installed and whether it works here; plugins may add commands to it."""
+"""`accel plugins`: installed plugins and their status; plugins may add commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOSEN: Final = {
 
 
 class _Plugins(Group):
-    """Has a command NAME for each installed command plugin `plugins-NAME`."""
+    """A group with a command NAME for each installed command plugin `plugins-NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *_added()]
@@ -128,7 +128,7 @@ def _verdicts(discovery: Discovery, slot: str) -> Iterator[str]:
 
 
 def _rank(record: Record, usable: Sequence[Record]) -> str:
-    """How `auto` sees one of those it may take, the best of them first."""
+    """The verdict of `auto` on a usable plugin; the best of them come first."""
     best = [it for it in usable if it.card and usable[0].card and it.card.priority == usable[0].card.priority]
     if record not in best:
         return "usable, of lower priority"
@@ -149,7 +149,7 @@ def _find(name: str) -> Record:
 @click.argument("name")
 @click.option("--timeout", default=60.0, show_default=True, help="Seconds until its imports count as hung.")
 def doctor(name: str, timeout: float) -> None:
-    """Import everything plugin NAME is made of, in a child process, and ask it whether it can be used."""
+    """Import all parts of plugin NAME in a child process, and run its checks."""
     record = _find(name)
     print(f"{record.slot} {record.name}, {record.origin}: {record.status}", flush=True)
     if record.reason:
@@ -166,7 +166,7 @@ def doctor(name: str, timeout: float) -> None:
 
 
 def examine(name: str) -> None:
-    """The doctor's child: import what the card names, one by one; exit 1 at the first that fails."""
+    """Import each path of a card, in the doctor's child; exit 1 at the first failure."""
     record = _find(name)
     for what in ("launch", "config", "implementation", "verify"):
         path = getattr(record.card, what)

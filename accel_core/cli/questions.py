@@ -1,4 +1,4 @@
-"""The questions of `accel config init`, made from options, and the commented file of the answers."""
+"""Questions of `accel config init`, and the file made from the answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accel_core.plugins.discovery import Discovery
 __all__ = ["MEETING", "Answer", "ask", "render"]
 
 MEETING: Final = "launch.rendezvous"
-"""Asked for where there are several nodes."""
+"""Option that is asked for if there are several nodes."""
 
 
 @frozen
 class Answer:
-    """An option, what it is for, and the value it got."""
+    """An option, its help, and the answered value."""
 
     path: str
     help: str
@@ -34,7 +34,7 @@ class Answer:
 
 
 def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> list[Answer]:
-    """Ask for each option on the terminal, then for those of the strategy that was named.
+    """Ask for each option on the terminal, then for those of the named strategy.
 
     silent: ask nothing, answer with the defaults.
     """
@@ -80,11 +80,11 @@ SLOTS: Final[Mapping[str, tuple[Slot, tuple[str, ...]]]] = {
     "strategy": ("strategy", ("auto",)),
     "mixed_precision": ("precision", ("no",)),
 }
-"""Option that names a plugin -> its slot, and the words that are none."""
+"""Option that names a plugin -> its slot, and the words that name none."""
 
 
 def _names(path: str, discovery: Discovery) -> list[str]:
-    """What can be answered where a plugin is asked for; empty elsewhere."""
+    """The possible answers of a question for a plugin; empty for other questions."""
     if path not in SLOTS:
         return []
     slot, words = SLOTS[path]
@@ -116,7 +116,7 @@ def _parser(attribute: Attribute[Any], kind: Any, misnamed: Callable[[Any], str]
 
 
 def render(answers: Sequence[Answer]) -> str:
-    """The answers as YAML, each under the help of its option; sections after plain options.
+    """The answers as YAML, each under its option's help; sections come last.
 
     What is the default stays a comment, so that the file does not pin it.
     """

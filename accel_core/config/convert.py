@@ -1,6 +1,7 @@
-"""A strict converter between plain values, as YAML, JSON or a shell gives them, and typed options.
+"""A strict converter between plain values and typed options.
 
-Nothing is guessed: "false" is not a bool, 3.9 is not an int. Only text of a shell (`RawText`) is
+Plain values are those of YAML, JSON and a shell. Nothing is guessed: "false" is not a bool, 3.9 is
+not an int. Only text of a shell (`RawText`) is
 read by the type of its option.
 """
 
@@ -51,11 +52,11 @@ _NAMES: Final[Mapping[Any, str]] = {
 
 
 class MismatchError(ValueError):
-    """A value is not of its option's type; the message says what was expected and found."""
+    """A value is not of its option's type; the message says which type was expected."""
 
 
 def convert_option(raw: Any, attribute: Attribute[Any], kind: Any, *, by_python: bool = False) -> Any:
-    """The value of an option of type `kind`; what Python gave goes through the option's own converter.
+    """Convert the value of an option; values from Python by its own converter too.
 
     Raises:
         ValueError: the value is of another type, or the option refuses it.
@@ -73,7 +74,7 @@ def convert_option(raw: Any, attribute: Attribute[Any], kind: Any, *, by_python:
 
 
 def convert(raw: Any, kind: Any) -> Any:
-    """`raw` as a value of type `kind`; MismatchError where it is not one."""
+    """Convert `raw` to type `kind`; raise MismatchError where that means guessing."""
     if isinstance(raw, RawText):
         return _from_text(raw, kind)
     if is_union(kind):
@@ -92,9 +93,9 @@ def convert(raw: Any, kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A typed value as JSON holds it: `convert` gives the value back.
+    """Convert a typed value to JSON; `convert` is the inverse.
 
-    What no text can hold becomes its name.
+    An object that no text can hold becomes its name.
     """
     value = _value(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -116,7 +117,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any, secret: bool = False) -> Any:
-    """The same for people and files: what is secret by its option or its name is masked."""
+    """Convert a typed value to JSON, with secrets masked by their option or name."""
     if secret:
         return masked(value, secret)
     if attrs.has(type(value)):
@@ -131,7 +132,7 @@ def shown(value: Any, secret: bool = False) -> Any:
 
 
 def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of each value in nested mappings, an empty one being a value."""
+    """(dotted path, value) of each value in nested mappings; {} is a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{section}{key}.")
@@ -241,7 +242,7 @@ def shape(kind: Any) -> type | None:
 
 
 def writable(kind: Any) -> bool:
-    """Whether a file or a shell can hold a value of the type, besides null."""
+    """Tell if a file or a shell can hold a value of the type, besides null."""
     held, inner = shape(kind), [it for it in get_args(kind) if it not in (type(None), ...)]
     if is_union(kind):
         return any(map(writable, inner))
@@ -256,12 +257,12 @@ def writable(kind: Any) -> bool:
 
 
 def is_union(kind: Any) -> bool:
-    """Whether it is `X | Y`, spelt so or not."""
+    """Tell if the type is `X | Y` or `Union[X, Y]`."""
     return get_origin(kind) in {Union, types.UnionType}
 
 
 def members(kind: Any) -> list[Any]:
-    """The values that there are of a Literal or an enum; none of another type."""
+    """The values of a Literal or an enum; empty for other types."""
     if get_origin(kind) == Literal:
         return list(get_args(kind))
     return list(kind) if isinstance(kind, type) and issubclass(kind, Enum) else []
@@ -289,7 +290,7 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
 
 
 def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
-    """The remedy for text that would be right if it were written otherwise."""
+    """The remedy for text that another spelling would make right."""
     from accel_core.config.yamlfile import looks_like
 
     number = decimal(raw)

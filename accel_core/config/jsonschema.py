@@ -28,7 +28,7 @@ _NAMES: Final = {
 
 
 def whole_schema(sections: Sections) -> dict[str, Any]:
-    """The schema of a whole file: core's options, and a section for each plugin that has options."""
+    """The schema of a whole file, with a section for each plugin that has options."""
     schema = class_schema(RunConfig)
     schema["properties"] = {name: part for name, part in schema["properties"].items() if name in CORE}
     schema["properties"] |= {name: class_schema(cls) for name, cls in sections.all() if name not in CORE}

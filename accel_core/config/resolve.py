@@ -1,9 +1,10 @@
-"""One config out of all sources: defaults < presets < file < environment < flags < Python < proposals.
+"""Merging of all sources into one config.
 
-`load` goes in three passes: the sources give values (`sources`, `yamlfile`), the values become one
-table of typed options (`table`), and the table becomes config objects (here). Each value keeps its
-origin, and all mistakes are reported at once. Python may not contradict a flag or a variable; what a
-plugin proposes may not contradict anybody.
+Defaults < presets < file < environment < flags < Python < proposals. `load` goes in three passes:
+the sources give values (`sources`, `yamlfile`), the values become one table of typed options
+(`table`), and the table becomes config objects (here). Each value keeps its origin, and all mistakes
+are reported at once. Python may not contradict a flag or a variable, and the proposal of a plugin
+may not contradict any source.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Resolved:
 
     config: RunConfig
     file: str | None = None
-    """The file that was read, as it was named."""
+    """The file that was read, as the user named it."""
     _table: Table = field(repr=False, eq=False)
     _environment: Mapping[str, str] = field(repr=False, eq=False)
     _strategies: Mapping[str, object] = field(repr=False)
@@ -69,7 +70,7 @@ class Resolved:
         return tuple(self._table.notes)
 
     def section(self, path: Path) -> object | None:
-        """The config object of a section, by its path: core's, a plugin's or a named strategy's."""
+        """The config object of a section of core, of a plugin or of a named strategy."""
         if len(path) == 2 and path[0] == "strategies":
             return self._strategies.get(path[1])
         name = path[0] if len(path) == 1 else ""
@@ -82,7 +83,7 @@ class Resolved:
 
     @property
     def tree(self) -> Mapping[str, Any]:
-        """Every value that ranks must share, defaults included, as JSON holds it; secrets are masked."""
+        """JSON of all values that ranks must share, defaults too; secrets are masked."""
         whole: dict[str, Any] = shown(self.config)
         del whole["launch"]  # says how workers are started, and differs between machines
         return whole
@@ -101,10 +102,10 @@ class Resolved:
                 yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
 
     def plugin_config(self, record: Record, alias: str | None = None) -> object | None:
-        """The config object of a plugin, or of a named strategy; None if it has no options.
+        """The config object of a plugin or a named strategy; None without options.
 
         Raises:
-            ConfigError: it has a required option that nobody gave.
+            ConfigError: a required option is missing.
             PluginError: its config class cannot be used.
         """
         config = self._strategies.get(alias or "", self.config.plugins.get(record.name))
@@ -116,7 +117,7 @@ class Resolved:
         return config
 
     def with_proposals(self, selected: Sequence[str]) -> Resolved:
-        """The config with what the configs of these plugins, or named strategies, propose.
+        """The config with the proposals of these plugins or named strategies.
 
         Raises:
             ConfigError: two propose different values, or one contradicts another source.
@@ -133,7 +134,7 @@ class Resolved:
         return _resolved(table, self.file, self._environment)
 
     def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:
-        """(name, config) of each config that is used; a plugin used by aliases only has only theirs."""
+        """(name, config) of each used config; a plugin may be used by its aliases only."""
         for name in dict.fromkeys(selected):
             plugins = {alias: plugin.value for alias, plugin in self._table.aliases.items()}
             aliases = [alias for alias, plugin in plugins.items() if name in (alias, plugin)]
@@ -143,7 +144,7 @@ class Resolved:
                 yield name, self.plugin_config(record)
 
     def worker_config(self) -> str:
-        """JSON text that a launcher gives its workers instead of file, environment and flags."""
+        """JSON text for a launcher's workers, instead of file, environment and flags."""
         rows = [(path, plain(it.value), it.source, it.origin) for path, it in self.settings.items()]
         variables = sources.fingerprints(self._environment)
         return json.dumps({"file": self.file, "variables": variables, "settings": rows}, indent=1)
@@ -165,7 +166,7 @@ def load(
     Args:
         python: dotted path -> argument of `Accelerator`; only what was given.
         objects: config objects; the class of each tells what it configures.
-        presets: dotted path -> (value, who says so), which any other source wins over.
+        presets: dotted path -> (value, origin); any other source wins over them.
         flags: dotted path -> text.
         file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
         discovery: the installed plugins.
@@ -194,7 +195,7 @@ def load(
 
 
 def outside() -> dict[str, str]:
-    """The environment without the config of a launcher, whose worker this process may be."""
+    """The environment without a launcher's config: a worker may start another job."""
     return {name: value for name, value in os.environ.items() if name != WORKER_CONFIG_VARIABLE}
 
 
@@ -203,7 +204,7 @@ def find_file(
     environment: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] = ".",
 ) -> str | None:
-    """The file to read: `file`, else what ACCEL_CONFIG names, else accel.yaml where there is one."""
+    """The file to read: `file`, else ACCEL_CONFIG's, else accel.yaml if it exists."""
     if file is not None and not str(file):  # as `--config "$UNSET"` has it
         raise ConfigError("--config names no file\nname one, or leave it out")
     named = file or (os.environ if environment is None else environment).get(FILE_VARIABLE)
@@ -231,7 +232,7 @@ def _resolved(table: Table, file: str | None, environment: Mapping[str, str]) ->
 
 
 def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
-    """A section's object, with all settings; the one that Python gave, if the settings are just its own."""
+    """Build a section's object, or return Python's own if it has all the settings."""
     origins = (table.settings[inner].origin for inner in table.within(path) if inner in table.settings)
     origin = next(origins, "")
     for name, (attribute, kind) in options_of(cls).items():

@@ -1,4 +1,4 @@
-"""The sections of a config that exist here, core's and those of installed plugins, and their classes."""
+"""Sections of core and of the installed plugins, and their config classes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CORE: Final = {name: kind for name, (_, kind) in options_of(RunConfig).items() i
 
 @define
 class Sections:
-    """Section name -> config class; a plugin's class is imported when it is first asked for."""
+    """Config classes by section name; a plugin's class is imported on first use."""
 
     discovery: Discovery
     _classes: dict[str, type | None] = field(factory=dict, init=False)
     _faults: dict[str, str] = field(factory=dict, init=False)
 
     def class_of(self, name: str) -> type | None:
-        """The class of a section; None where there is no such section, or its class cannot be imported."""
+        """The class of a section; None if the section is unknown or cannot be imported."""
         if name in CORE:
             return section_class(CORE[name])
         if name not in self._classes:
@@ -50,7 +50,7 @@ class Sections:
                 yield name, cls
 
     def spell(self, word: str) -> str:
-        """The name of the plugin that a variable or flag means, which cannot spell hyphens."""
+        """A plugin's name from a variable or flag, which cannot spell hyphens."""
         return self._spellings.get(word, word)
 
     @cached_property
@@ -67,14 +67,14 @@ class Sections:
         return None
 
     def reason_unread(self, name: str) -> str | None:
-        """The reason why options of a plugin cannot be read, where leaving them unread may be right."""
+        """The reason to keep options of a plugin unread; None if they are a mistake."""
         entry = catalog.catalog_entry(name)
         if entry and self.discovery.get(name) is None:
             return f"{entry.slot} {name} is not installed; {catalog.install_hint(entry.folder)}"
         return self._faults.get(name)
 
     def hint(self, path: Path, cls: type) -> str:
-        """The option or section that was probably meant: a similar name, or the same in another section."""
+        """A hint for a key: a similar name, or the same key in another section."""
         *section, name = path
         names = list(options_of(cls))
         if cls is RunConfig:
@@ -90,7 +90,7 @@ class Sections:
 
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
-    """A problem for ACCEL_MIXED_PRECISION and its kin; variables that name no option are left alone."""
+    """A problem for each variable such as ACCEL_MIXED_PRECISION, with one underscore."""
     options: dict[str, str] = {}
     for name, kind in CORE.items():
         inner = section_class(kind)
@@ -99,7 +99,7 @@ def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
         head, _, rest = name.upper().partition("_")
         if head == "ACCEL" and rest.lower() in options:
             meant = f"ACCEL__{options[rest.lower()].upper()}"
-            yield ConfigProblem(f"variable {name}", (), f"is read by nobody; did you mean {meant}?")
+            yield ConfigProblem(f"variable {name}", (), f"is never read; did you mean {meant}?")
 
 
 def load_class(record: Record) -> type | None:
@@ -129,7 +129,7 @@ def load_class(record: Record) -> type | None:
 
 
 def _refuse_unwritable(cls: type, section: str = "") -> None:
-    """Refuse options whose type neither a file nor a shell can hold, which no user could set."""
+    """Refuse options of types that neither a file nor a shell can hold."""
     for name, (attribute, kind) in options_of(cls).items():
         if not describe(attribute).python_only and not writable(kind):
             raise TypeError(f"no file, variable or flag can hold option {section}{name}: {attribute.type}")

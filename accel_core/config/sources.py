@@ -1,6 +1,7 @@
-"""Pass 1 of a config: the values that environment, flags, Python and a launcher give, with their origins.
+"""Pass 1 of a config: the values of each source, with their origins.
 
-Values stay as they were given. Files are read by `yamlfile`.
+The sources here are environment, flags, Python and a launcher; `yamlfile` reads files. Values stay as
+they were given.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
-"""Variable that names the file with the config that a launcher merged for its workers."""
+"""Variable that names the file with a launcher's config for its workers."""
 
 _AMBIGUOUS: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
 
@@ -44,7 +45,7 @@ class RawText(str):
     __slots__ = ()
 
     def parts(self) -> list[RawText]:
-        """The items of `a,b`. A comma within brackets divides nothing: `layers.[0,2].*` is one pattern."""
+        """The items of `a,b`; commas within brackets do not count: `layers.[0,2].*`."""
         parts, depth = [""], 0
         for letter in self:
             depth += (letter in "[{") - (letter in "]}")
@@ -56,9 +57,9 @@ class RawText(str):
 
 
 def decimal(text: str) -> str:
-    """The decimal spelling of a number that YAML 1.1 reads its own way (010 is 8 there, 1:30 is 90).
+    """The decimal spelling of a number such as 010 or 1:30, which YAML 1.1 misreads.
 
-    Empty for any other text.
+    YAML 1.1 reads them as 8 and 90. Empty for any other text.
     """
     match = _AMBIGUOUS.fullmatch(text.lower())
     if match is None:
@@ -73,7 +74,7 @@ def decimal(text: str) -> str:
 
 
 class LocatedDict(dict[str, Any]):
-    """A mapping of a file, with the place where each key was written."""
+    """A mapping of a file, with the place of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +89,12 @@ class SourceValue:
     value: Any
     source: Source
     origin: str
-    """Where the value was written, and what it won over."""
+    """Place where the value was written, and the weaker value that it replaced."""
 
 
 @frozen
 class ConfigProblem:
-    """One mistake: where it was made, in which option, and what is wrong."""
+    """One mistake: its place, its option, and a message."""
 
     origin: str
     path: Path
@@ -110,7 +111,7 @@ class ConfigProblem:
 
 
 def raise_problems(problems: Iterable[ConfigProblem]) -> None:
-    """Raise all problems as one ConfigError, in the order of the file; return if there are none."""
+    """Raise all problems as one ConfigError, in the order of the file, if any."""
     ordered = sorted(problems, key=lambda problem: problem.position)
     if ordered:
         lines = list(map(str, dict.fromkeys(ordered)))
@@ -121,25 +122,25 @@ def raise_problems(problems: Iterable[ConfigProblem]) -> None:
 
 
 def dotted(path: Path) -> str:
-    """A path as people write it."""
+    """A path as users write it."""
     return ".".join(path)
 
 
 def format_value(raw: Any) -> str:
-    """A value as its user wrote it."""
+    """A value as the user wrote it, in YAML's words."""
     if isinstance(raw, (Mapping, list, tuple)):
         return "a mapping" if isinstance(raw, Mapping) else "a list"
     return json.dumps(raw) if raw is None or isinstance(raw, bool) else repr(raw)
 
 
 def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[SourceValue]:
-    """Values of dotted path -> (value, who says so), the weakest source."""
+    """Values of dotted path -> (value, origin), the weakest source."""
     for path, (value, origin) in presets.items():
         yield SourceValue(tuple(path.split(".")), value, "preset", origin)
 
 
 def from_environment(environment: Mapping[str, str]) -> Iterator[SourceValue]:
-    """Values of ACCEL__SECTION__KEY=text, in any case; `__` goes a level down, empty text is left out."""
+    """Values of ACCEL__SECTION__KEY=text, in any case; empty text is left out."""
     for name, text in sorted(environment.items()):
         head, *path = name.upper().split("__")
         if head == "ACCEL" and path and text:
@@ -156,7 +157,7 @@ def from_flags(flags: Mapping[str, str]) -> Iterator[SourceValue]:
 
 
 def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[SourceValue]:
-    """Arguments of `Accelerator(...)` by dotted path, and config objects, whose class tells their path."""
+    """Arguments of `Accelerator(...)` by dotted path, and config objects."""
     for name, value in python.items():
         path = tuple(name.split("."))
         yield SourceValue(path, value, "python", f"Accelerator({path[-1]}=...)")
@@ -165,13 +166,13 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
 
 
 def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variable ACCEL__... -> a short hash of its text, to tell later whether it was changed."""
+    """Short hashes of the variables ACCEL__..., to detect later changes."""
     names = (name for name in environment if name.upper().startswith("ACCEL__"))
     return {name: hashlib.blake2b(environment[name].encode(), digest_size=8).hexdigest() for name in names}
 
 
 def from_launcher(file: str, environment: Mapping[str, str]) -> tuple[str | None, list[SourceValue]]:
-    """The YAML file that the launcher read, and the values it merged, each with source and origin.
+    """The name of the launcher's YAML file, and the values of its merged config.
 
     Variables that were set or changed since, by the script for instance, are read anew.
     """

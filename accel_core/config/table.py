@@ -1,4 +1,4 @@
-"""Pass 2 of a config: one table of typed options with their origins, out of what all sources gave."""
+"""Pass 2 of a config: one table of typed options, from the values of all sources."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Table:
     settings: dict[Path, SourceValue] = field(factory=dict)
     """Path of an option -> its typed value, from the strongest source."""
     objects: dict[Path, object] = field(factory=dict)
-    """Path of a section -> the object that Python gave for it: a run holds that very object."""
+    """Path of a section -> the object that Python gave; a run holds that very object."""
     aliases: dict[str, SourceValue] = field(factory=dict)
     """Alias in `strategies` -> the name of its plugin."""
     values: Sequence[SourceValue] = ()
@@ -60,7 +60,7 @@ class Table:
             self._read(value)
 
     def within(self, path: Path) -> Sequence[Path]:
-        """The options and objects that were given for a section, or for anything in it."""
+        """Paths of the options and objects given for a section and the sections in it."""
         return self._index.get(path, ())
 
     @cached_property
@@ -79,7 +79,7 @@ class Table:
     # -- from what a source gave to single options ---------------------------------------------------
 
     def _locate(self, value: SourceValue) -> Iterator[SourceValue]:
-        """The value under its section's true name; `strategies` taken apart, down to each option."""
+        """The value under its section's true name; `strategies` split into options."""
         path = value.path
         if not path:
             name = self.sections.configured_by(value.value)
@@ -103,7 +103,7 @@ class Table:
                 yield value
 
     def _split(self, value: SourceValue, cls: type | None) -> Iterator[SourceValue]:
-        """The values for the keys of a section; of an object, those that it was given."""
+        """The values for the keys of a section; of an object, its given arguments."""
         raw = value.value
         if isinstance(raw, RawText):
             from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
@@ -154,7 +154,7 @@ class Table:
             self._refuse(self.aliases[path[1]], not_installed(name, "strategy", self.sections.discovery))
 
     def _read_in(self, section: Path, cls: type, value: SourceValue) -> None:
-        """Read a value for the section at path `section`, or for something in it."""
+        """Read a value for a section, given by path and class, or for an option in it."""
         if value.path == section:
             for part in self._split(value, cls):
                 self._read_in(section, cls, part)
@@ -190,9 +190,10 @@ class Table:
             self._merge(evolve(value, value=typed, path=path), secret)
 
     def _merge(self, new: SourceValue, secret: bool = False) -> None:
-        """Let the stronger source win. Python may not contradict a flag or variable, a proposal nobody.
+        """Let the stronger source win; refuse a contradiction that must be a mistake.
 
-        A source may not contradict itself either, by two names of one option for instance.
+        Python may not contradict a flag or a variable, and a proposal may not contradict any source. A
+        source may not contradict itself either, by two names of one option for instance.
         """
         old = self.settings.setdefault(new.path, new)
         if old is new or old.value == new.value:

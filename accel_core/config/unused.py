@@ -1,4 +1,4 @@
-"""Options that were given and do nothing, because another one that they need is not set."""
+"""Notes on given options that do nothing in a run, and on unused sections."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
     from accel_core.config.sources import SourceValue
 
-__all__ = ["auto_may_take", "idle_options", "idle_profile", "unused_sections"]
+__all__ = ["auto_may_take", "unused_options", "unused_profile_options", "unused_sections"]
 
 UNSCALED: Final = ("no", "fp32", "bf16")
 """Precisions of core that scale no loss; others answer for themselves."""
 
 
-def idle_options(
+def unused_options(
     resolved: Resolved, used: Collection[str], *, precision: str, processes: int | None
 ) -> Iterator[str]:
-    """A sentence for each option that differs from its default and changes nothing.
+    """A sentence for each option that differs from its default and has no effect.
 
     Args:
         resolved: the merged config.
@@ -32,37 +32,38 @@ def idle_options(
     """
     sections = {"grad_scaler": precision in UNSCALED, "process_group": processes == 1}
     remedies = {"grad_scaler": "mixed_precision is fp16", "process_group": "there are several processes"}
-    for path, given in resolved.settings.items():
-        held, used_now = resolved.section(path[:-1]), path[0] != "strategies" or path[1] in used
-        if held is None or not used_now or (path[0] in resolved.config.plugins and path[0] not in used):
+    for path, value in resolved.settings.items():
+        plugin = path[1] if path[0] == "strategies" else path[0]
+        section = resolved.section(path[:-1])
+        is_core = path[0] != "strategies" and path[0] not in resolved.config.plugins
+        if section is None or not (is_core or plugin in used) or not _is_set(section, path[-1]):
             continue
-        if not _differs(held, path[-1]):
-            continue
-        needed = describe(options_of(type(held))[path[-1]][0]).only_with
-        if sections.get(path[0]) and given.source != "python":  # one script runs on one process and on many
-            yield _sentence(path, given.origin, remedies[path[0]])
-        elif needed and not _differs(held, needed):
-            yield _sentence(path, given.origin, f"{dotted((*path[:-1], needed))} is set")
+        needed = describe(options_of(type(section))[path[-1]][0]).only_with
+        # A script may serve one process and many, so what Python says is not looked at.
+        if sections.get(path[0]) and value.source != "python":
+            yield _sentence(path, value.origin, remedies[path[0]])
+        elif needed and not _is_set(section, needed):
+            yield _sentence(path, value.origin, f"{dotted((*path[:-1], needed))} is set")
 
 
-def idle_profile(resolved: Resolved) -> Iterator[str]:
-    """A sentence for each option of section `profile`, of a run that ends and was not profiled by it."""
-    for path, given in resolved.settings.items():
-        if path[0] == "profile" and _differs(resolved.config.profile, path[-1]):
-            yield _sentence(path, given.origin, "accelerator.profile() is called")
+def unused_profile_options(resolved: Resolved) -> Iterator[str]:
+    """A sentence for each option of `profile` in a run that was not profiled."""
+    for path, value in resolved.settings.items():
+        if path[0] == "profile" and _is_set(resolved.config.profile, path[-1]):
+            yield _sentence(path, value.origin, "accelerator.profile() is called")
 
 
 def _sentence(path: Path, origin: str, condition: str) -> str:
     return f"{dotted(path)} ({origin}) does nothing here: it counts only where {condition}"
 
 
-def _differs(section: Any, name: str) -> bool:
-    """Whether an option is set; the word `no` unsets a backend."""
-    found = options_of(type(section)).get(name)
-    if found is None:
+def _is_set(section: Any, name: str) -> bool:
+    """Tell if an option differs from its default; the word `no` unsets a backend."""
+    attribute, _ = options_of(type(section)).get(name, (None, None))
+    if attribute is None:
         return False
-    value = getattr(section, found[0].name)
-    return value not in ("no", None) and value != default_of(found[0], section)
+    value = getattr(section, attribute.name)
+    return value not in ("no", None) and value != default_of(attribute, section)
 
 
 SETTING: Final[Mapping[str, str]] = {
@@ -76,25 +77,25 @@ SETTING: Final[Mapping[str, str]] = {
 """The option that names a plugin of a slot."""
 
 TYPED: Final = ("environment", "flag")
-"""Sources that speak of this very run, where a file may serve several."""
+"""Sources that are given for one run, whereas a file may serve several."""
 
 
 def unused_sections(
     resolved: Resolved, used: Collection[str], discovery: Discovery
 ) -> Iterator[tuple[Record, SourceValue, str]]:
-    """(plugin, an option given for it, the setting that chooses it) for each plugin not among `used`."""
-    found: dict[str, SourceValue] = {}
-    for path, given in resolved.settings.items():
-        if path[0] not in used and (path[0] not in found or given.source in TYPED):
-            found[path[0]] = given
-    for name, given in found.items():
+    """(plugin, option given for it, setting that selects it) of each unused plugin."""
+    first: dict[str, SourceValue] = {}
+    for path, value in resolved.settings.items():
+        if path[0] not in used and (path[0] not in first or value.source in TYPED):
+            first[path[0]] = value
+    for name, value in first.items():
         record = discovery.get(name)
         if record is not None and record.slot in SETTING:  # else a section of core, or `strategies`
-            yield record, given, _setting(record, resolved, given.source == "flag")
+            yield record, value, _setting(record, resolved, value.source == "flag")
 
 
 def _setting(record: Record, resolved: Resolved, as_flag: bool) -> str:
-    """What a user writes to choose the plugin beside those that are chosen already."""
+    """The setting that selects the plugin beside those that are selected already."""
     path, config = SETTING[record.slot], resolved.config
     several = {"extension": config.extensions, "tracker": config.log_with}
     names = [*several.get(record.slot, ()), record.name]
@@ -104,6 +105,6 @@ def _setting(record: Record, resolved: Resolved, as_flag: bool) -> str:
 
 
 def auto_may_take(record: Record, resolved: Resolved) -> bool:
-    """Whether the same file chooses the plugin on a machine that has it."""
+    """Tell if `auto` may select the plugin on a machine that has its hardware."""
     asked = {"device": resolved.config.device, "strategy": resolved.config.strategy}.get(record.slot)
     return asked == "auto" and record.card is not None and record.card.priority is not None

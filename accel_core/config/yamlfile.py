@@ -18,7 +18,7 @@ _TAG: Final = "tag:yaml.org,2002:"
 
 
 def read_yaml(name: str, directory: FilePath, problems: list[ConfigProblem]) -> Iterator[SourceValue]:
-    """What one file gives; what is not YAML, or not keys and values, is added to `problems`."""
+    """The values of a file; its syntax errors are added to `problems`."""
     message, mark = "is empty; `accel config init` writes one to start from", None
     try:
         path = directory / name
@@ -52,7 +52,7 @@ def _at(name: str, mark: yaml.Mark | None) -> str:
 
 
 def value_of(text: str) -> Any:
-    """What one value of a file would be; `text` itself where no file could hold it."""
+    """The value that a text would be in a YAML file; the text itself if unreadable."""
     try:
         return yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
     except (yaml.YAMLError, *_UNREADABLE, RecursionError):
@@ -60,7 +60,7 @@ def value_of(text: str) -> Any:
 
 
 def looks_like(text: str) -> Any:
-    """The value that a text would be in a YAML file; the text itself where a file could not hold it."""
+    """The value that a text of a shell would be in a YAML file, else the text."""
     value = value_of(text)
     if value is None and text.strip().lower() != "null":  # a comment, a shell's home
         return str(text)
@@ -68,11 +68,11 @@ def looks_like(text: str) -> Any:
 
 
 _UNREADABLE: Final = (KeyError, TypeError, ValueError)
-"""What PyYAML raises where a tag does not fit its value: `!!bool x`, `!!int x`."""
+"""PyYAML's errors for a tag that does not fit its value: `!!bool x`, `!!int x`."""
 
 
 class _Values(yaml.SafeLoader):
-    """Reads what JSON can hold too: no dates, bytes or sets; and no number that has two meanings."""
+    """A loader of what JSON can hold: no dates, bytes, sets or ambiguous numbers."""
 
     # A date would be text by the time that workers get it from the launcher.
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own class attributes
@@ -102,7 +102,7 @@ for _kind in ("int", "float"):
 
 
 class _Loader(_Values):
-    """Keeps marks; of each mapping it leaves out what cannot be read, and goes on."""
+    """A loader that keeps places, and collects the mistakes in mappings."""
 
     def __init__(self, text: str, name: str, problems: list[ConfigProblem]) -> None:
         super().__init__(text)

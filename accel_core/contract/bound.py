@@ -24,6 +24,6 @@ class Hooks(Protocol):
 
 
 class Steps(Protocol):
-    """A unit's per-step hooks: an attribute per hook, None where there is nothing to do."""
+    """The bound per-step hooks of a unit: an attribute per hook, None for no-ops."""
 
     def __getattr__(self, hook: str) -> Any: ...

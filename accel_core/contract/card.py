@@ -1,4 +1,4 @@
-"""The card: what a plugin says of itself before anything else of it is imported."""
+"""The card: a plugin's description, imported before anything else of the plugin."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "forked_functions": "starts functions in forks, which cannot use a device that this process has used",
     "named_rendezvous": "starts several nodes only if the user names the place where they meet",
 }
-"""The closed vocabulary of `offers` and `needs`: word -> what a plugin that offers it promises."""
+"""The closed vocabulary of `offers` and `needs`: word -> promise of the plugin."""
 
 
 def _words(value: Iterable[str]) -> frozenset[str]:
@@ -96,7 +96,7 @@ def _capabilities(card: Card, attribute: Attribute[frozenset[str]], value: froze
 
 @frozen(kw_only=True)
 class Card:
-    """What a plugin says of itself without importing torch or its vendor's library.
+    """A plugin's description; imports neither torch nor the vendor's library.
 
     Paths are dotted: "package.module:Name". An entry point of group `accel_core.<slot>`, named like
     the card, points at it.
@@ -113,28 +113,31 @@ class Card:
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
     distributed_type: str | None = None
-    """The value of `accelerator.distributed_type`; the strategy's wins over the device's, unless it is
-    MULTI_DEVICE, which the device's completes."""
+    """The value of `accelerator.distributed_type`.
+
+    The strategy's value wins over the device's, unless it is MULTI_DEVICE, which the device's completes.
+    """
     offers: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
     needs: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
     torch_device: str | None = None
     """Device slot: torch's name of the device type."""
     probe: Callable[[], str | None] | None = None
-    """None, or why it cannot be used on this machine. At most 5 ms; imports no third party."""
+    """Returns None, or the reason why the plugin cannot be used here.
+
+    A probe takes at most 5 ms and imports no third party.
+    """
     verify: str | None = None
-    """Path of a function like `probe` that may import the vendor; called for the chosen one only."""
+    """Path of a function like `probe` that may import the vendor's library."""
     launch: str | None = None
     """Path of a light class with `launch_environment`, `visible_devices`."""
     config: str | None = None
     """Path of the attrs class of the plugin's options."""
     implementation: str | None = None
-    """Path of the class built as `Plugin(config, run)`; of the click command in slot command."""
+    """Path of the class built as `Plugin(config, run)`, or of a click command."""
 
 
 def incompatibility(api_version: str) -> str:
-    """Why a plugin for that contract cannot be served here; empty if it can."""
-    from accel_core.contract.card import API_VERSION
-
+    """The reason why plugins for a contract cannot be used here, else empty."""
     theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
     if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
         return ""

@@ -1,4 +1,4 @@
-"""The options core itself knows: one frozen attrs class a section, and `RunConfig` over them."""
+"""Core's own options: one frozen attrs class per section, and `RunConfig`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 @frozen(kw_only=True)
 class KwargsHandler(Remembering):
-    """Base of config classes: an object knows which options it was given, so that these win over a file."""
+    """Base of config classes whose given arguments win over a file."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from the class's defaults.
@@ -60,7 +60,7 @@ def _is_between(low: float, value: Any, high: float = math.inf) -> bool:
 
 @frozen(kw_only=True)
 class AutocastKwargs(KwargsHandler):
-    """How `torch.autocast` behaves. Section `autocast`."""
+    """Options of `torch.autocast`. Section `autocast`."""
 
     enabled: bool = option(True, help="Whether autocast regions are active.")
     cache_enabled: bool | None = option(None, help="Cache cast weights; unset: torch decides.")
@@ -71,7 +71,7 @@ class AutocastKwargs(KwargsHandler):
 
 @frozen(kw_only=True)
 class GradScalerKwargs(KwargsHandler):
-    """How the loss scaler of fp16 behaves. Section `grad_scaler`."""
+    """Options of the loss scaler of fp16. Section `grad_scaler`."""
 
     init_scale: float = option(65536.0, help="The first scale of the loss.")
     growth_factor: float = option(2.0, help="Multiplies the scale after growth_interval good steps.")
@@ -90,7 +90,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @frozen(kw_only=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the process group is made. Section `process_group`."""
+    """Options of the process group. Section `process_group`."""
 
     backend: str | None = option(None, help="Backend of torch.distributed; unset: the device plugin's.")
     init_method: str | None = option(None, help="URL that says how ranks find each other; unset: env://.")
@@ -109,7 +109,7 @@ def _names(given: Any) -> Any:
 
 @frozen(kw_only=True)
 class ProfileKwargs(KwargsHandler):
-    """How `accelerator.profile()` records. Section `profile`."""
+    """Options of `accelerator.profile()`. Section `profile`."""
 
     activities: tuple[str, ...] | None = option(
         None, converter=optional(_names), help="What to record: cpu, or a device type; unset: all there is."
@@ -133,7 +133,7 @@ class ProfileKwargs(KwargsHandler):
 
 @frozen(kw_only=True)
 class TorchDynamoPlugin(KwargsHandler):
-    """How models are compiled; nothing is compiled while `backend` is unset. Section `compile`."""
+    """Compilation of models, if `backend` is set. Section `compile`."""
 
     backend: str | None = option(
         None, help="Backend of torch.compile; auto: the device's own. Unset or no: nothing is compiled."
@@ -156,7 +156,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @frozen(kw_only=True)
 class DataLoaderConfiguration(Remembering):
-    """How prepared dataloaders share out the data. Section `data`."""
+    """Sharing of data between processes. Section `data`."""
 
     split_batches: bool = option(False, help="Share each batch out, instead of a batch for each process.")
     dispatch_batches: bool | None = option(
@@ -176,7 +176,7 @@ class DataLoaderConfiguration(Remembering):
 
 @frozen(kw_only=True)
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated. Section `accumulation`."""
+    """Gradient accumulation. Section `accumulation`."""
 
     num_steps: int | None = option(None, minimum=1, help="Micro-batches a step.")
     adjust_scheduler: bool = option(True, help="Schedulers step once a window; off: each micro-batch.")
@@ -190,7 +190,7 @@ def _home(path: str | os.PathLike[str]) -> str:
 
 @frozen(kw_only=True)
 class ProjectConfiguration(Remembering):
-    """Where a run writes. Section `project`."""
+    """Folders of a run, and its saved states. Section `project`."""
 
     project_dir: str | None = option(None, converter=optional(_home), help="Folder of the project.")
     logging_dir: str | None = option(
@@ -210,7 +210,7 @@ class ProjectConfiguration(Remembering):
 
 
 def host_and_port(place: str, nodes: int) -> tuple[str, int]:
-    """Both parts of a `rendezvous`; ValueError for one that no node can be reached at."""
+    """Split a `rendezvous`; raise ValueError if no node can be reached there."""
     host, _, digits = place.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")  # as IPv6 addresses are written before a port
     port = int(digits) if digits.isdecimal() else -1
@@ -228,7 +228,7 @@ def host_and_port(place: str, nodes: int) -> tuple[str, int]:
 
 @frozen(kw_only=True)
 class LaunchConfig:
-    """How many workers there are, and where. Section `launch`."""
+    """Number and place of the workers. Section `launch`."""
 
     processes_per_node: int | Literal["auto"] = option(
         "auto", minimum=1, help="Workers on each node; auto: one a visible device, one on a CPU."
@@ -285,7 +285,7 @@ class RunConfig:
     compile: TorchDynamoPlugin = field(factory=TorchDynamoPlugin)
 
     plugins: Mapping[str, object] = field(factory=dict)
-    """Plugin name -> its config object, for plugins with a section, an object or a proposal."""
+    """Plugin name -> config object, of plugins with a section, object or proposal."""
 
     @property
     def accumulation_steps(self) -> int:
@@ -310,7 +310,7 @@ class RunConfig:
 
 @frozen
 class Proposal:
-    """What a config class wants of another option, said before anything is built.
+    """A value that a config class wants for an option of the run.
 
     A config class may have `propose(self, run_config) -> Sequence[Proposal]`. The reason becomes
     the value's origin; a value that somebody set to something else is an error.

@@ -1,4 +1,4 @@
-"""How a config class declares its options, and how they are listed again."""
+"""Declaration of the options of a config class."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ _KEY: Final = "accel_core.option"
 
 @frozen(kw_only=True)
 class Option:
-    """What an option says of itself, beyond name, type and default."""
+    """The facts of an option, beyond name, type and default."""
 
     help: str = ""
     unit: str | None = None
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
     only_with: str = ""
-    """Another option of the class; while that has its default, this one does nothing, and a run says so."""
+    """Another option of the class, without which this one has no effect; a run says so."""
     secret: bool = False
     """Never printed or stored; so is an option that is called so (`is_secret`)."""
     python_only: bool = False
     """Cannot be written as text: left out of YAML, environment, flags and schema."""
     refused: bool = False
-    """Exists for the sake of its name: a value that switches it on is refused with the help."""
+    """A value that switches the option on is refused with the help."""
 
     @property
     def sentence(self) -> str:
-        """The help, with the unit where it does not say it."""
+        """The help, with the unit unless the help names it."""
         if self.refused:
             return f"Refused: {self.help}"
         if self.unit is None or self.unit in self.help.lower():
@@ -66,7 +66,7 @@ class Option:
         return f"{self.help} Unit: {self.unit}."
 
     def objection(self, value: Any) -> str | None:
-        """Why a value of the right type is still wrong; None if it is not."""
+        """The reason to refuse a value of the right type, if any."""
         if value is None:
             return None
         if self.refused and value:  # False and 0 are how others say "off"
@@ -98,7 +98,7 @@ def option(
     As in `bucket_cap_mb: int = option(25, help="Size of a bucket.", unit="MiB")`.
 
     Args:
-        default: its value when nobody gives one; may not depend on the environment. Left out: the
+        default: its value if it is not given; may not depend on the environment. Left out: the
             option is required.
         factory: makes the default, for mutable ones.
         help: one sentence, shown by `accel config init`, the JSON schema and the reference.
@@ -134,18 +134,18 @@ _OF_A_DOOR: Final = frozenset("api access auth bearer private secret hub hf refr
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option of this name holds what nobody else may read: api_key, password; no pad_token."""
+    """Tell if an option of this name is a secret: api_key, password; not pad_token."""
     *before, last = re.split(r"[^a-z]+", name.lower())
     return last in _SECRETS and (last not in ("key", "token") or not before or before[-1] in _OF_A_DOOR)
 
 
 def may_be_secret(variable: str) -> bool:
-    """Whether a variable of the environment is better not shown."""
+    """Tell if a variable of the environment may be a secret."""
     return not _SECRETS.isdisjoint(re.split(r"[^a-z]+", variable.lower()))
 
 
 def masked(value: Any, secret: bool = False) -> Any:
-    """`value` without what is secret by its name, at any depth of mappings and lists; all else as it is."""
+    """Mask the secrets in a value, at any depth of mappings and lists."""
     if secret and value is not None and not (isinstance(value, (str, tuple)) and not value):
         return MASK
     if isinstance(value, Mapping):
@@ -154,7 +154,7 @@ def masked(value: Any, secret: bool = False) -> Any:
 
 
 def describe(attribute: Attribute[Any]) -> Option:
-    """What `option` was told of a field; an empty description for a plain attrs field."""
+    """The facts that `option` stored in a field; empty for a plain attrs field."""
     found = attribute.metadata.get(_KEY)
     return found if isinstance(found, Option) else Option()
 
@@ -164,7 +164,7 @@ def _word(choice: Any) -> str:
 
 
 def default_of(attribute: Attribute[Any], instance: object) -> Any:
-    """The default of a field, as `instance` would get it; NOTHING where it is required."""
+    """The default of a field for `instance`; NOTHING if the option is required."""
     default: Any = attribute.default
     if default is NOTHING or not hasattr(default, "takes_self"):
         return default
@@ -178,7 +178,7 @@ def changed(instance: Any) -> dict[str, Any]:
 
 
 def remember_given(init: F) -> F:
-    """An `__init__` that leaves the names of the arguments it was given in `self._given`."""
+    """Wrap an `__init__` so that `self._given` holds the names of its arguments."""
     names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
@@ -190,7 +190,7 @@ def remember_given(init: F) -> F:
 
 
 class Remembering:
-    """Base of config classes whose objects know which options they were given, equal to a default or not."""
+    """Base of config classes whose objects remember the arguments they were given."""
 
     __slots__ = ("_given",)
 
@@ -200,7 +200,7 @@ class Remembering:
 
 
 def said(instance: Any) -> dict[str, Any]:
-    """The options that a config object speaks of: those it was given, and those that are not the default.
+    """The options of a config object that were given, or differ from the default.
 
     None says nothing where it is the default.
     """
@@ -218,7 +218,7 @@ def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:
 
 
 def options_of(cls: type) -> Mapping[str, tuple[Attribute[Any], Any]]:
-    """Name -> (attrs field, resolved type) of a config class; a python_only option's type is Any."""
+    """Name -> (attrs field, resolved type) of a config class; Any for python_only."""
     return _options_of(cls)
 
 

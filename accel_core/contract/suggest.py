@@ -1,4 +1,4 @@
-"""A hint for a word that is almost one of the known ones."""
+"""Hints for misspelt words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["did_you_mean"]
 
 
 def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """`; did you mean 'x'?` if one of the known words looks like it, else nothing."""
+    """`; did you mean 'x'?` for a similar known word, else empty."""
     spelt = {name.lower(): name for name in known}
     found = difflib.get_close_matches(word.lower(), list(spelt), 1)
     return f"; did you mean {spelt[found[0]]!r}?" if found else ""

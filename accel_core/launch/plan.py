@@ -22,13 +22,13 @@ from attrs import frozen
 
 from accel_core.config.resolve import WORKER_CONFIG_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import ConfigProblem
-from accel_core.config.unused import auto_may_take, idle_options, unused_sections
+from accel_core.config.unused import auto_may_take, unused_options, unused_sections
 from accel_core.contract.job import Job
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.plugins.catalog import strategy_hint, unknown_device
-from accel_core.plugins.discovery import Discovery, _light, discover, environment_of, implementation
+from accel_core.plugins.discovery import Discovery, discover, environment_of, implementation, launch_helper
 
 if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
@@ -107,7 +107,7 @@ class Launch:
         launch = self.config.launch
         one = 1 if launch.nodes == 1 and launch.processes_per_node == 1 else None
         precision = self.config.mixed_precision
-        yield from idle_options(self.resolved, used, precision=precision, processes=one)
+        yield from unused_options(self.resolved, used, precision=precision, processes=one)
         yield from self._doubtful_words()
 
     def no_strategy(self, processes: int | str) -> Iterator[str]:
@@ -244,9 +244,9 @@ class Launch:
     def _visible(self) -> int | None:
         """Devices that this machine shows of the kind asked for; None if nothing can tell."""
         record = self._device()
-        light = _light(record) if record else None
-        if light is not None and hasattr(light, "visible_devices"):
-            return int(light.visible_devices(self.config)[1])
+        helper = launch_helper(record) if record else None
+        if helper is not None and hasattr(helper, "visible_devices"):
+            return int(helper.visible_devices(self.config)[1])
         return _count_by_torch(self.config.device)
 
     def _device(self) -> Record | None:

@@ -1,4 +1,4 @@
-"""From plugin instances to callables: the owner of a hook, its wrappers, the layers below.
+"""Binding of plugin instances to the hooks of the contract.
 
 Specs and implementations carry pluggy's marks, but nothing is called through pluggy: its
 first-result call would run `backward` twice when a hook returns None, and its `tryfirst` beats
@@ -41,7 +41,7 @@ Refusal = Callable[[str, str], PluginError]
 
 
 def no_op(method: F) -> F:
-    """Mark a default that does what core does anyway: per-step calls to it are left out."""
+    """Mark a default that does nothing, so that per-step calls to it are left out."""
     method.accel_no_op = True  # type: ignore[attr-defined]
     return method
 
@@ -111,7 +111,7 @@ class Binder:
         return Hooks(self, sorted(plugins, key=lambda plugin: plugin.layer))
 
     def combine(self, hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
-        """One callable, with the spec's parameters, for the answer of these implementations together."""
+        """One callable, with the spec's parameters, for all these implementations."""
         facts = self._hooks[hook]
         if facts.spec.kind == "owner":
             return found[-1].call
@@ -152,7 +152,7 @@ class Binder:
         return method if taken == wanted else _with_parameters(hook, wanted, taken, method)
 
     def _refuse_unmarked(self, cls: type, methods: Mapping[str, Any], refusal: Refusal) -> None:
-        """Refuse a method that was meant to be a hook, and would never be called without the mark."""
+        """Refuse a method that was meant to be a hook, and has no mark."""
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             taken = {*inspect.signature(method).parameters} - {"self"}
             if name in self._hooks:
@@ -171,7 +171,7 @@ def _refusal(plugin: str, slot: str, origin: str, hook: str, problem: str) -> Pl
 
 
 def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
-    """Attribute -> the options that pluggy's marker left on it, inherited ones included.
+    """Options of pluggy's marks by attribute, inherited ones included.
 
     pluggy's own walk costs ten times as much and does not see the mistake refused here.
     """
@@ -193,7 +193,7 @@ def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
 def _with_parameters(
     hook: str, wanted: Sequence[str], taken: Sequence[str], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A callable with the spec's parameters around `call`, which takes some of them in its own order.
+    """An adapter with all parameters of the spec around `call`, which takes some.
 
     The adapter is generated, because it stands in every step: a closure with *args costs four times
     as much.
@@ -241,7 +241,7 @@ class Hooks:
         return Hooks(self._binder, [plugin for plugin in self._plugins if plugin.layer < layer])
 
     def step(self, hook: str) -> Callable[..., Any] | None:
-        """The callable of a hook; None where all that it would call is marked `no_op`."""
+        """The callable of a hook; None if all its implementations are marked `no_op`."""
         found = self.implementations(hook)
         if self._binder.specs[hook].kind == "owner":
             found = found[-1:]
@@ -265,7 +265,7 @@ class Hooks:
 
 
 class Steps:
-    """The per-step hooks of a unit, bound: an attribute per hook, None where there is nothing to do."""
+    """The bound per-step hooks of a unit: an attribute per hook, None for no-ops."""
 
     __slots__ = tuple(
         name

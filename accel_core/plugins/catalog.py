@@ -31,7 +31,7 @@ __all__ = [
 
 @frozen(kw_only=True)
 class CatalogEntry:
-    """A plugin of this repository: its name, slot and options, and the distribution that ships it."""
+    """A plugin of this repository: name, slot, option names and distribution."""
 
     name: str
     slot: str
@@ -76,7 +76,7 @@ def install_hint(path: str) -> str:
 
 
 def renamed_flag(spelling: str) -> str | None:
-    """The words to write instead of `--num_processes` and its kin; families match by their prefix."""
+    """A remedy for another launcher's flag, such as `--num_processes`."""
     name = spelling.replace("_", "-")
     flags: dict[str, str] = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
@@ -108,7 +108,7 @@ def _data() -> dict[str, Any]:
 
 
 def strategy_hint(discovery: Discovery) -> str:
-    """A remedy where `strategy: auto` finds none: name one that is usable here, else install one."""
+    """A remedy for `strategy: auto` without a strategy: name or install one."""
     names = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
     if names:
         verb = "is" if len(names) == 1 else "are"
@@ -117,7 +117,7 @@ def strategy_hint(discovery: Discovery) -> str:
 
 
 def unknown_device(asked: str, discovery: Discovery) -> str:
-    """An error text for a device that neither a plugin nor torch knows; empty where one may know it."""
+    """An error text for a device that neither a plugin nor torch knows, else empty."""
     kind = asked.partition(":")[0]
     record = discovery.get(kind)
     if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):

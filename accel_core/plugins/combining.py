@@ -24,7 +24,7 @@ class Implementation:
 
     @property
     def is_no_op(self) -> bool:
-        """Whether the method is marked as doing nothing that core would not do."""
+        """Tell if the method is marked as doing nothing."""
         return getattr(self.call, "accel_no_op", False)
 
 
@@ -69,7 +69,7 @@ def _concatenate(hook: str, found: Sequence[Implementation]) -> Callable[..., li
 def _typed_answers(
     hook: str, found: Sequence[Implementation], arguments: Sequence[Any], kind: type, words: str
 ) -> Iterator[tuple[str, Any]]:
-    """(plugin, answer) of each that answers, which must be of that type, and not text."""
+    """(plugin, answer) of each plugin that answers; PluginError for a wrong type."""
     for implementation in found:
         answer, plugin = implementation.call(*arguments), implementation.plugin
         if not answer:
@@ -140,4 +140,4 @@ ANSWERS: Final[Mapping[str, Callable[[str, Sequence[Implementation]], Callable[.
     "Callable": _compose,
     "None": _agree,
 }
-"""Outer word of a spec's return type -> what makes one callable of its implementations."""
+"""Outer word of a spec's return type -> the function that combines the answers."""

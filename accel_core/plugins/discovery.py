@@ -1,8 +1,8 @@
-"""Cards, their discovery from package metadata, and the loading of what they name.
+"""Discovery of cards from package metadata, and the imports that a card names.
 
 Discovery imports cards only (no torch, no vendor library) and never raises: each entry point in a
-group `accel_core.<slot>` becomes a `Record`, whatever is wrong with it. What it cannot survive is a
-card module that crashes in native code; the stack that is printed then names the module.
+group `accel_core.<slot>` becomes a `Record`, whatever is wrong with it. Only a card module that
+crashes in native code ends the process; the printed stack then names the module.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import evolve, frozen
 
 from accel_core.contract.card import SLOTS, Card, incompatibility
+from accel_core.contract.options import RESERVED_NAMES
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import PluginError
@@ -35,6 +36,7 @@ __all__ = [
     "discover",
     "environment_of",
     "implementation",
+    "launch_helper",
     "load",
     "offering",
     "plugin_status",
@@ -50,28 +52,28 @@ Status = Literal["available", "unavailable", "broken", "blocked", "conflict", "i
 
 @frozen(kw_only=True)
 class Record:
-    """What discovery found under one entry point."""
+    """A plugin that is installed, or the fault of its entry point."""
 
     name: str
     slot: str
-    """One of SLOTS; else the record is broken, and this the last part of the entry point's group."""
+    """One of SLOTS; a broken record may have another word."""
     distribution: str
     version: str
     card: Card | None = None
     fault: Status | None = None
     detail: str = ""
-    """Why `fault`, in one line."""
+    """The reason of `fault`, in one line."""
     traceback: str = ""
-    """Of a broken plugin whose import or card raised."""
+    """The traceback of a broken plugin whose import or card raised."""
 
     @cached_property
     def status(self) -> Status:
-        """Computed on first use: asks the probe where nothing else is wrong."""
+        """The status, computed on first use: asks the probe where nothing else is wrong."""
         return self.fault or ("unavailable" if self.reason else "available")
 
     @cached_property
     def reason(self) -> str:
-        """Why it is not available; empty if it is."""
+        """The reason why the plugin is not available, else empty."""
         if self.fault or self.card is None or self.card.probe is None:
             return self.detail
         try:
@@ -80,7 +82,7 @@ class Record:
             raise
         except PluginTimeoutError as error:
             return f"its probe {error}"
-        except BaseException as error:  # a probe is a stranger's code; listing must survive it
+        except BaseException as error:  # a probe is third-party code; listing must survive it
             return f"its probe raised {_summary(error)}"
         if answer is None or isinstance(answer, str):
             return answer or ""
@@ -94,12 +96,12 @@ class Record:
 
 @frozen
 class Discovery:
-    """Everything that is installed, by name; names are unique over all slots."""
+    """All installed plugins; names are unique over all slots."""
 
     records: tuple[Record, ...]
 
     def get(self, name: str) -> Record | None:
-        """The record of that name, if there is one; core's own, should a stranger claim its name."""
+        """The record of that name, if any; core's own if another package claims its name."""
         found = [record for record in self.records if record.name == name]
         return min(found, key=lambda record: record.fault == "conflict", default=None)
 
@@ -109,7 +111,7 @@ class Discovery:
         return tuple(sorted(found, key=lambda record: (-_priority(record), record.name)))
 
     def usable(self, slot: str) -> list[tuple[Card, Record]]:
-        """Those that `auto` may take, the best first: available, of some priority, in nobody's shadow."""
+        """The plugins that `auto` may select, best first: with a priority, not shadowed."""
         found = [
             (record.card, record)
             for record in self.of(slot)
@@ -120,14 +122,14 @@ class Discovery:
 
 
 def offering(word: str) -> str:
-    """A remedy: the strategies that can be used here and whose cards offer a capability word."""
+    """A remedy that names the usable strategies with a capability word."""
     usable = [record for record in discover().of("strategy") if record.status == "available"]
     able = [record.name for record in usable if record.card and word in record.card.offers]
     return f"choose a strategy that can: {', '.join(able)}" if able else "no strategy here can"
 
 
 def plugin_status(name: str) -> str:
-    """Whether a plugin can be used here: "available", or why not: "unavailable", "broken", ..., "missing"."""
+    """The status of a plugin here: "available", "unavailable", ..., or "missing"."""
     record = discover().get(name)
     return "missing" if record is None else record.status
 
@@ -145,11 +147,11 @@ def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     """
     environment = os.environ if environment is None else environment
     blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
-    patience = CallTimeout()
+    timeout = CallTimeout()
     records = [
         evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
         if record.name in blocked and not target.startswith(GROUP)
-        else _with_card(record, target, patience)
+        else _with_card(record, target, timeout)
         for record, target in _entry_points()
     ]
     return Discovery(tuple(_refuse_clashes(records)))
@@ -173,7 +175,7 @@ def _entry_points() -> Iterator[tuple[Record, str]]:
 
 
 def _parse(text: str) -> Iterator[tuple[str, str, str]]:
-    """(slot, name, target) of our entry points. Skips what is malformed: it may be a stranger's."""
+    """(slot, name, target) of our entry points; malformed lines are skipped."""
     slot = ""
     for line in map(str.strip, text.splitlines() if GROUP in text else ()):
         if line.startswith("["):
@@ -195,17 +197,17 @@ def _identity(distribution: metadata.Distribution) -> tuple[str, str]:
 def _read(distribution: metadata.Distribution, file: str) -> str:
     try:
         return distribution.read_text(file) or ""
-    except (OSError, ValueError):  # unreadable, or no UTF-8: nothing to be found there
+    except (OSError, ValueError):  # unreadable, or not UTF-8: nothing can be found there
         return ""
 
 
-def _with_card(record: Record, target: str, patience: CallTimeout) -> Record:
+def _with_card(record: Record, target: str, timeout: CallTimeout) -> Record:
     try:
         if record.slot not in SLOTS:
             about = f"unknown slot {record.slot!r}{did_you_mean(record.slot, SLOTS)}"
             raise PluginError(f"{about}\nname the group accel_core.SLOT", plugin=record.name)
-        own = target.startswith(GROUP)
-        return _check_card(record, _resolve(target) if own else patience(lambda: _resolve(target)))
+        is_own = target.startswith(GROUP)
+        return _check_card(record, _resolve(target) if is_own else timeout(lambda: _resolve(target)))
     except KeyboardInterrupt:
         raise
     except PluginTimeoutError as error:
@@ -248,7 +250,7 @@ def _refuse_clashes(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def _summary(error: BaseException) -> str:
-    """One line for a table; only core's own errors go without their type."""
+    """One line for a table; only core's own errors leave out their type."""
     first = str(error).partition("\n")[0]
     if isinstance(error, PluginError):
         return first
@@ -258,7 +260,7 @@ def _summary(error: BaseException) -> str:
 
 
 def implementation(record: Record) -> Callable[..., Any]:
-    """The class, or the function that makes an instance, which the card names.
+    """The class that the card names, or the function that makes an instance.
 
     Raises:
         PluginError: it names none, the import failed, or it cannot be called as `Plugin(config, run)`.
@@ -268,9 +270,9 @@ def implementation(record: Record) -> Callable[..., Any]:
     if path is None:
         problem, remedy = "its card names no implementation", "set `implementation` in the card"
     else:
-        found: object = load(record, path)
-        if callable(found) and _takes(found, "config", "run"):
-            return found
+        plugin: object = load(record, path)
+        if callable(plugin) and _takes(plugin, "config", "run"):
+            return plugin
         remedy = "make it a class with `def __init__(self, config, run)`"
         problem = f"{path} cannot be built as Plugin(config, run)"
     raise PluginError(f"{about}: {problem}\n{remedy}", plugin=record.name, distribution=record.origin)
@@ -295,7 +297,7 @@ def _resolve(path: str) -> Any:
 
 
 def load(record: Record, path: str) -> Any:
-    """Import what a card names.
+    """Import an object by the dotted path that a card names.
 
     Raises:
         PluginError: the import failed in whatever way, SystemExit included; the cause is attached.
@@ -316,14 +318,13 @@ def load(record: Record, path: str) -> Any:
 
 
 def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:
-    """What the plugin's vendor library wants to find in the environment."""
-    light = _light(record)
-    found: Mapping[str, str] = {}
-    return light.launch_environment(config, world) if hasattr(light, "launch_environment") else found
+    """The variables that the plugin's vendor library needs."""
+    helper, nothing = launch_helper(record), dict[str, str]()
+    return helper.launch_environment(config, world) if hasattr(helper, "launch_environment") else nothing
 
 
-def _light(record: Record) -> Any:
-    """An instance of the card's `launch` class, or None."""
+def launch_helper(record: Record) -> Any:
+    """An instance of the card's light `launch` class, if the plugin is available."""
     if record.card is None or record.card.launch is None or record.status != "available":
         return None
     return load(record, record.card.launch)()

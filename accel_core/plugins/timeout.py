@@ -29,7 +29,7 @@ class PluginTimeoutError(Exception):
 
 @contextmanager
 def surviving() -> Iterator[None]:
-    """Turn os._exit of third-party code into SystemExit, and let a crash print its stack."""
+    """Turn os._exit of third-party code into SystemExit; let a crash print its stack."""
 
     def leave(status: int) -> NoReturn:
         raise SystemExit(f"os._exit({status}) was called")
@@ -58,7 +58,7 @@ class CallTimeout:
         self.seconds = TIMEOUT_SECONDS
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """The answer of `call`, or its exception; PluginTimeoutError where there is none in time."""
+        """Return the answer of `call`, or raise its exception or PluginTimeoutError."""
         answers: list[T] = []
         errors: list[BaseException] = []
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from accel_core.checkpoint import unheard
 from accel_core.config.resolve import Resolved, load
-from accel_core.config.unused import idle_profile
+from accel_core.config.unused import unused_profile_options
 from accel_core.contract.run import live_runs
 from accel_core.contract.stack import Stack
 from accel_core.contract.unit import Unit, Window
@@ -261,7 +261,7 @@ class Run:
         if self.ended:
             return
         if not (failed or self.profiles or self.world.rank):
-            sys.stderr.writelines(f"accel: {note}\n" for note in idle_profile(self.resolved))
+            sys.stderr.writelines(f"accel: {note}\n" for note in unused_profile_options(self.resolved))
         problems: list[BaseException] = []
         try:
             if self.saver is not None:

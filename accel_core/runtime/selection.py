@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from accel_core.config.unused import TYPED, auto_may_take, idle_options, unused_sections
+from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.card import CAPABILITIES, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
@@ -58,7 +58,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     _refuse_unmet_needs(stack)
     unused = tuple(_refuse_unused(resolved, stack, discovery))
     used = {*stack.strategies, *(chosen.name for chosen in stack.members())}
-    idle = idle_options(resolved, used, precision=stack.precision.name, processes=processes)
+    idle = unused_options(resolved, used, precision=stack.precision.name, processes=processes)
     return evolve(stack, notes=(*unused, *idle))
 
 

@@ -284,8 +284,8 @@ def test_a_bare_no_is_the_word_where_no_is_one(accel):
 def test_a_variable_with_one_underscore_too_few_is_an_error_with_the_right_one(accel):
     done = accel("check", ACCEL_MIXED_PRECISION="bf16", ACCEL_LAUNCH_NODES="2", ACCEL_RUN_ID="x")
     assert done.stdout.splitlines() == [
-        "variable ACCEL_LAUNCH_NODES: is read by nobody; did you mean ACCEL__LAUNCH__NODES?",
-        "variable ACCEL_MIXED_PRECISION: is read by nobody; did you mean ACCEL__MIXED_PRECISION?",
+        "variable ACCEL_LAUNCH_NODES: is never read; did you mean ACCEL__LAUNCH__NODES?",
+        "variable ACCEL_MIXED_PRECISION: is never read; did you mean ACCEL__MIXED_PRECISION?",
     ]
 
 

@@ -180,7 +180,7 @@ def test_an_archive_is_no_script(tmp_path):
     (tmp_path / "app" / "__main__.py").write_text("open('ran', 'w')")
     zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz", interpreter="python")
 
-    assert refused(tmp_path, "app.pyz", code=2).startswith("accel: app.pyz is no Python source\n")
+    assert refused(tmp_path, "app.pyz", code=2).startswith("accel: app.pyz is not Python source\n")
 
 
 def test_a_script_that_cannot_be_read_is_refused(tmp_path):
@@ -256,7 +256,7 @@ def test_an_unknown_strategy_is_refused_before_workers_exist(tmp_path):
 
 
 def test_a_misspelt_flag(tmp_path):
-    assert "--devise is no flag of accel launch; did you mean '--device'?" in refused(
+    assert "--devise is not a flag of accel launch; did you mean '--device'?" in refused(
         tmp_path, "--devise", "train.py"
     )
 
@@ -303,7 +303,7 @@ OLD = {
 def test_an_old_flag_is_answered_with_what_it_means_here(tmp_path, old):
     told = refused(tmp_path, *old.split(), "train.py")
 
-    assert told.startswith(f"accel: {old.replace('=', ' ').split()[0]} is no flag of accel launch")
+    assert told.startswith(f"accel: {old.replace('=', ' ').split()[0]} is not a flag of accel launch")
     assert OLD[old] in told
 
 
