@@ -150,25 +150,16 @@ def _exact(raw: Any, kind: Any) -> Any:
     if kind is float and type(raw) is int:
         return float(raw)
     if kind is timedelta and type(raw) in (int, float):
-        return _seconds(raw)
+        # .inf, .nan, and what is longer than 2.7 million years, is told below.
+        with suppress(OverflowError, ValueError):
+            return timedelta(seconds=raw)
+        raise MismatchError(f"expected a number of seconds, got {raw!r}; unset means the default")
     if kind is Path and isinstance(raw, str):
         return Path(raw)
-    plain_type = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a type too
-    if (
-        plain_type
-        and shape(kind) is None
-        and isinstance(raw, kind)
-        and (type(raw) is not bool or kind is bool)
-    ):
+    is_class = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a class too
+    if is_class and isinstance(raw, kind) and (type(raw) is not bool or kind is bool):
         return raw
     raise _mismatch(raw, kind)
-
-
-def _seconds(raw: float) -> timedelta:
-    try:
-        return timedelta(seconds=raw)
-    except (OverflowError, ValueError):  # .inf and what is longer than 2.7 million years; .nan
-        raise MismatchError(f"expected a number of seconds, got {raw!r}; unset means the default") from None
 
 
 def _first_fit(raw: Any, kind: Any, attempts: Iterable[tuple[Any, Any]]) -> Any:
@@ -221,8 +212,8 @@ def _convert_section(raw: Mapping[str, Any], kind: type) -> Any:
 
 
 def _from_text(text: RawText, kind: Any) -> Any:
-    # What the text looks like first, then the text itself: `no` is False for a bool, "no" for a
-    # str, and both for neither a list, where a shell's `a,b` is meant.
+    # The YAML value of the text comes first, then the text itself: `no` is False for a bool and "no"
+    # for a str. A list is neither of both, but a shell's `a,b`.
     from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
 
     attempts = [looks_like(text), str(text)]

@@ -51,20 +51,15 @@ def _at(name: str, mark: yaml.Mark | None) -> str:
     return f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
 
 
-def value_of(text: str) -> Any:
-    """The value that a text would be in a YAML file; the text itself if unreadable."""
-    try:
-        return yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
-    except (yaml.YAMLError, *_UNREADABLE, RecursionError):
-        return str(text)
-
-
 def looks_like(text: str) -> Any:
     """The value that a text of a shell would be in a YAML file, else the text."""
-    value = value_of(text)
-    if value is None and text.strip().lower() != "null":  # a comment, a shell's home
+    try:
+        value = yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
+    except (yaml.YAMLError, *_UNREADABLE, RecursionError):
         return str(text)
-    return str(text) if isinstance(value, str) and text[:1] not in "'\"" else value
+    is_text = isinstance(value, str) and text[:1] not in "'\""
+    is_comment = value is None and text.strip().lower() != "null"  # or `~`, a shell's home
+    return str(text) if is_text or is_comment else value
 
 
 _UNREADABLE: Final = (KeyError, TypeError, ValueError)
