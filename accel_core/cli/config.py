@@ -7,18 +7,19 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
 from accel_core.cli import Group
 from accel_core.cli.plugins import aligned
+from accel_core.config.convert import flat, shown
+from accel_core.config.jsonschema import whole_schema
+from accel_core.config.resolve import Resolved, find_file, load, outside
+from accel_core.config.sections import Sections
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError
 from accel_core.plugins.discovery import discover
-
-if TYPE_CHECKING:
-    from accel_core.config.resolve import Resolved
 
 __all__ = ["config"]
 
@@ -47,9 +48,9 @@ def check(file: str | None, as_json: bool) -> None:
         problems = mistakes(resolved, discover())
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
-        print(json.dumps({"file": _read(file), "problems": problems, "notes": notes}, indent=1))
+        print(json.dumps({"file": find_file(file), "problems": problems, "notes": notes}, indent=1))
     else:
-        print("\n".join(problems or [f"{_read(file) or 'defaults'}: no mistakes", *notes]))
+        print("\n".join(problems or [f"{find_file(file) or 'defaults'}: no mistakes", *notes]))
     sys.exit(1 if problems else 0)
 
 
@@ -72,20 +73,10 @@ def show(file: str | None, as_json: bool) -> None:
 
 
 def _load(file: str | None) -> Resolved:
-    from accel_core.config.resolve import load, outside
-
     return load(file=file, discovery=discover(), environment=outside())
 
 
-def _read(file: str | None) -> str | None:
-    from accel_core.config.resolve import find_file
-
-    return find_file(file)
-
-
 def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
-    from accel_core.config.convert import flat, shown
-
     values, origins = shown(resolved.config), resolved.origins
     for path, value in flat(values | values.pop("plugins")):
         given = path
@@ -98,9 +89,6 @@ def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
 @click.argument("section", required=False)
 def schema(section: str | None) -> None:
     """Print the JSON Schema of a whole file, or of one SECTION."""
-    from accel_core.config.jsonschema import whole_schema
-    from accel_core.config.sections import Sections
-
     whole = whole_schema(Sections(discover()))
     sections: Mapping[str, Any] = {n: part for n, part in whole["properties"].items() if "properties" in part}
     if section is not None and section not in sections:
@@ -141,7 +129,6 @@ def init(defaults: bool, output: str, force: bool) -> None:
     if Path(output).exists() and not force:
         raise ConfigError(f"{output} exists already\nuse --force to overwrite it, or --output FILE")
     if not defaults:
-        from accel_core.config.resolve import load
         from accel_core.launch.plan import Launch
 
         unset = load(discovery=discover(), environment={}, directory=os.devnull)  # where no file lies
