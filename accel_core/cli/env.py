@@ -62,7 +62,7 @@ def _torch() -> str:
 
 
 def _report(record: Record) -> str:
-    """What a plugin says of itself."""
+    """The report of a plugin about itself."""
     assert record.card is not None
     try:
         cls = load(record, record.card.implementation or "")

@@ -19,13 +19,11 @@ NOT_YET: frozenset[str] = frozenset(
         "accelerator",
         "checkpoint",
         "cli",
-        "config",
         "contract",
         "data",
         "defaults",
         "distributed",
         "launch",
-        "plugins",
         "runtime",
         "training",
     ]
