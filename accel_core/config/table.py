@@ -8,15 +8,13 @@ from typing import Any, Final
 
 from attrs import Attribute, define, evolve, field
 
-from accel_core.config.convert import convert_option, shown
+from accel_core.config.convert import RawText, convert_option, format_value, shown
 from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import (
     ConfigProblem,
     LocatedDict,
-    RawText,
     SourceValue,
     dotted,
-    format_value,
 )
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, describe, is_secret, options_of, said, section_class
@@ -179,10 +177,11 @@ class Table:
         path = ALIASES.get(value.path, value.path)
         if value.value is None and path != value.path:
             return  # unset, so that the first name counts
+        raw = value.value
         try:
-            typed = convert_option(
-                value.value, attribute, kind, by_python=value.source in ("preset", "python")
-            )
+            if value.source in ("preset", "python") and callable(attribute.converter):
+                raw = attribute.converter(raw)
+            typed = convert_option(raw, attribute, kind)
         except (TypeError, ValueError) as error:
             self._refuse(value, str(error))
         else:
