@@ -11,11 +11,7 @@ from accel_core.config.unused import TYPED, auto_may_take, unused_options, unuse
 from accel_core.contract.card import CAPABILITIES, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins.catalog import (
-    not_installed,
-    strategy_hint,
-    unknown_device,
-)
+from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
 from accel_core.plugins.discovery import Discovery
 
 if TYPE_CHECKING:
