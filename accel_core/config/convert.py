@@ -124,7 +124,7 @@ def plain(value: Any) -> Any:
     if attrs.has(type(value)):
         return {alias: plain(getattr(value, a.name)) for alias, (a, _) in options_of(type(value)).items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {part.name: plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {plain(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (bytes, bytearray)):
@@ -144,7 +144,7 @@ def shown(value: Any, secret: bool = False) -> Any:
             for alias, (a, _) in options
         }
     if isinstance(value, Mapping):
-        return {str(key): shown(each, is_secret(str(key))) for key, each in value.items()}
+        return {str(key): shown(inner, is_secret(str(key))) for key, inner in value.items()}
     return masked(plain(value))
 
 
@@ -251,7 +251,7 @@ def shape(kind: Any) -> type | None:
 
 def writable(kind: Any) -> bool:
     """Tell if a file or a shell can hold a value of the type, besides null."""
-    held, inner = shape(kind), [it for it in get_args(kind) if it not in (type(None), ...)]
+    held, inner = shape(kind), [arg for arg in get_args(kind) if arg not in (type(None), ...)]
     if is_union(kind):
         return any(map(writable, inner))
     if held is not None:
@@ -276,8 +276,8 @@ def members(kind: Any) -> list[Any]:
     return list(kind) if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
-def _value(it: Any) -> Any:
-    return it.value if isinstance(it, Enum) else it
+def _value(member: Any) -> Any:
+    return member.value if isinstance(member, Enum) else member
 
 
 # -- what is wrong -----------------------------------------------------------------------------------
@@ -292,8 +292,8 @@ def format_value(raw: Any) -> str:
 
 def _mismatch(raw: Any, kind: Any) -> MismatchError:
     accepted = _accepted(kind)
-    words = [each for each in accepted if not isinstance(each, type)]
-    names = [_NAMES.get(each, each.__name__) for each in accepted if isinstance(each, type)]
+    words = [word for word in accepted if not isinstance(word, type)]
+    names = [_NAMES.get(cls, cls.__name__) for cls in accepted if isinstance(cls, type)]
     if words:
         names.append(f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0]))
     hint = ""
@@ -326,7 +326,7 @@ def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
     from accel_core.config.yamlfile import looks_like
 
     number = decimal(raw)
-    if number and any(each in accepted for each in (int, float, timedelta)):
+    if number and any(cls in accepted for cls in (int, float, timedelta)):
         return f"; write {number}"
     if isinstance(raw, RawText):  # has no quotes, and is a list without brackets
         return ""
@@ -340,5 +340,5 @@ def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
 def _accepted(kind: Any) -> list[Any]:
     """The types and words that an option of this type takes."""
     if is_union(kind):
-        return [each for it in get_args(kind) if it is not type(None) for each in _accepted(it)]
+        return [word for arg in get_args(kind) if arg is not type(None) for word in _accepted(arg)]
     return [_value(member) for member in members(kind)] or [shape(kind) or kind]

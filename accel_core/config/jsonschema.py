@@ -37,7 +37,7 @@ def whole_schema(sections: Sections) -> dict[str, Any]:
 
 def class_schema(cls: type) -> dict[str, Any]:
     """The schema of one section; options that only Python can give are left out."""
-    options = {name: it for name, it in options_of(cls).items() if not describe(it[0]).python_only}
+    options = {name: pair for name, pair in options_of(cls).items() if not describe(pair[0]).python_only}
     return {
         "title": cls.__name__,
         "description": (cls.__doc__ or "").partition("\n")[0],

@@ -123,9 +123,11 @@ class Resolved:
             ConfigError: two propose different values, or one contradicts another source.
         """
         proposals = [
-            SourceValue(tuple(it.path.split(".")), it.value, "proposal", f"{name}: {it.reason}")
+            SourceValue(
+                tuple(proposal.path.split(".")), proposal.value, "proposal", f"{name}: {proposal.reason}"
+            )
             for name, config in self._configs(selected)
-            for it in getattr(config, "propose", lambda _: ())(self.config)
+            for proposal in getattr(config, "propose", lambda _: ())(self.config)
         ]
         if not proposals:
             return self
@@ -145,7 +147,7 @@ class Resolved:
 
     def worker_config(self) -> str:
         """JSON text for a launcher's workers, instead of file, environment and flags."""
-        rows = [(path, plain(it.value), it.source, it.origin) for path, it in self.settings.items()]
+        rows = [(path, plain(s.value), s.source, s.origin) for path, s in self.settings.items()]
         variables = sources.fingerprints(self._environment)
         return json.dumps({"file": self.file, "variables": variables, "settings": rows}, indent=1)
 

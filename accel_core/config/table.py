@@ -194,7 +194,7 @@ class Table:
             if new.source != "proposal":
                 self.settings[new.path] = new
             return
-        ours, theirs = (repr(shown(it.value, secret)) for it in (new, old))
+        ours, theirs = (repr(shown(value, secret)) for value in (new.value, old.value))
         if new.source == "proposal":
             self._refuse(new, f"wants {ours}, but it is {theirs} by {old.origin}")
         elif new.source == old.source != "preset" or (

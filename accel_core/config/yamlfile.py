@@ -33,8 +33,8 @@ def read_yaml(name: str, directory: FilePath, problems: list[ConfigProblem]) -> 
             yield from (SourceValue((key,), value, "file", keys.origins[key]) for key, value in keys.items())
             return
         if root is not None:
-            found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            message, mark = f"holds {found}; expected keys and values, as in `device: cpu`", root.start_mark
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            message, mark = f"holds {kind}; expected keys and values, as in `device: cpu`", root.start_mark
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
@@ -72,8 +72,8 @@ class _Values(yaml.SafeLoader):
 
     # A date would be text by the time that workers get it from the launcher.
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own class attributes
-        letter: [(tag, pattern) for tag, pattern in found if tag != _TAG + "timestamp"]
-        for letter, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp"]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
         tag: make
@@ -108,8 +108,8 @@ class _Loader(_Values):
     def _refuse(self, mark: yaml.Mark | None, message: str) -> None:
         self._problems.append(ConfigProblem(_at(self._file, mark), self._path, message))
 
-    def keys(self, node: yaml.MappingNode) -> LocatedDict:
-        found, above, first = LocatedDict(), self._path, dict[str, yaml.Mark]()
+    def mapping(self, node: yaml.MappingNode) -> LocatedDict:
+        mapping, above, first = LocatedDict(), self._path, dict[str, yaml.Mark]()
         own = {id(key) for key, _ in node.value if key.tag != _TAG + "merge"}
         self.flatten_mapping(node)  # `<<: *defaults`; own keys come last, and win
         for key, value in node.value:
@@ -124,14 +124,14 @@ class _Loader(_Values):
             if id(key) in own and first.setdefault(key.value, mark) is not mark:
                 self._refuse(mark, f"given again; it is already on line {first[key.value].line + 1}")
             try:
-                found[key.value] = self.construct_object(value, deep=True)
-                found.origins[key.value] = _at(self._file, mark)
+                mapping[key.value] = self.construct_object(value, deep=True)
+                mapping.origins[key.value] = _at(self._file, mark)
             except yaml.MarkedYAMLError as error:  # a tag that is not YAML's own, an alias inside its anchor
                 self._refuse(error.problem_mark, f"cannot be read: {error.problem}")
             except _UNREADABLE as error:
                 self._refuse(value.start_mark, f"cannot be read: {type(error).__name__}: {error}")
         self._path = above
-        return found
+        return mapping
 
 
-_Loader.add_constructor(_TAG + "map", _Loader.keys)
+_Loader.add_constructor(_TAG + "map", _Loader.mapping)

@@ -110,12 +110,12 @@ class Binder:
         """The hooks as answered by these plugins; order among equals is the order given."""
         return Hooks(self, sorted(plugins, key=lambda plugin: plugin.layer))
 
-    def combine(self, hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
+    def combine(self, hook: str, implementations: Sequence[Implementation]) -> Callable[..., Any]:
         """One callable, with the spec's parameters, for all these implementations."""
         facts = self._hooks[hook]
         if facts.spec.kind == "owner":
-            return found[-1].call
-        active = [implementation for implementation in found if not implementation.is_no_op]
+            return implementations[-1].call
+        active = [implementation for implementation in implementations if not implementation.is_no_op]
         if facts.spec.refines is not None:
             combined = wrap(hook, active, facts.parameters.index(facts.spec.refines))
         elif len(active) == 1 and facts.answer in ("Callable", "None"):
@@ -242,10 +242,14 @@ class Hooks:
 
     def step(self, hook: str) -> Callable[..., Any] | None:
         """The callable of a hook; None if all its implementations are marked `no_op`."""
-        found = self.implementations(hook)
+        implementations = self.implementations(hook)
         if self._binder.specs[hook].kind == "owner":
-            found = found[-1:]
-        return None if all(implementation.is_no_op for implementation in found) else getattr(self, hook)
+            implementations = implementations[-1:]
+        return (
+            None
+            if all(implementation.is_no_op for implementation in implementations)
+            else getattr(self, hook)
+        )
 
     def __getattr__(self, hook: str) -> Any:
         if hook.startswith("_"):
@@ -253,13 +257,13 @@ class Hooks:
         specs = self._binder.specs
         if hook not in specs:
             raise AttributeError(f"there is no hook {hook!r}{did_you_mean(hook, specs)}")
-        found = self.implementations(hook)
-        if not found and specs[hook].kind == "owner":
+        implementations = self.implementations(hook)
+        if not implementations and specs[hook].kind == "owner":
             stack = " + ".join(plugin.name for plugin in self._plugins) or "an empty stack"
             raise PluginError(
                 f"hook {hook}: no plugin of {stack} implements it\nadd one that does to the stack", hook=hook
             )
-        resolved = self._binder.combine(hook, found)
+        resolved = self._binder.combine(hook, implementations)
         setattr(self, hook, resolved)
         return resolved
 

@@ -103,8 +103,8 @@ def _option_of_family(name: str) -> str | None:
 def _data() -> dict[str, Any]:
     import yaml
 
-    found: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("catalog.yaml").read_text("utf-8"))
-    return found
+    data: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("catalog.yaml").read_text("utf-8"))
+    return data
 
 
 def strategy_hint(discovery: Discovery) -> str:

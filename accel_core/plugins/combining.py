@@ -28,12 +28,12 @@ class Implementation:
         return getattr(self.call, "accel_no_op", False)
 
 
-def wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[..., Any]:
+def wrap(hook: str, methods: Sequence[Implementation], position: int) -> Callable[..., Any]:
     """A wrapper hook: all refine the argument at `position`, the first innermost."""
 
     def refine(*arguments: Any) -> Any:
         values = list(arguments)
-        for implementation in found:
+        for implementation in methods:
             values[position] = implementation.call(*values)
             if values[position] is None:
                 about = f"hook {hook}: {implementation.plugin} gave None"
@@ -44,11 +44,11 @@ def wrap(hook: str, found: Sequence[Implementation], position: int) -> Callable[
     return refine
 
 
-def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[str, Any]]:
+def _merge(hook: str, methods: Sequence[Implementation]) -> Callable[..., Mapping[str, Any]]:
     def call(*arguments: Any) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         source: dict[str, str] = {}
-        for plugin, answer in _typed_answers(hook, found, arguments, Mapping, "a mapping"):
+        for plugin, answer in _typed_answers(hook, methods, arguments, Mapping, "a mapping"):
             for key, value in answer.items():
                 if key in merged and not _same(merged[key], value):
                     raise _disagreement(hook, f"{key} = ", source[key], merged[key], plugin, value)
@@ -58,19 +58,19 @@ def _merge(hook: str, found: Sequence[Implementation]) -> Callable[..., Mapping[
     return call
 
 
-def _concatenate(hook: str, found: Sequence[Implementation]) -> Callable[..., list[Any]]:
+def _concatenate(hook: str, methods: Sequence[Implementation]) -> Callable[..., list[Any]]:
     def call(*arguments: Any) -> list[Any]:
-        answers = _typed_answers(hook, found, arguments, Iterable, "a sequence")
+        answers = _typed_answers(hook, methods, arguments, Iterable, "a sequence")
         return [item for _, answer in answers for item in answer]
 
     return call
 
 
 def _typed_answers(
-    hook: str, found: Sequence[Implementation], arguments: Sequence[Any], kind: type, words: str
+    hook: str, methods: Sequence[Implementation], arguments: Sequence[Any], kind: type, words: str
 ) -> Iterator[tuple[str, Any]]:
     """(plugin, answer) of each plugin that answers; PluginError for a wrong type."""
-    for implementation in found:
+    for implementation in methods:
         answer, plugin = implementation.call(*arguments), implementation.plugin
         if not answer:
             continue
@@ -88,17 +88,17 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
-def _enter(hook: str, found: Sequence[Implementation]) -> Callable[..., AbstractContextManager[Any]]:
+def _enter(hook: str, methods: Sequence[Implementation]) -> Callable[..., AbstractContextManager[Any]]:
     def call(*arguments: Any) -> AbstractContextManager[Any]:
-        contexts = [context for it in found if (context := it.call(*arguments)) is not None]
+        contexts = [context for each in methods if (context := each.call(*arguments)) is not None]
         return contexts[0] if len(contexts) == 1 else _entered(contexts)
 
     return call
 
 
-def _compose(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
+def _compose(hook: str, methods: Sequence[Implementation]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Callable[[], AbstractContextManager[Any]] | None:
-        factories = [factory for it in found if (factory := it.call(*arguments)) is not None]
+        factories = [factory for each in methods if (factory := each.call(*arguments)) is not None]
         if len(factories) < 2:
             return factories[0] if factories else None
         return lambda: _entered(factory() for factory in factories)
@@ -106,9 +106,9 @@ def _compose(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
     return call
 
 
-def _agree(hook: str, found: Sequence[Implementation]) -> Callable[..., Any]:
+def _agree(hook: str, methods: Sequence[Implementation]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        answers = [(it.plugin, answer) for it in found if (answer := it.call(*arguments)) is not None]
+        answers = [(each.plugin, answer) for each in methods if (answer := each.call(*arguments)) is not None]
         for plugin, answer in answers[1:]:
             if not _same(answers[0][1], answer):
                 raise _disagreement(hook, "", *answers[0], plugin, answer)

@@ -102,23 +102,23 @@ class Discovery:
 
     def get(self, name: str) -> Record | None:
         """The record of that name, if any; core's own if another package claims its name."""
-        found = [record for record in self.records if record.name == name]
-        return min(found, key=lambda record: record.fault == "conflict", default=None)
+        records = [record for record in self.records if record.name == name]
+        return min(records, key=lambda record: record.fault == "conflict", default=None)
 
     def of(self, slot: str) -> tuple[Record, ...]:
         """The records of one slot, highest priority first, then by name."""
-        found = [record for record in self.records if record.slot == slot]
-        return tuple(sorted(found, key=lambda record: (-_priority(record), record.name)))
+        records = [record for record in self.records if record.slot == slot]
+        return tuple(sorted(records, key=lambda record: (-_priority(record), record.name)))
 
     def usable(self, slot: str) -> list[tuple[Card, Record]]:
         """The plugins that `auto` may select, best first: with a priority, not shadowed."""
-        found = [
+        usable = [
             (record.card, record)
             for record in self.of(slot)
             if record.card and record.card.priority is not None and record.status == "available"
         ]
-        shadowed = {name for card, _ in found for name in card.shadows}
-        return [(card, record) for card, record in found if record.name not in shadowed]
+        shadowed = {name for card, _ in usable for name in card.shadows}
+        return [(card, record) for card, record in usable if record.name not in shadowed]
 
 
 def offering(word: str) -> str:
