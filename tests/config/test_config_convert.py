@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from config_toys import Compression, Policy, ShardConfig
@@ -37,6 +39,9 @@ REFUSED = [
     (True, Literal[1, 2]),
     ("30", timedelta),
     (print, Callable[..., Any]),
+    ([1], tuple[int, int]),
+    ("ab", Sequence[str]),
+    (float("nan"), timedelta),
 ]
 
 
@@ -59,6 +64,12 @@ ACCEPTED = [
     (90, timedelta, timedelta(seconds=90)),
     (timedelta(1), timedelta | None, timedelta(1)),
     ({"any": [thing := object()]}, Any, {"any": [thing]}),
+    ([1], Sequence[int], (1,)),
+    (["a"], AbstractSet[str], frozenset({"a"})),
+    (["a"], set[str], {"a"}),
+    ({"a": [1, 2]}, dict[str, list[float]], {"a": [1.0, 2.0]}),
+    ([], tuple, ()),
+    (4, Annotated[int, "a count"], 4),
 ]
 
 
@@ -112,8 +123,30 @@ def test_a_shell_has_no_quotes_to_remove():
 
 def test_a_config_class_may_lie_in_a_list():
     assert convert([{"min_size": 3}], tuple[Policy, ...]) == (Policy(min_size=3),)
-    with pytest.raises(MismatchError, match="item 1"):
+    with pytest.raises(MismatchError, match=r"item 1: unknown key 'min_sze'; did you mean 'min_size'\?"):
         convert([{"min_sze": 3}], tuple[Policy, ...])
+    with pytest.raises(MismatchError, match="item 1: min_size: expected a whole number, got 'x'"):
+        convert([{"min_size": "x"}], tuple[Policy, ...])
+    with pytest.raises(MismatchError, match="item 1: Policy.min_size: must be at least 0"):
+        convert([{"min_size": -1}], tuple[Policy, ...])
+
+
+@dataclass
+class Foreign:
+    """A value as Python may give for an option, of a class that is not ours."""
+
+    dtype: type
+    cast: bool
+
+
+def test_a_dataclass_is_told_apart_by_its_fields():
+    assert plain(Foreign(int, True)) == {"dtype": "builtins.int", "cast": True}
+    assert plain({"of": frozenset("ba")}) == {"of": ["a", "b"]}
+
+
+def test_a_mistake_in_a_mapping_is_named_by_its_key():
+    with pytest.raises(MismatchError, match="^b: expected a whole number, got 'x'"):
+        convert({"a": 1, "b": "x"}, Mapping[str, int])
 
 
 policies = st.builds(Policy, param_dtype=st.sampled_from(["fp32", "bf16"]), min_size=st.integers(0, 9))

@@ -241,6 +241,17 @@ def test_a_dry_run_of_nodes_without_a_place_to_meet_is_refused_too(tmp_path):
     assert "2 nodes were asked for, and no place to meet" in told
 
 
+def test_a_launcher_that_finds_the_place_itself_is_given_none(toys, tmp_path):
+    environment = toys("herd", "launcher", implementation="'toy_herd:Launcher'")
+    (tmp_path / "train.py").touch()
+    flags = ("--dry-run", "--nodes", "2", "--launcher", "herd", "train.py")
+
+    ended = accel("launch", *flags, environment=environment, cwd=tmp_path)
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "2 nodes x auto" in ended.stdout
+
+
 def test_an_unknown_launcher(tmp_path):
     told = refused(tmp_path, "--launcher", "torchrn", "train.py")
 
