@@ -8,8 +8,9 @@ from typing import Any, Final
 import click
 from attrs import Attribute, frozen
 
-from accel_core.config.convert import RawText, convert_option, members, plain
+from accel_core.config.convert import convert_option, members, plain
 from accel_core.config.sections import Sections
+from accel_core.config.sources import RawText
 from accel_core.contract.card import Slot
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import default_of, describe, options_of, section_class

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -23,15 +22,14 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 import attrs
 from attrs import Attribute
 
+from accel_core.config.sources import RawText, decimal
 from accel_core.contract.options import describe, is_secret, masked, options_of
 from accel_core.contract.suggest import did_you_mean
 
 __all__ = [
     "MismatchError",
-    "RawText",
     "convert",
     "convert_option",
-    "decimal",
     "flat",
     "format_value",
     "is_union",
@@ -53,26 +51,6 @@ _NAMES: Final[Mapping[Any, str]] = {
     list: "a list",
     Mapping: "a mapping",
 }
-
-
-_AMBIGUOUS: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
-
-
-class RawText(str):
-    """Text of a variable or flag, whose meaning depends on the type of the option."""
-
-    __slots__ = ()
-
-    def parts(self) -> list[RawText]:
-        """The items of `a,b`; commas within brackets do not count: `layers.[0,2].*`."""
-        parts, depth = [""], 0
-        for letter in self:
-            depth += (letter in "[{") - (letter in "]}")
-            if letter == "," and depth <= 0:
-                parts.append("")
-            else:
-                parts[-1] += letter
-        return [RawText(part.strip()) for part in parts if part.strip()]
 
 
 class MismatchError(ValueError):
@@ -302,23 +280,6 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
     elif isinstance(raw, str):
         hint = _spelling_hint(raw, kind, accepted) or did_you_mean(raw, list(map(str, words)))
     return MismatchError(f"expected {' or '.join(names)}, got {format_value(raw)}{hint}")
-
-
-def decimal(text: str) -> str:
-    """The decimal spelling of a number such as 010 or 1:30, which YAML 1.1 misreads.
-
-    YAML 1.1 reads them as 8 and 90. Empty for any other text.
-    """
-    match = _AMBIGUOUS.fullmatch(text.lower())
-    if match is None:
-        return ""
-    sign, digits = match[1], match[2].replace("_", "")
-    if ":" in digits:
-        total = 0.0
-        for part in digits.split(":"):
-            total = 60 * total + float(part)
-        return f"{sign}{total:.17g}"
-    return sign + (str(int(digits, 0)) if digits[1:2] in "bx" else digits.lstrip("0") or "0")
 
 
 def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 
 from attrs import frozen
 
-from accel_core.config.convert import RawText
 from accel_core.contract.options import Path
 from accel_core.errors import ConfigError
 
@@ -23,7 +22,9 @@ __all__ = [
     "WORKER_CONFIG_VARIABLE",
     "ConfigProblem",
     "LocatedDict",
+    "RawText",
     "SourceValue",
+    "decimal",
     "dotted",
     "fingerprints",
     "raise_problems",
@@ -32,7 +33,44 @@ __all__ = [
 WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 """Variable that names the file with a launcher's config for its workers."""
 
+_AMBIGUOUS: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
+
+
 Source = Literal["preset", "file", "environment", "flag", "python", "proposal"]
+
+
+class RawText(str):
+    """Text of a variable or flag, whose meaning depends on the type of the option."""
+
+    __slots__ = ()
+
+    def parts(self) -> list[RawText]:
+        """The items of `a,b`; commas within brackets do not count: `layers.[0,2].*`."""
+        parts, depth = [""], 0
+        for letter in self:
+            depth += (letter in "[{") - (letter in "]}")
+            if letter == "," and depth <= 0:
+                parts.append("")
+            else:
+                parts[-1] += letter
+        return [RawText(part.strip()) for part in parts if part.strip()]
+
+
+def decimal(text: str) -> str:
+    """The decimal spelling of a number such as 010 or 1:30, which YAML 1.1 misreads.
+
+    YAML 1.1 reads them as 8 and 90. Empty for any other text.
+    """
+    match = _AMBIGUOUS.fullmatch(text.lower())
+    if match is None:
+        return ""
+    sign, digits = match[1], match[2].replace("_", "")
+    if ":" in digits:
+        total = 0.0
+        for part in digits.split(":"):
+            total = 60 * total + float(part)
+        return f"{sign}{total:.17g}"
+    return sign + (str(int(digits, 0)) if digits[1:2] in "bx" else digits.lstrip("0") or "0")
 
 
 class LocatedDict(dict[str, Any]):

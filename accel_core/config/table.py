@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from attrs import Attribute, define, evolve, field
 
-from accel_core.config.convert import RawText, convert_option, format_value, shown
+from accel_core.config.convert import convert_option, format_value, shown
 from accel_core.config.sections import CORE, Sections
-from accel_core.config.sources import ConfigProblem, LocatedDict, SourceValue, dotted
+from accel_core.config.sources import ConfigProblem, LocatedDict, RawText, SourceValue, dotted
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, describe, is_secret, options_of, said, section_class
 from accel_core.plugins.catalog import not_installed

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from accel_core.config.convert import decimal
-from accel_core.config.sources import ConfigProblem, LocatedDict, SourceValue
+from accel_core.config.sources import ConfigProblem, LocatedDict, SourceValue, decimal
 from accel_core.contract.options import Path
 
 __all__ = ["looks_like", "read_yaml"]
