@@ -28,7 +28,7 @@ _RESERVED: Final = (
     " rng-types schema step-scheduler-with-optimizer strategies strategy"
 )
 RESERVED_NAMES: Final = frozenset(_RESERVED.split())
-"""Names a plugin may not take: sections and options of core, and words of the command line."""
+"""Names that plugins may not take: words of core's config and command line."""
 
 CAPABILITIES: Final[Mapping[str, str]] = {
     "bf16": "trains under autocast to bfloat16",

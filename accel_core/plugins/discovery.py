@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import evolve, frozen
 
 from accel_core.contract.card import SLOTS, Card, incompatibility
-from accel_core.contract.options import RESERVED_NAMES
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import PluginError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from accel_core import Card, PluginError, discover, catalog_entry
+from accel_core import Card, PluginError, catalog_entry, discover
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
