@@ -31,7 +31,7 @@ def _best(call: Callable[[], object], count: int, number: int = 1) -> float:
 
 def _discovery(count: int) -> Row:
     sys.path.insert(0, str(HERE.parent / "tests"))
-    from generated import generate_backends
+    from generated_backends import generate_backends
 
     with TemporaryDirectory() as folder:
         generate_backends(Path(folder))

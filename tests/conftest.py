@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from toys import card_source, write_distribution
+from toy_distributions import card_source, write_distribution
 
 from accel_core.plugins.discovery import Record, discover
 

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import ranks_job
 import torch
-from command import ACCEL, accel, clean_environment
+from accel_command import ACCEL, accel, clean_environment
 from safetensors.torch import load_file
 from torch import nn
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nodes_job
 import pytest
-from command import ACCEL, clean_environment
+from accel_command import ACCEL, clean_environment
 
 from accel_testing.processes import ProcessError, run_processes
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import accel
-from toys import card_source, write_distribution
+from accel_command import accel
+from toy_distributions import card_source, write_distribution
 
 FAULTS = {
     "so": ("import ctypes\nctypes.CDLL('libacme_runtime.so.1')", "libacme_runtime.so.1: cannot open shared"),

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from command import accel, clean_environment
-from generated import generate_backends
+from accel_command import accel, clean_environment
+from generated_backends import generate_backends
 
 HELLO = "import click\n\n@click.command()\ndef hello():\n    print('hello from a plugin')\n"
 

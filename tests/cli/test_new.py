@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import accel
+from accel_command import accel
 
 from accel_testing import conform
 from accel_testing.new import RENDERED, render

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from command import accel
-from toys import card_source, write_distribution
+from accel_command import accel
+from toy_distributions import card_source, write_distribution
 
 PLUGIN = "class Plugin:\n    def __init__(self, config, run): ...\n"
 

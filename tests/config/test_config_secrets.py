@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from accel_command import accel
 from attrs import frozen
-from command import accel
 from config_toys import record
 
 from accel_core import ConfigError, option

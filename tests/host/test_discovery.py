@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from toys import card_source
+from toy_distributions import card_source
 
 from accel_core.contract.card import API_VERSION, Card
 from accel_core.errors import PluginError

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import toy_specs as hooks
-from stacks import stack
+from toy_stacks import stack
 
 from accel_core.contract.hooks import implements
 from accel_core.errors import PluginError

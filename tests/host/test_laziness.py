@@ -7,7 +7,7 @@ import sys
 import attrs
 import pytest
 import toy_specs
-from generated import generate_backends
+from generated_backends import generate_backends
 
 from accel_core.contract.hooks import implements
 from accel_core.plugins.binding import Binder

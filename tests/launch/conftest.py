@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toys import write_distribution
+from toy_distributions import write_distribution
 
 
 @pytest.fixture

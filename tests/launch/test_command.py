@@ -7,7 +7,7 @@ import sys
 import zipapp
 
 import pytest
-from command import accel, clean_environment
+from accel_command import accel, clean_environment
 
 from accel_core import ConfigError
 from accel_core.launch.plan import plan

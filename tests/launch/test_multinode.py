@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from command import ACCEL, clean_environment
+from accel_command import ACCEL, clean_environment
 
 pytestmark = [
     pytest.mark.multinode,

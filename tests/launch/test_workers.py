@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import ACCEL, accel, clean_environment
+from accel_command import ACCEL, accel, clean_environment
 
 from accel_core.launch.worker import command
 

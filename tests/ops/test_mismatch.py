@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from ranks import ranks
+from rank_processes import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 

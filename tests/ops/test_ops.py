@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import ranks
+from rank_processes import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import CollectiveError, Topology, ops

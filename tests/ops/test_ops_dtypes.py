@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import ranks
+from rank_processes import ranks
 
 from accel_core import ops
 

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from ranks import ranks
+from rank_processes import ranks
 
 from accel_core import ops
 from accel_core.distributed.nested import describe, leaves, rebuild

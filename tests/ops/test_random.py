@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import ranks
+from rank_processes import ranks
 
 from accel_core import CheckpointError, ConfigError, Topology, World, set_seed
 from accel_core.checkpoint.defaults import BaseState

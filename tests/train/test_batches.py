@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from problems import FEATURES, net
 from torch.utils.data import DataLoader
+from training_problems import FEATURES, net
 
 from accel_core import Accelerator
 

@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 import torch
-from problems import FEATURES, net, our_losses, plain_losses
 from torch import nn
 from torch.optim import SGD
+from training_problems import FEATURES, net, our_losses, plain_losses
 
 from accel_core import TorchDynamoPlugin
 from accel_core.training.compile import compile_model

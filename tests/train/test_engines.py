@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import FEATURES, net
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
+from training_problems import FEATURES, net
 
 from accel_core import Accelerator
 

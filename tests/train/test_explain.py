@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from problems import batches, net
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
+from training_problems import batches, net
 
 from accel_core import Accelerator, GradientAccumulationPlugin
 from accel_testing.processes import run_processes

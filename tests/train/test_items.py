@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import tokens
+import token_losses
 import torch
-from problems import batches, net
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from training_problems import batches, net
 
 from accel_core import AccelError, GradScalerKwargs
 from accel_core.training.step import _of_all
@@ -26,15 +26,15 @@ def assert_near(ours, plain, **tolerance):
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_window_of_ragged_batches_equals_the_whole_batch(accelerator_of, accumulate, clip):
     accelerator = accelerator_of(gradient_accumulation_steps=accumulate)
-    assert_near(tokens.ours(accelerator, clip), tokens.plain(clip))
+    assert_near(token_losses.ours(accelerator, clip), token_losses.plain(clip))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_so_does_one_that_is_run_as_a_whole(accelerator_of, clip):
-    weights, losses = tokens.by_windows(accelerator_of(gradient_accumulation_steps=4), clip)
-    assert_near(weights, tokens.plain(clip))
+    weights, losses = token_losses.by_windows(accelerator_of(gradient_accumulation_steps=4), clip)
+    assert_near(weights, token_losses.plain(clip))
     if clip is None:
-        assert losses == pytest.approx(tokens.plain_losses())
+        assert losses == pytest.approx(token_losses.plain_losses())
 
 
 def test_an_evaluation_in_between_leaves_a_windows_items_alone(accelerator_of):
@@ -66,7 +66,7 @@ def test_items_that_are_no_number_of_items_are_refused(accelerator, items):
 
 def test_items_may_be_a_plain_number(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
-    assert_near(tokens.ours(accelerator, as_tensor=False), tokens.plain())
+    assert_near(token_losses.ours(accelerator, as_tensor=False), token_losses.plain())
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -75,13 +75,13 @@ def test_a_loss_scale_changes_nothing(accelerator_of, clip):
     accelerator = accelerator_of(
         gradient_accumulation_steps=4, mixed_precision="fp16", kwargs_handlers=[scale]
     )
-    assert_near(tokens.ours(accelerator, clip), tokens.plain(clip), rtol=2e-2, atol=2e-2)
+    assert_near(token_losses.ours(accelerator, clip), token_losses.plain(clip), rtol=2e-2, atol=2e-2)
 
 
 def test_a_window_without_any_item_keeps_the_gradients_zero(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
-    lengths = [0] * tokens.GLOBAL + tokens.LENGTHS[: tokens.GLOBAL]
-    assert_near(tokens.ours(accelerator, lengths=lengths), tokens.plain(lengths=lengths))
+    lengths = [0] * token_losses.GLOBAL + token_losses.LENGTHS[: token_losses.GLOBAL]
+    assert_near(token_losses.ours(accelerator, lengths=lengths), token_losses.plain(lengths=lengths))
 
 
 def test_a_short_last_window_is_a_mean_of_what_it_has(accelerator_of):

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import tokens
+import token_losses
 import torch
 
 from accel_core import Accelerator, GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs
@@ -20,10 +20,10 @@ def accelerator(*handlers: Any, **options: Any) -> Accelerator:
     return Accelerator(cpu=True, kwargs_handlers=[limit, *handlers], **options)
 
 
-def trained(accumulate, clip=None, lengths=tuple(tokens.LENGTHS), each_batch=False, **options):
+def trained(accumulate, clip=None, lengths=tuple(token_losses.LENGTHS), each_batch=False, **options):
     plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
     made = accelerator(GradScalerKwargs(init_scale=32.0), gradient_accumulation_plugin=plugin, **options)
-    weights = tokens.ours(made, clip, lengths)
+    weights = token_losses.ours(made, clip, lengths)
     made.end_training()
     return weights
 
@@ -37,30 +37,30 @@ def assert_all_near(found, plain, **tolerance):
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (4, None), (2, 0.05)])
 def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, clip):
     found = run_processes(trained, accumulate, clip)
-    assert_all_near(found, tokens.plain(clip))
+    assert_all_near(found, token_losses.plain(clip))
 
 
 def by_windows():
     made = accelerator(gradient_accumulation_steps=2)
-    found = tokens.by_windows(made)
+    found = token_losses.by_windows(made)
     made.end_training()
     return found
 
 
 def test_so_they_do_in_windows_that_are_run_as_a_whole():
     found = run_processes(by_windows)
-    assert_all_near([weights for weights, _ in found], tokens.plain())
+    assert_all_near([weights for weights, _ in found], token_losses.plain())
     for _, losses in found:
-        assert losses == pytest.approx(tokens.plain_losses())
+        assert losses == pytest.approx(token_losses.plain_losses())
 
 
 def test_reducing_each_micro_batch_changes_nothing():
-    assert_all_near(run_processes(trained, 2, None, tuple(tokens.LENGTHS), True), tokens.plain())
+    assert_all_near(run_processes(trained, 2, None, tuple(token_losses.LENGTHS), True), token_losses.plain())
 
 
 def test_a_rank_without_a_token_takes_part():
     lengths = (0, 0, 0, 0, 5, 2, 9, 1) * 2
-    assert_all_near(run_processes(trained, 2, None, lengths), tokens.plain(lengths=lengths))
+    assert_all_near(run_processes(trained, 2, None, lengths), token_losses.plain(lengths=lengths))
 
 
 def half(accumulate, clip):
@@ -68,23 +68,23 @@ def half(accumulate, clip):
 
 
 def test_a_loss_scale_changes_nothing():
-    assert_all_near(run_processes(half, 2, 0.05), tokens.plain(0.05), rtol=2e-2, atol=2e-2)
+    assert_all_near(run_processes(half, 2, 0.05), token_losses.plain(0.05), rtol=2e-2, atol=2e-2)
 
 
 def traffic(accumulate, each_batch, count_items):
     """The collectives of each of four micro-batches, from entering `accumulate` to the end of its step."""
     plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
     made = accelerator(gradient_accumulation_plugin=plugin)
-    network = tokens.model()
-    network, optimizer = made.prepare(network, tokens.optimizer_of(network))
-    inputs, labels = tokens.padded(tokens.sequences()[:4])
+    network = token_losses.model()
+    network, optimizer = made.prepare(network, token_losses.optimizer_of(network))
+    inputs, labels = token_losses.padded(token_losses.sequences()[:4])
     counts = []
     for _ in range(8):
         with (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
             made.accumulate(network, items=4 if count_items else None),
         ):
-            made.backward(tokens.loss_sum(network(inputs), labels))
+            made.backward(token_losses.loss_sum(network(inputs), labels))
             made.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

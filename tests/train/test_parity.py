@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import our_losses, plain_losses
+from training_problems import our_losses, plain_losses
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])

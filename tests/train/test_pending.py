@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from problems import batches, net
 from torch.optim import SGD
+from training_problems import batches, net
 
 from accel_core import GradScalerKwargs
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from problems import FEATURES, net
 from torch import nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
+from training_problems import FEATURES, net
 
 from accel_core import (
     AccelError,

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from problems import batches, net
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
+from training_problems import batches, net
 
 from accel_core import AccelError, ConfigError, DataLoaderConfiguration
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import FEATURES, net
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from training_problems import FEATURES, net
 
 from accel_core import Accelerator, AccelError, GradScalerKwargs
 

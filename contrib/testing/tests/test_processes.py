@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-import hangs
+import hanging_rank
 import pytest
 
 from accel_testing.processes import ProcessError, run_processes
@@ -150,7 +150,7 @@ def test_a_rank_that_aborted_is_not_the_cause_where_another_failed() -> None:
 
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(ProcessError, match=r"ranks \[1\] of 2 had not returned after 2 s") as caught:
-        run_processes(hangs.hang_on, 1, timeout=2)
+        run_processes(hanging_rank.hang_on, 1, timeout=2)
     assert "in hang_on" in caught.value.text
 
 

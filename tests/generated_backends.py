@@ -1,6 +1,6 @@
 """Backends by the dozen, to see that listing and launching stay fast with many installed.
 
-`python generated.py FOLDER` writes twelve of 25 options each; put FOLDER on PYTHONPATH to install them.
+`python generated_backends.py FOLDER` writes twelve of 25 options each; PYTHONPATH=FOLDER installs them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from toys import card_source, write_distribution
+from toy_distributions import card_source, write_distribution
 
 SLOTS = ("device", "strategy", "tracker", "extension")
 OPTIONS = (
