@@ -45,7 +45,6 @@ LONG: frozenset[str] = frozenset(
         "distributed",
         "errors",
         "launch",
-        "plugins",
         "runtime",
         "training",
     ]
