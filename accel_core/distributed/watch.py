@@ -1,9 +1,23 @@
-"""Ranks that wait name the ranks they wait for.
+"""Name the ranks that other ranks wait for.
 
-Ranks come together in the store before an operation that is rare and long: whoever waits there can be
-told that others never come, which a rank inside a collective cannot. One thread a process, only in a
-world of several, says where this rank is when another asks, and speaks up for a rank that waits long
-inside a collective. Nothing here runs in a step.
+A rank inside a collective cannot be told that the others never come. So before an operation that is rare
+and long (save, load, prepare) ranks assemble in the group's store, where they can. In a world of several
+each process has one thread beside it, the watch. Nothing here runs in a step.
+
+    rank that assembles                            watch of each rank, every LOOK_SECONDS
+    -------------------                            --------------------------------------
+    set assembly/N/RANK = what it brings           `asked` grew: set where/RANK = operation, place, stuck
+    add 1 to assembly/N/came                       stuck in a collective for TELL_SECONDS:
+      last to come:  set assembly/N/verdict          one rank speaks for all: it asks, and writes to
+        = "", or how the ranks differ                stderr which ranks are elsewhere
+      first to come, every LOOK_SECONDS:           `over` is set: end, before the store does
+        add 1 to `asked`, read where/* of those
+        absent; if all are stuck, or the time is   the run ends: set where/RANK = "has ended its run"
+        out: set verdict = which rank is where     rank that serves the store: set `over`, and wait until
+    wait for the verdict; raise it unless ""         `left` counts all ranks
+
+Keys lie under the prefix of one watch, `watch/N`. Ranks make groups and assemble in the same order, so their
+counts N agree.
 """
 
 from __future__ import annotations
@@ -14,7 +28,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -34,31 +48,30 @@ if TYPE_CHECKING:
 __all__ = ["assemble", "lost_peer", "start", "stop"]
 
 LOOK_SECONDS = 2.0
-"""Between two looks for a question in the store."""
+"""Between two looks into the store."""
 STUCK_SECONDS = 10.0
-"""A rank in one of our operations that has waited for others this long, without using CPU, is stuck."""
+"""A rank that has waited for others this long in one of our operations, without using CPU, is stuck."""
 TELL_SECONDS = 30.0
-"""How often the ranks that are waited for are named."""
+"""Between two messages that name the ranks that are waited for."""
 REQUESTS: Final = 20_000
-"""A second, that ranks which wait make of the store together, at most."""
+"""Requests per second that all waiting ranks together make of the store, at most."""
 IDLE: Final = 0.05
-"""Share of a CPU below which a process counts as doing nothing."""
+"""Share of a CPU below which a process counts as idle."""
 LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer", re.IGNORECASE)
-"""As torch's backends say that they lost another rank."""
+"""Words with which torch's backends report that they lost another rank."""
 LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
 COLLECTIVES: Final = "accel_core.distributed.process_group"
 WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops")
-"""Modules whose functions wait for nothing but other ranks, and devices that wait for those."""
+"""Modules whose functions wait for other ranks only, or for devices that wait for those."""
 
-# In step on all ranks, which make groups and assemble in the same order.
-_meetings, _watches = count(), count()
+_assemblies, _watches = count(), count()
 _watch: Watch | None = None
 
 
 def start(store: Store, world: World, *, serves: bool) -> None:
     """Begin to answer other ranks' questions. Counted with `stop`.
 
-    store: the thread's own clone. serves: the store lives in this process and ends with it.
+    store: a clone, for the thread alone. serves: the store lives in this process and ends with it.
     """
     global _watch  # noqa: PLW0603 - one thread a process
     if _watch is None:
@@ -67,7 +80,7 @@ def start(store: Store, world: World, *, serves: bool) -> None:
 
 
 def stop() -> None:
-    """Undo one `start`; after the last, other ranks that ask hear that this one has ended."""
+    """Undo one `start`; after the last, ranks that ask hear that this one has ended."""
     global _watch  # noqa: PLW0603
     if _watch is not None:
         _watch.users -= 1
@@ -77,165 +90,142 @@ def stop() -> None:
 
 
 def assemble(run: Run, operation: str, brings: str = "") -> None:
-    """Return once every rank of the world makes this operation. Collective.
+    """Return once every rank of the world calls this operation. Collective.
 
     brings: what must be equal on all ranks, in words.
 
     Raises:
-        CollectiveError: ranks make another operation or bring something else, one that is waited for
-            cannot come because it is stuck in an operation that waits for this rank, or the process
-            group's time-out has passed. Raised on all ranks that wait.
+        CollectiveError: ranks call another operation or bring something else, an absent rank is stuck in an
+            operation that waits for this rank, or the process group's time-out has passed. Raised on all
+            ranks that wait.
     """
     if run.world.size > 1 and _watch is not None:
-        Meeting(run, _watch, f"{operation}{brings and f' of {brings}'}").hold()
+        _Assembly(run, _watch.prefix, operation, brings).hold()
 
 
 def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
-    """What an error of torch's own collectives means; None if it is no error of a lost connection."""
-    first = str(error).partition("\n")[0]
-    if _watch is None or run.world.store is None or not LOST.search(first):
+    """Translate an error of torch's own collectives; None for an error that is not a lost connection."""
+    first_line = str(error).partition("\n")[0]
+    if _watch is None or run.world.store is None or not LOST.search(first_line):
         return None
     if not module_that_raised(error).startswith(WAITING):
         return None
-    store, others = _under(_watch.prefix, run.world.store), set(range(run.world.size)) - {run.world.rank}
+    others = [rank for rank in range(run.world.size) if rank != run.world.rank]
     try:
-        asked = store.add("asked", 1)
-        time.sleep(2 * LOOK_SECONDS)
-        answers = {rank: answer_of(store, rank) for rank in sorted(others)}
-    except RuntimeError:  # the store went down with the rank that served it
-        asked, answers = 0, {0: {}}
-    elsewhere = {
-        rank: said if said.get("asked", asked) >= asked else {}
-        for rank, said in answers.items()
-        if said.get("operation") != operation or said.get("asked", asked) < asked
-    }
+        answers = _ask(_under(_watch.prefix, run.world.store), others, time.sleep)
+    except RuntimeError:  # the store ended with rank 0, which served it
+        answers = {0: {}}
+    elsewhere = {rank: answer for rank, answer in answers.items() if answer.get("operation") != operation}
     return CollectiveError(
-        f"{operation}: rank {run.world.rank} lost {listed(elsewhere) or 'the others'}\n{first}\n"
+        f"{operation}: rank {run.world.rank} lost {_listed(elsewhere) or 'the others'}\n{first_line}\n"
         "look at what those ranks did: they died, hang, or took another branch",
         operation=operation,
     )
 
 
-class Meeting:
-    """One `assemble`, as this rank sees it. The first rank to come asks after those that are not there."""
+class _Assembly:
+    """One `assemble`, as this rank sees it."""
 
-    def __init__(self, run: Run, watch: Watch, what: str) -> None:
+    def __init__(self, run: Run, prefix: str, operation: str, brings: str) -> None:
         from torch.distributed.distributed_c10d import default_pg_timeout
 
         assert run.world.store is not None
-        self.store, self.world, self.what = _under(watch.prefix, run.world.store), run.world, what
-        self.number = next(_meetings)
-        self.key = f"meeting/{self.number}"
-        timeout = run.config.process_group.timeout or default_pg_timeout
-        self.begun = time.monotonic()
-        self.patience = timeout.total_seconds()
+        self.operation, self.brings = operation, f"{operation} of {brings}" if brings else operation
+        self.rank, self.ranks = run.world.rank, range(run.world.size)
+        self.store, self.number = _under(prefix, run.world.store), next(_assemblies)
+        self.key = f"assembly/{self.number}"
+        self.timeout = (run.config.process_group.timeout or default_pg_timeout).total_seconds()
 
     def hold(self) -> None:
-        """See `assemble`."""
-        self.store.set(f"{self.key}/{self.world.rank}", self.what)
-        number = self.store.add(f"{self.key}/came", 1)
-        if number == self.world.size:
+        """Come, wait for the verdict, and raise it unless it is empty."""
+        self.store.set(f"{self.key}/{self.rank}", self.brings)
+        came = self.store.add(f"{self.key}/came", 1)
+        if came == len(self.ranks):
             self.store.set(f"{self.key}/verdict", self._compared())
-            for left in ("came", "verdict"):  # of the meeting before, which all ranks have left
-                self.store.delete_key(f"meeting/{self.number - 1}/{left}")
-        verdict = self._verdict(asks=number == 1)
+            for name in ("came", "verdict"):  # of the assembly before, which all ranks have left
+                self.store.delete_key(f"assembly/{self.number - 1}/{name}")
+        verdict = self._verdict(is_first=came == 1)
         if verdict:
-            raise CollectiveError(verdict, operation=self.what)
-        self.store.delete_key(f"{self.key}/{self.world.rank}")
+            raise CollectiveError(verdict, operation=self.brings)
+        self.store.delete_key(f"{self.key}/{self.rank}")
 
     def _compared(self) -> str:
-        every = [
-            word.decode() for word in self.store.multi_get([f"{self.key}/{rank}" for rank in self._ranks])
-        ]
-        if len(set(every)) == 1:
+        """Compare what all ranks brought; "" if it is equal."""
+        brought = [text.decode() for text in self.store.multi_get([f"{self.key}/{r}" for r in self.ranks])]
+        if len(set(brought)) == 1:
             return ""
-        listed = "\n".join(f"  rank {rank}: {word}" for rank, word in enumerate(every))
-        name = self.what.partition(" of ")[0]
-        return f"{name}: the ranks did not bring the same\n{listed}\ncall it on all ranks alike"
+        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(brought))
+        return f"{self.operation}: ranks passed different inputs\n{listed}\ncall it on all ranks alike"
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.world.size)
-
-    def _verdict(self, *, asks: bool) -> str:
-        """What the meeting came to: nothing if all is well, else why not."""
-        key, told = f"{self.key}/verdict", self.begun
-        pause, longest = 0.001, 0.05 + self.world.size / REQUESTS
-        looked = self.begun
-        while not self.store.check([key]):  # torch's own wait logs each time that it ends in vain
+    def _verdict(self, *, is_first: bool) -> str:
+        """Wait for the verdict. The first rank to come asks after absent ranks, and may decide."""
+        key = f"{self.key}/verdict"
+        begun = looked = told = time.monotonic()
+        pause, longest = 0.001, 0.05 + len(self.ranks) / REQUESTS
+        while not self.store.check([key]):  # torch's own wait logs each time-out
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
-            if time.monotonic() - looked < LOOK_SECONDS:
+            now = time.monotonic()
+            if now - looked < LOOK_SECONDS:
                 continue
-            looked = time.monotonic()
-            waited = time.monotonic() - self.begun
-            if waited > self.patience + LOOK_SECONDS:  # the rank that asks may be gone
-                return self._in_vain(self._absent(), "in vain")
-            if asks and (reason := self._asked(waited, tell=time.monotonic() - told > TELL_SECONDS)):
-                self.store.set(key, reason)
-            if time.monotonic() - told > TELL_SECONDS:
-                told = time.monotonic()
+            looked, waited = now, now - begun
+            if is_first:
+                absent = self._absent()
+                if waited > self.timeout:
+                    self.store.set(key, self._failure(absent, "in vain"))
+                elif absent and all(answer.get("stuck") for answer in absent.values()):
+                    self.store.set(key, self._failure(absent, "which will not come"))
+                else:
+                    self.store.add("asked", 1)
+                if now - told > TELL_SECONDS:
+                    told = now
+                    sys.stderr.write(
+                        f"accel: {self.operation} has waited {waited:.0f} s for {_listed(absent)}\n"
+                    )
+            elif waited > self.timeout + LOOK_SECONDS:  # the first rank may be gone
+                return self._failure(self._absent(), "in vain")
         return self.store.get(key).decode()
 
-    def _absent(self) -> Mapping[int, Mapping[str, Any]]:
-        """The ranks that have not come, and what each last said of itself."""
-        gone = [rank for rank in self._ranks if not self.store.check([f"{self.key}/{rank}"])]
-        return {rank: answer_of(self.store, rank) for rank in gone}
+    def _absent(self) -> dict[int, Mapping[str, Any]]:
+        """Return the ranks that have not come, with the last answer of each."""
+        absent = [rank for rank in self.ranks if not self.store.check([f"{self.key}/{rank}"])]
+        return {rank: _answer_of(self.store, rank) for rank in absent}
 
-    def _asked(self, waited: float, *, tell: bool) -> str:
-        """Why the others will not come, once that is certain; "" until then."""
-        absent = self._absent()
-        if waited > self.patience:
-            return self._in_vain(absent, "in vain")
-        if absent and all(answer.get("stuck") for answer in absent.values()):
-            return self._in_vain(absent, "which will not come")
-        self.store.add("asked", 1)
-        if tell:
-            sys.stderr.write(f"accel: {self._name} has waited {waited:.0f} s for {listed(absent)}\n")
-        return ""
-
-    @property
-    def _name(self) -> str:
-        return self.what.partition(" of ")[0]
-
-    def _in_vain(self, absent: Mapping[int, Mapping[str, Any]], how: str) -> str:
-        came = ", ".join(str(rank) for rank in self._ranks if rank not in absent)
+    def _failure(self, absent: Mapping[int, Mapping[str, Any]], how: str) -> str:
+        came = ", ".join(str(rank) for rank in self.ranks if rank not in absent)
         return (
-            f"{self._name} is collective: rank(s) {came} of {self.world.size} waited for {listed(absent)},"
-            f" {how}\n"
-            f"call {self._name} on all ranks, not on one alone"
+            f"{self.operation} is collective: rank(s) {came} of {len(self.ranks)} waited for"
+            f" {_listed(absent)}, {how}\ncall {self.operation} on all ranks, not on one alone"
         )
 
 
 class Watch:
-    """The thread, and its own connection to the store."""
+    """The thread, with its own connection to the store."""
 
     def __init__(self, store: Store, world: World, *, serves: bool) -> None:
         self.users = 0
         self.prefix = f"watch/{next(_watches)}"
         self._store = _under(self.prefix, store)
         self._rank, self._size, self._serves = world.rank, world.size, serves
-        self._lost = False
         self._main = threading.main_thread().ident
-        self._over = threading.Event()
+        self._ending = threading.Event()
+        self._store_is_gone = False
         self._position: tuple[Any, ...] = ()
-        self._since = self._used = 0.0
-        self._told = 0.0
+        self._since = self._cpu_seconds = self._told = 0.0
         self._heard = -1
         self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Tell those who ask that this rank has ended.
+        """Tell ranks that ask that this one has ended, and let the store's clients leave before the store.
 
-        The rank that serves the store tells the others to stop first: torch writes a page of warnings
-        where they look into a store that is gone.
+        torch writes a page of warnings for each client that looks into a store that is gone.
         """
-        self._over.set()
+        self._ending.set()
         self._thread.join(LOOK_SECONDS)
         with suppress(RuntimeError):
-            if not self._lost:
-                self._heard = sys.maxsize  # this answer holds for every question
+            if not self._store_is_gone:
+                self._heard = sys.maxsize  # this answer holds for every question to come
                 self._answer({"where": "has ended its run", "stuck": True})
                 self._leave()
             deadline = time.monotonic() + 2 * LOOK_SECONDS
@@ -243,64 +233,55 @@ class Watch:
                 time.sleep(0.01)
 
     def _leave(self) -> None:
-        self._lost = True
+        self._store_is_gone = True
         if self._serves:
             self._store.set("over", "")
         self._store.add("left", 1)
 
     def _run(self) -> None:
         try:
-            self._look_around()
+            while not self._ending.wait(LOOK_SECONDS):
+                if self._store.check(["over"]):
+                    self._leave()
+                    return
+                self._look()
         except RuntimeError:  # the store is gone, and with it the ranks that could ask
-            self._lost = True
+            self._store_is_gone = True
 
-    def _look_around(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
-            if self._store.check(["over"]):
-                self._leave()
-                break
-            seen = _seen(self._main)
-            self._note(seen.position)
-            asked = self._store.add("asked", 0)
-            if asked != self._heard:
-                self._heard = asked
-                self._answer(self._state(seen))
-            elif seen.in_collective and self._stood() - self._told > TELL_SECONDS:
-                self._speak(seen)
-
-    def _note(self, position: tuple[Any, ...]) -> None:
-        used, now = time.process_time(), time.monotonic()
-        idle = used - self._used < IDLE * LOOK_SECONDS
-        if position != self._position or not idle:
-            self._position, self._since, self._told = position, now, 0.0
-        self._used = used
-
-    def _stood(self) -> float:
-        """Seconds that this rank has not moved."""
-        return time.monotonic() - self._since
-
-    def _state(self, seen: _Seen) -> dict[str, Any]:
-        stuck = seen.waits_for_ranks and self._stood() >= STUCK_SECONDS
-        return {"where": seen.where, "operation": seen.operation, "stuck": stuck}
+    def _look(self) -> None:
+        """Note since when the main thread stands still, answer a question, or speak up."""
+        seen = _seen(self._main)
+        cpu_seconds, now = time.process_time(), time.monotonic()
+        idle = cpu_seconds - self._cpu_seconds < IDLE * LOOK_SECONDS
+        if seen.position != self._position or not idle:
+            self._position, self._since, self._told = seen.position, now, 0.0
+        self._cpu_seconds = cpu_seconds
+        still = now - self._since
+        stuck = seen.waits_for_ranks and still >= STUCK_SECONDS
+        state = {"where": seen.where, "operation": seen.operation, "stuck": stuck}
+        asked = self._store.add("asked", 0)
+        if asked != self._heard:
+            self._heard = asked
+            self._answer(state)
+        elif seen.in_collective and still - self._told > TELL_SECONDS:
+            self._told = still
+            self._answer(state)
+            # One rank speaks for all that stand in the same collective.
+            if self._store.add(f"speaker/{int(time.time() / TELL_SECONDS)}", 1) == 1:
+                self._speak(seen.operation)
 
     def _answer(self, state: Mapping[str, Any]) -> None:
         self._store.set(f"where/{self._rank}", json.dumps({**state, "asked": self._heard}))
 
-    def _speak(self, seen: _Seen) -> None:
-        """Name the ranks that are not where this one waits; one rank speaks for all."""
-        self._told = self._stood()
-        mine = self._state(seen)
-        self._answer(mine)
-        if self._store.add(f"speaker/{int(time.time() / TELL_SECONDS)}", 1) > 1:
-            return
-        self._store.add("asked", 1)
-        self._over.wait(2 * LOOK_SECONDS)
-        answers = {rank: answer_of(self._store, rank) for rank in range(self._size) if rank != self._rank}
-        absent = {rank: said for rank, said in answers.items() if said.get("operation") != mine["operation"]}
+    def _speak(self, operation: str | None) -> None:
+        """Name the ranks that are not in this rank's operation."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        answers = _ask(self._store, others, self._ending.wait)
+        absent = {rank: answer for rank, answer in answers.items() if answer.get("operation") != operation}
         if absent:
-            name = mine["operation"] or "a collective"
+            still, name = time.monotonic() - self._since, operation or "a collective"
             sys.stderr.write(
-                f"accel: rank {self._rank} has waited {self._stood():.0f} s in {name} for {listed(absent)}\n"
+                f"accel: rank {self._rank} has waited {still:.0f} s in {name} for {_listed(absent)}\n"
             )
 
 
@@ -310,71 +291,70 @@ def _under(prefix: str, store: Store) -> Store:
     return PrefixStore(prefix, store)
 
 
-def answer_of(store: Store, rank: int) -> Mapping[str, Any]:
-    """What a rank last said of itself."""
+def _ask(store: Store, ranks: Iterable[int], wait: Callable[[float], object]) -> dict[int, Mapping[str, Any]]:
+    """Ask ranks where they are; {} for a rank that does not answer within two looks."""
+    asked = store.add("asked", 1)
+    wait(2 * LOOK_SECONDS)
+    answers = {rank: _answer_of(store, rank) for rank in ranks}
+    return {rank: answer if answer.get("asked", -1) >= asked else {} for rank, answer in answers.items()}
+
+
+def _answer_of(store: Store, rank: int) -> Mapping[str, Any]:
+    """Return the last answer of a rank; {} if it never answered."""
     key = f"where/{rank}"
     answer: Mapping[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return answer
 
 
-def listed(ranks: Mapping[int, Mapping[str, Any]]) -> str:
-    """Ranks, each with where it is."""
-    shown = [f"rank {rank} ({said.get('where', 'does not answer')})" for rank, said in ranks.items()]
+def _listed(answers: Mapping[int, Mapping[str, Any]]) -> str:
+    shown = [f"rank {rank} ({answer.get('where', 'does not answer')})" for rank, answer in answers.items()]
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
 @frozen
 class _Seen:
-    """Where a thread was. It holds no frame: that would keep alive what a function had, such as a model."""
+    """The place of a thread, without its frames: a frame would keep alive a function's locals, as a model."""
 
     position: tuple[Any, ...]
     where: str
+    """The place in words."""
     operation: str | None
+    """The name of the operation of ours that the thread is in."""
     waits_for_ranks: bool
+    """True if only other ranks can let the thread go on: not a disk, a terminal, or a loader's workers."""
     in_collective: bool
 
 
 def _seen(thread: int | None) -> _Seen:
-    frames = list(_frames(thread))
-    where, operation = place(frames)
+    frames = []
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    where, operation = _place(frames)
+    in_collective = any(_module(frame) == COLLECTIVES for frame in frames)
+    inside_torch = bool(frames) and _module(frames[0]).startswith(WAITING)
     return _Seen(
         position=tuple((id(frame.f_code), frame.f_lasti) for frame in frames),
         where=where,
         operation=operation,
-        waits_for_ranks=operation is not None and _waits_for_ranks(frames),
-        in_collective=_in_collective(frames),
+        waits_for_ranks=operation is not None and (in_collective or inside_torch),
+        in_collective=in_collective,
     )
 
 
-def place(frames: Sequence[FrameType]) -> tuple[str, str | None]:
-    """Where a thread is, in words, from its innermost frame outwards; and the operation of ours it is in."""
+def _place(frames: Sequence[FrameType]) -> tuple[str, str | None]:
+    """Return a thread's place in words, and its operation of ours, from its frames, the innermost first."""
     operation = None
     for frame in frames:
-        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        root, file = _module(frame).partition(".")[0], frame.f_code.co_filename
         if root.startswith("accel_"):
             operation = frame.f_code.co_name
-        elif root != "torch" and not _is_library(frame.f_code.co_filename):
-            line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        elif root != "torch" and (not file.startswith(("<", LIBRARY)) or "site-packages" in file):
+            line = f"{Path(file).name}:{frame.f_lineno}"
             return (f"in {operation}, {line}" if operation else f"at {line}"), operation
     return f"in {operation}" if operation else "in no code of its own", operation
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", LIBRARY)) and "site-packages" not in file
-
-
-def _frames(thread: int | None) -> Iterator[FrameType]:
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _waits_for_ranks(frames: Sequence[FrameType]) -> bool:
-    """Whether only other ranks can let a thread go on: not a disk, a terminal, or a loader's workers."""
-    inside = str(frames[0].f_globals.get("__name__", "")).startswith(WAITING)
-    return inside or _in_collective(frames)
-
-
-def _in_collective(frames: Sequence[FrameType]) -> bool:
-    return any(frame.f_globals.get("__name__") == COLLECTIVES for frame in frames)
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
