@@ -1,6 +1,7 @@
 """Write the parts of the docs that repeat the code.
 
-These are docs/hooks.md, docs/reference.md, and the diffs in README.md and docs/tutorial.md.
+These are docs/hooks.md, docs/reference.md, the diffs in README.md and docs/tutorial.md, and the stub
+accel_core/__init__.pyi.
 `python tools/reference.py` rewrites them, `--check` compares them. Imports no torch.
 """
 # ruff: noqa: INP001, T201  # a script
@@ -105,7 +106,9 @@ def names(root: Path = ROOT) -> str:
     for name, node in sorted(members.items()):
         lines += _described(f"accelerator.{name}", node)
     lines += ["## Names of accel_core", ""]
-    for name, module in sorted(_exports(root / "accel_core" / "__init__.py").items()):
+    exports = _exports(root)
+    del exports["__version__"]
+    for name, module in sorted(exports.items()):
         lines += _described(name, _definition(root, module, name))
     return "\n".join((*lines, *_options(root)))
 
@@ -128,12 +131,17 @@ def _members(cls: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[tu
             yield node.name, node
 
 
-def _exports(file: Path) -> dict[str, str]:
-    """Public name -> the module that its import for type checkers names."""
-    found = [node for node in ast.walk(_module(file)) if isinstance(node, ast.ImportFrom)]
-    public = _literal(file, "__all__")
-    homes = {each.asname or each.name: node.module or "" for node in found for each in node.names}
-    return {name: homes.get(name, "accel_core") for name in public}
+def _exports(root: Path) -> dict[str, str]:
+    """Public name -> the module that defines it."""
+    table: dict[str, str] = _literal(root / "accel_core" / "__init__.py", "_PUBLIC")
+    return {name: f"accel_core.{module}" for module, names in table.items() for name in names.split()}
+
+
+def stub(root: Path = ROOT) -> str:
+    """accel_core/__init__.pyi: every public name, for type checkers."""
+    head = "# Written by tools/reference.py from __init__.py.\n# ruff: noqa: E501, I001\n# fmt: off\n"
+    lines = [f"from {module} import {name} as {name}\n" for name, module in _exports(root).items()]
+    return head + "".join(lines)
 
 
 def _definition(root: Path, module: str, name: str) -> ast.stmt | None:
@@ -244,6 +252,7 @@ def main() -> int:
     readme, tutorial = ROOT / "README.md", docs / "tutorial.md"
     fresh = {docs / "hooks.md": hooks(), docs / "reference.md": names()}
     fresh |= {readme: with_diff(readme, "minimal", 99), tutorial: with_diff(tutorial, "digits", 0)}
+    fresh[ROOT / "accel_core" / "__init__.pyi"] = stub()
     if not parser.parse_args().check:
         for path, text in fresh.items():
             path.write_text(text, encoding="utf-8")

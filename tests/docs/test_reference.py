@@ -16,7 +16,7 @@ from accel_core.contract.options import options_of
 from accel_core.plugins.discovery import discover
 
 
-def test_hooks_md_and_the_readmes_diff_are_fresh():
+def test_hooks_md_the_readmes_diff_and_the_stub_are_fresh():
     command = [sys.executable, ROOT / "tools" / "reference.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
 
