@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from accel_core.checkpoint.paths import local_path
-from accel_core.cli.plugins import aligned
+from accel_core.cli.terminal import table
 from accel_core.errors import CheckpointError, PluginError
 from accel_core.plugins.discovery import discover, load
 
@@ -73,7 +73,7 @@ def list_(folder: Path, as_json: bool) -> None:
 
 def _table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     cells = [[str(row[column]) if row[column] is not None else "-" for column in columns] for row in rows]
-    return aligned([[column.upper() for column in columns], *cells])
+    return table([[column.upper() for column in columns], *cells])
 
 
 def _inside(folder: Path) -> list[Path]:

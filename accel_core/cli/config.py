@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from accel_core.cli import Group
-from accel_core.cli.plugins import aligned
+from accel_core.cli.terminal import say, table
 from accel_core.config.convert import flat, shown
 from accel_core.config.jsonschema import whole_schema
 from accel_core.config.resolve import Resolved, find_file, load, outside
@@ -50,7 +50,7 @@ def check(file: str | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"file": find_file(file), "problems": problems, "notes": notes}, indent=1))
     else:
-        print("\n".join(problems or [f"{find_file(file) or 'defaults'}: no mistakes", *notes]))
+        say(*(problems or [f"{find_file(file) or 'defaults'}: no mistakes", *notes]))
     sys.exit(1 if problems else 0)
 
 
@@ -67,9 +67,10 @@ def show(file: str | None, as_json: bool) -> None:
         values = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
         print(json.dumps({"file": resolved.file, "values": values, "notes": notes}, indent=1))
         return
-    print(f"file: {resolved.file or 'none (./accel.yaml does not exist)'}")
+    say(f"file: {resolved.file or 'none (./accel.yaml does not exist)'}")
     cells = [(path, json.dumps(value), origin) for path, value, origin in rows]
-    print(*aligned(cells), *notes, sep="\n")
+    print(*table(cells, header=False), sep="\n")
+    say(*notes)
 
 
 def _load(file: str | None) -> Resolved:
@@ -132,7 +133,7 @@ def init(defaults: bool, output: str, force: bool) -> None:
         from accel_core.launch.plan import Launch
 
         unset = load(discovery=discover(), environment={}, directory=os.devnull)  # where no file lies
-        click.echo(f"This machine: {Launch(unset, discover()).hardware()}")
+        say(f"This machine: {Launch(unset, discover()).hardware()}")
     answers = ask(ASKED, discover(), silent=defaults)
     Path(output).write_text(render(answers), encoding="utf-8")
     print(f"wrote {output}; `accel config check` looks at it, `accel launch SCRIPT` uses it")

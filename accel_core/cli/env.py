@@ -11,6 +11,7 @@ from typing import Final
 
 import click
 
+from accel_core.cli.terminal import say
 from accel_core.contract.options import MASK, may_be_secret
 from accel_core.plugins.discovery import Record, discover, load
 
@@ -23,19 +24,19 @@ VARIABLES: Final = tuple("ACCEL RANK LOCAL_ WORLD_SIZE MASTER_ OMP_NUM TORCH PYT
 @click.command()
 def env() -> None:
     """Describe this machine and what is installed, for bug reports."""
-    from accel_core.cli.plugins import table
+    from accel_core.cli.plugins import listing
 
     for name, value in _machine():
-        print(f"{name:<14} {value}")
+        say(f"{name:<14} {value}", indent=15)
     discovery = discover()
-    print("", *table(discovery), "", sep="\n")
+    print("", *listing(discovery), "", sep="\n")
     # A vendor's library may end or hang the process: what was found by then is out already.
     print("torch ... ", end="", flush=True)
-    print(_torch())
+    say(_torch())
     for record in discovery.of("device"):  # others tell nothing of the machine, and are slow to import
         if record.status == "available":
             print(f"{record.name} ... ", end="", flush=True)
-            print(_report(record))
+            say(_report(record))
 
 
 def _machine() -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from accel_core.cli.terminal import say
 from accel_core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -115,12 +116,10 @@ def launch(
 
 
 def _describe(planned: Launch, words: tuple[str, ...]) -> None:
-    print(planned.line(planned.config.launch.processes_per_node))
-    print(f"each worker: {shlex.join((sys.executable, *words))}")
-    for path, origin in sorted(planned.resolved.origins.items()):
-        print(f"  {path}: {origin}")
-    for doubt in planned.doubts():
-        print(doubt)
+    say(planned.line(planned.config.launch.processes_per_node))
+    say(f"each worker: {shlex.join((sys.executable, *words))}")
+    say(*(f"  {path}: {origin}" for path, origin in sorted(planned.resolved.origins.items())))
+    say(*planned.doubts())
 
 
 def _refuse_missing(target: tuple[str, ...], module: bool) -> None:

@@ -12,6 +12,7 @@ import click
 from attrs import asdict, filters
 
 from accel_core.cli import Group
+from accel_core.cli.terminal import say, table
 from accel_core.contract.card import SLOTS
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
@@ -21,7 +22,7 @@ from accel_core.plugins.discovery import Discovery, Record, discover, implementa
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["aligned", "examine", "plugins", "table"]
+__all__ = ["examine", "listing", "plugins"]
 
 CHOSEN: Final = {
     "device": "taken by `device: auto`; explicit names always get their plugin",
@@ -70,7 +71,7 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     if as_json:
         print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
     else:
-        print("\n".join(_explain(discovery) if why else table(discovery)))
+        say(*_explain(discovery)) if why else print(*listing(discovery), sep="\n")
 
 
 def _ordered(discovery: Discovery) -> list[Record]:
@@ -83,20 +84,13 @@ def _facts(record: Record) -> dict[str, object]:
     return {**card, **{name: getattr(record, name) for name in names}}
 
 
-def table(discovery: Discovery) -> Iterator[str]:
+def listing(discovery: Discovery) -> Iterator[str]:
     """The lines of the listing, header first."""
     rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")]
     for record in _ordered(discovery):
         about = record.reason or (record.card.summary if record.card else "")
         rows.append((record.name, record.slot, record.status, record.origin, about.splitlines()[0]))
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table whose columns stand under each other."""
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    for row in rows:
-        yield "  ".join([*map(str.ljust, row, widths), row[-1]])
+    return table(rows)
 
 
 def _explain(discovery: Discovery) -> Iterator[str]:
@@ -151,7 +145,7 @@ def _find(name: str) -> Record:
 def doctor(name: str, timeout: float) -> None:
     """Import all parts of plugin NAME in a child process, and run its checks."""
     record = _find(name)
-    print(f"{record.slot} {record.name}, {record.origin}: {record.status}", flush=True)
+    say(f"{record.slot} {record.name}, {record.origin}: {record.status}")
     if record.reason:
         print(record.traceback or f"  {record.reason}", flush=True)
     if record.card is None:
@@ -160,7 +154,7 @@ def doctor(name: str, timeout: float) -> None:
     try:
         ended = subprocess.run([sys.executable, "-c", code], timeout=timeout, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
-        print(f"  it did not finish within {timeout:g} s: the import above hangs")
+        say(f"  it did not finish within {timeout:g} s: the import above hangs")
         sys.exit(1)
     sys.exit(0 if ended.returncode == 0 and record.status == "available" else 1)
 
@@ -178,9 +172,10 @@ def examine(name: str) -> None:
             found = implementation(record) if is_built else load(record, path)
         except PluginError as error:
             cause = error.__cause__
-            print("failed", *(traceback.format_exception(cause) if cause else [error]), sep="\n")
+            say("failed")
+            print(*(traceback.format_exception(cause) if cause else [error]), sep="\n")
             sys.exit(1)
         reason = found() if what == "verify" else None
-        print(reason or "ok")
+        say(reason or "ok")
         if reason:
             sys.exit(1)

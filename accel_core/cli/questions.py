@@ -8,6 +8,7 @@ from typing import Any, Final
 import click
 from attrs import Attribute, frozen
 
+from accel_core.cli.terminal import confirm, prompt, say
 from accel_core.config.convert import convert_option, members, plain
 from accel_core.config.sections import Sections
 from accel_core.config.sources import RawText
@@ -44,7 +45,7 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
             answers.append(_answer(path, *_core_option(path), discovery, silent))
     strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
     options = Sections(discovery).class_of(strategy)
-    if options and click.confirm(f"Set options of {strategy}?", default=False):
+    if options and confirm(f"Set options of {strategy}?"):
         for name, (attribute, kind) in options_of(options).items():
             about = describe(attribute)
             if not (about.python_only or about.refused) and section_class(kind) is None:
@@ -68,10 +69,10 @@ def _answer(path: str, attribute: Attribute[Any], kind: Any, discovery: Discover
     names = _names(path, discovery)
     choices = names or [str(plain(choice)) for choice in about.choices or members(kind)]
     one_of = f" One of: {', '.join(choices)}." if choices else ""
-    click.echo(f"\n{about.sentence}{one_of}")
+    say("", f"{about.sentence}{one_of}")
     shown = "" if default is None else default
     parse = _parser(attribute, kind, lambda value: _misnamed(path, value, names, discovery))
-    value = click.prompt(path, default=shown, value_proc=parse, show_default=bool(shown))
+    value = prompt(path, shown, parse)
     return Answer(path, about.sentence, plain(value), default)
 
 

@@ -1,0 +1,104 @@
+"""Print for people: with rich on a terminal, in plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import click
+
+__all__ = ["confirm", "prompt", "say", "table"]
+
+STYLES: Final = {
+    "green": ("available", "ok", "yes", "usable"),
+    "yellow": ("unavailable", "blocked", "not usable", "cannot be used"),
+    "red": ("broken", "failed", "conflict", "incompatible", "damaged"),
+}
+"""Colour -> the words that have it."""
+LEAST: Final = 24
+"""Width of a last column that is still readable beside the others."""
+
+
+def say(*lines: str, indent: int = 2) -> None:
+    """Print lines; on a terminal wrapped at its width, continued `indent` columns further in."""
+    console = _console() if sys.stdout.isatty() else None
+    for line in lines:
+        if console is None:
+            print(line, flush=True)
+            continue
+        margin = " " * (len(line) - len(line.lstrip()) + indent)
+        pieces = textwrap.wrap(line, console.width, subsequent_indent=margin, break_on_hyphens=False)
+        console.print(_coloured("\n".join(pieces)))
+
+
+def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> Iterator[str]:
+    """Yield the lines of a table; on a terminal the last column is wrapped, or stands below the others.
+
+    header: the first row names the columns.
+    """
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    leading = [
+        "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False)) for row in rows
+    ]
+    if not sys.stdout.isatty():
+        yield from (start + row[-1] for start, row in zip(leading, rows, strict=True))
+        return
+    from rich.padding import Padding
+    from rich.table import Table
+
+    grid, console = Table.grid(), _console()
+    is_narrow = len(leading[0]) + LEAST > console.width
+    for number, (start, row) in enumerate(zip(leading, rows, strict=True)):
+        style, last = "bold" if header and number == 0 else None, _coloured(row[-1])
+        if is_narrow:
+            grid.add_row(_coloured(start.rstrip()), style=style)
+            grid.add_row(Padding(last, (0, 0, 0, 4)), style=style)
+        else:
+            grid.add_row(_coloured(start), last, style=style)
+    with console.capture() as capture:
+        console.print(grid)
+    yield from capture.get().splitlines()
+
+
+def prompt(name: str, default: Any, parse: Callable[[Any], Any]) -> Any:
+    """Ask for a value until `parse` takes the answer; it raises click.UsageError for one that it refuses."""
+    if not sys.stdout.isatty():
+        return click.prompt(name, default=default, value_proc=parse, show_default=bool(default))
+    from rich.prompt import InvalidResponse, PromptBase
+    from rich.text import Text
+
+    class Question(PromptBase[Any]):
+        def process_response(self, value: str) -> Any:
+            try:
+                return parse(value.strip() or default)
+            except click.UsageError as error:
+                raise InvalidResponse(_coloured(f"failed: {error.message}")) from None
+
+    return Question(Text.assemble((name, "bold"), (f" ({default})" if default else "", "dim")))()
+
+
+def confirm(question: str) -> bool:
+    """Ask for yes or no; no by default."""
+    if not sys.stdout.isatty():
+        return click.confirm(question, default=False)
+    from rich.prompt import Confirm
+
+    return Confirm.ask(question, default=False)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def _coloured(text: str) -> Any:
+    """Return rich's text, without markup, in which words of `STYLES` have their colour."""
+    from rich.text import Text
+
+    coloured = Text(text)
+    for colour, words in STYLES.items():
+        coloured.highlight_regex(rf"(?<![\w-])({'|'.join(words)})(?![\w-])", colour)
+    return coloured
