@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel_core.checkpoint.file import load
 from accel_core.checkpoint.file import save as _write
+from accel_core.contract.run import current
 from accel_core.distributed.collectives import (
     broadcast,
     broadcast_object_list,
@@ -18,7 +19,6 @@ from accel_core.distributed.collectives import (
     split_between_processes,
     wait_for_everyone,
 )
-from accel_core.distributed.exchange import live
 from accel_core.distributed.nested import (
     concatenate,
     convert_outputs_to_fp32,
@@ -70,5 +70,5 @@ def save(
 
     Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors.
     """
-    if live(run).world.first_of_disk(each_node=save_on_each_node):
+    if (run or current()).world.first_of_disk(each_node=save_on_each_node):
         _write(obj, f, safe_serialization=safe_serialization)

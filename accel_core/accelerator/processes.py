@@ -1,4 +1,4 @@
-"""Which rank this is, what ranks do together, and what only some of them do."""
+"""The part of the Accelerator about processes: ranks, collectives, code that only some ranks run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """Over the run that a subclass holds."""
+    """Base of Accelerator, which holds the `run`."""
 
     run: Run
 
-    # -- who and where ---------------------------------------------------------------------------
+    # -- ranks ----------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -65,95 +65,78 @@ class Ranks:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """True in a world of several processes."""
         return self.run.world.size > 1
 
     @property
     def distributed_type(self) -> str:
-        """The strategy's own word for itself; the device's where that is none, or MULTI_DEVICE."""
+        """The strategy's word for Accelerate; the device's if the strategy has none, or says MULTI_DEVICE."""
         stack = self.run.stack
         word, device = stack.strategy.card.distributed_type, stack.device.card.distributed_type
         return (device or word or stack.strategy.name) if word in (None, "MULTI_DEVICE") else word
 
-    # -- collectives -----------------------------------------------------------------------------
+    # -- collectives: documented once, in accel_core.ops -------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Each tensor (n, ...) of a nested structure, of all readers in order: (readers * n, ...).
+        """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).
 
-        Collective. Readers are the ranks, but those that read the same data (tensor or pipeline parallel) are
-        one. A 0-dim tensor counts as (1,). Shapes must be equal on all ranks: `pad_across_processes` makes
-        them so.
-
-        Raises:
-            CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
-            TypeError: something in it is no tensor; `gather_for_metrics` takes objects too.
+        Collective. See `ops.gather`.
         """
         return ops.gather(tensor, run=self.run)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that only padded the last batch. Collective.
+        """Gather a batch's results, without those of samples that only padded it.
 
-        Call it once for each batch of the loader that is being iterated. What holds other things than
-        tensors, or `use_gather_object`: a list of objects, in reader order.
-
-        Raises:
-            CollectiveError: as `gather`; also if ranks are not in the same batch of the same epoch.
+        Collective. See `ops.gather_for_metrics`.
         """
-        return ops.gather_for_metrics(input_data, use_gather_object=use_gather_object, run=self.run)
+        return ops.gather_for_metrics(input_data, use_gather_object, run=self.run)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """Each tensor of a nested structure reduced over the ranks with a loss of their own, times `scale`.
+        """Reduce each tensor over the ranks that have a loss of their own.
 
-        Collective. Shapes must be equal on all ranks, and stay; the tensors given are not changed.
-
-        Args:
-            tensor: the structure.
-            reduction: "sum", "mean", "min", "max", or "none".
-            scale: multiplies the result.
-
-        Raises:
-            CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
-            TypeError: something in it is no tensor, or its dtype has no such reduction.
+        Collective. See `ops.reduce`, whose default is "mean"; both defaults are those of Accelerate.
         """
         return ops.reduce(tensor, reduction, scale, run=self.run)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite each tensor of a nested structure, in place, by that of rank `from_process`. Collective.
+        """Overwrite each tensor, in place, with that of rank `from_process`.
 
-        Returns the structure. Raises as `gather`, and ValueError if there is no such rank.
+        Collective. See `ops.broadcast`.
         """
         return ops.broadcast(tensor, from_process, run=self.run)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Each tensor of a nested structure padded along `dim` to the longest of all readers. Collective.
+        """Pad each tensor along `dim` to the longest of all readers.
 
-        Args:
-            tensor: the structure; tensors without that dimension stay as they are.
-            dim: where lengths may differ.
-            pad_index: the value to pad with.
-            pad_first: pad at the start, not the end.
-
-        Raises:
-            CollectiveError: the structures differ between ranks.
+        Collective. See `ops.pad_across_processes`.
         """
         return ops.pad_across_processes(tensor, dim, pad_index, pad_first, run=self.run)
 
     def wait_for_everyone(self) -> None:
-        """Return once every rank is here. Collective.
+        """Return once every rank has called this.
 
-        Raises:
-            CollectiveError: another rank calls something else, or does not come in time.
+        Collective. See `ops.wait_for_everyone`.
         """
         ops.wait_for_everyone(run=self.run)
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give this reader's contiguous part of a list, tuple, tensor or dict.
+
+        Not collective. See `ops.split_between_processes`.
+        """
+        self.run.require_alive()
+        return ops.split_between_processes(inputs, apply_padding, run=self.run)
 
     def set_trigger(self) -> None:
         """Make the next `check_trigger` true on every rank. On any rank, at any time."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank called `set_trigger` since the last check. Collective."""
+        """True if any rank called `set_trigger` since the last check. Collective."""
         flag = torch.tensor([int(self._triggered)])
         self._triggered = False
         return bool(self.run.collectives("control").all_reduce(flag, "max").item())
@@ -188,42 +171,28 @@ class Ranks:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on the main process only; elsewhere the call gives None."""
+        """Decorate a function to run on the main process only; elsewhere the call returns None."""
         return _only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on the first process of each node only."""
+        """Decorate a function to run on the first process of each node only."""
         return _only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on the last process only."""
+        """Decorate a function to run on the last process only."""
         return _only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """Decorator: run on the process of that rank only."""
+        """Decorate a function to run on the process of that rank only."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return _only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """Decorator: run on the process of that local rank of each node only."""
+        """Decorate a function to run on the process of that local rank of each node only."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _only(function, lambda: self.local_process_index == local_process_index)
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """A context that gives this reader its contiguous share of a list, tuple, tensor or dict of them.
-
-        The first readers get one more where it does not divide; with `apply_padding` the others' last item is
-        repeated, so that all have equally many. Not collective.
-
-        Raises:
-            ValueError: the values of a dict differ in length.
-        """
-        self.run.require_alive()
-        return ops.split_between_processes(inputs, apply_padding=apply_padding, run=self.run)
 
 
 def _only(function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
