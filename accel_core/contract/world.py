@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["DOING", "Collectives", "Topology", "World", "refuse_lonely_tasks"]
+__all__ = ["Collectives", "Topology", "World", "current_operation", "refuse_lonely_tasks"]
 
-DOING: Final[ContextVar[object]] = ContextVar("DOING", default="")
-"""What this thread uses collectives for; its `str`, asked for only when they fail, says so to people."""
+current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
+"""The operation that this thread uses collectives for. Its `str` names it where they fail."""
 
 LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Of schedulers that start each rank as a task: its number on its node."""

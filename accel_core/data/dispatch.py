@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel_core.data.position import Drawn, Progress
 from accel_core.data.sharding import COMPLETE
-from accel_core.distributed.exchange import calling
+from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.tensor_bytes import bytes_of, name_of, tensor_from
 from accel_core.errors import CollectiveError
 
@@ -138,5 +138,5 @@ class _Pickler(pickle.Pickler):
 
 
 def _send(run: Run, message: Tensor | None) -> Tensor:
-    with calling(run, "world", "the next batch (dispatch_batches)", None, objects=True) as call:
+    with collective_call(run, "world", "the next batch (dispatch_batches)", None, objects=True) as call:
         return call.one_payload(message, SOURCE)

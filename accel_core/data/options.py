@@ -12,7 +12,7 @@ from accel_core.data.sampler import IndexFeed, ShareCollate, ShareWorker
 from accel_core.data.sharding import Deal
 from accel_core.data.shuffling import Draw
 from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
-from accel_core.distributed.exchange import calling
+from accel_core.distributed.exchange import collective_call
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
     doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
 
     def agree(mine: Tensor) -> Tensor:
-        with calling(run, "world", doing, None, objects=True) as call:
+        with collective_call(run, "world", doing, None, objects=True) as call:
             return call.one_payload(mine if control_rank == 0 else None, 0).clone()
 
     return Draw(

@@ -1,13 +1,11 @@
-"""Collectives over nested structures: as few as there are dtypes, and checked before they start.
+"""Collectives over nested structures: one for each dtype at most, and checked before they start.
 
-On CPU groups each operation begins with one exchange of fixed size, in which ranks see that all bring
-the like, and small tensors travel along (see `exchange`). Ranks that disagree all raise, with what
-each one brought. On other devices they are compared in debug mode only (ACCEL_DEBUG=1 or
-ACCELERATE_DEBUG_MODE=1).
+All ranks must call. Ranks that disagree all raise, and the error shows what each one passed: always on CPU
+groups, in debug mode on others (see `exchange`). None in a structure stays None. Results carry no gradient
+and lie on the run's device. A world of one never communicates, but gets results of the same shapes.
 
-All ranks must call. None in a structure stays None. Results carry no gradient, and lie on the run's
-device. A world of one never communicates, but gets results of the same shapes. `run`: the live one,
-if there is only one.
+Readers are the ranks that read data of their own: ranks that share their data (tensor or pipeline parallel)
+count as one. `run` defaults to the only live run.
 """
 
 from __future__ import annotations
@@ -21,13 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel_core.distributed.exchange import Call, calling, live
-from accel_core.distributed.nested import (
-    leaves,
-    rebuild,
-    recursively_apply,
-    slice_tensors,
-)
+from accel_core.contract.run import current
+from accel_core.distributed.exchange import CollectiveCall, collective_call
+from accel_core.distributed.nested import leaves, rebuild, recursively_apply, slice_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,64 +50,68 @@ _WIDER: Final = {
     **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
     torch.complex32: torch.complex64,
 }
-"""What process groups do not reduce. Integers converted back wrap around as they would have."""
+"""Dtypes that process groups do not reduce. Integers converted back wrap around as in their own dtype."""
 
 
 def gather(tensor: Any, *, run: Run | None = None) -> Any:
-    """Each tensor (n, ...) of every reader, concatenated in reader order: (readers * n, ...).
+    """Concatenate each tensor (n, ...) of every reader, in reader order: (readers * n, ...).
 
     A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes
     them so.
 
     Raises:
-        CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
-        TypeError: a leaf is no tensor.
+        CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
+        TypeError: a leaf is not a tensor; `gather_for_metrics` and `gather_object` take other objects.
         ValueError: the tensors are on several devices.
     """
-    return _gather(tensor, live(run), "gather")
+    return _gather(tensor, run or current(), "gather")
 
 
 def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> Any:
-    with calling(run, run.topology.gather_dim, operation, tensor, at=at) as call:
+    with collective_call(run, run.topology.gather_dim, operation, tensor, at=at) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
-            return rebuild(tensor, [each.detach().reshape(each.shape or 1) for each in tensors])
-        table, mine = call.exchange(plan, tensors)
+            return rebuild(tensor, [leaf.detach().reshape(leaf.shape or 1) for leaf in tensors])
+        table = call.exchange(plan, tensors)
         if table is None:
-            table = call.collectives.all_gather(mine).view(call.size, -1)
+            table = call.data_group.all_gather(call.packed(plan, tensors)).view(call.size, -1)
         return rebuild(tensor, plan.rows(table))
 
 
 def gather_object(object: Any, *, run: Run | None = None) -> Any:
-    """Every reader's picklable objects, in reader order.
+    """Return every reader's picklable objects, in reader order.
 
     Lists, tuples and tensors are concatenated, mappings of them key by key; anything else becomes a
-    list. Tensors come on the CPU.
+    list. Tensors arrive on the CPU.
 
     Raises:
         CollectiveError: another rank calls something else, or cannot pickle its object.
     """
-    return _gather_object(object, live(run), "gather_object")
+    return _gather_object(object, run or current(), "gather_object")
 
 
 def _gather_object(object: Any, run: Run, operation: str, at: str = "") -> Any:
-    on_cpu = run.device.type == "cpu"  # elsewhere a tensor would arrive on its sender's device
-    mine = object if on_cpu else recursively_apply(Tensor.cpu, object)
-    with calling(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
-        return _join_objects(call.all_objects(mine))
+    # A tensor that is pickled on a device would arrive on its sender's device.
+    sent = object if run.device.type == "cpu" else recursively_apply(Tensor.cpu, object)
+    with collective_call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
+        return _join_objects(call.all_objects(sent))
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
-    """Gather what a batch gave (predictions, labels, ...), without the samples that pad its round.
+    """Gather results of a batch (predictions, labels, ...), without those of samples that only padded it.
 
-    What holds something else than tensors, or is asked to, is gathered as objects: a list of a
-    sample's object each. The padding is that of the innermost
-    loader being iterated.
+    Call it once for each batch of the innermost loader that is being iterated. Data that hold other
+    objects than tensors are gathered as objects, into a list in reader order.
+
+    Args:
+        input_data: a structure of tensors, or a sequence of objects.
+        use_gather_object: gather tensors as objects too.
+        run: the only live run by default.
 
     Raises:
         CollectiveError: as `gather`; also if ranks are not in the same batch of the same epoch.
     """
-    run = live(run)
+    run = run or current()
     as_objects = use_gather_object or not _all_tensors(input_data)
     loader = run.active_loaders[-1] if run.active_loaders else None
     collect = _gather_object if as_objects else _gather
@@ -127,20 +125,23 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> Any:
-    """Overwrite each tensor, in place, with that of rank `from_process`. Returns the structure.
+    """Overwrite each tensor, in place, with that of rank `from_process`, and return the structure.
 
     Raises:
-        CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
-        TypeError: a leaf is no tensor.
-        ValueError: there is no such rank, or the tensors are on several devices.
+        CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
+        TypeError: a leaf is not a tensor.
+        ValueError: the world has no such rank, or the tensors are on several devices.
     """
-    with calling(live(run), "world", f"broadcast from {from_process}", tensor) as call:
+    with collective_call(run or current(), "world", f"broadcast from {from_process}", tensor) as call:
         call.check_rank(from_process)
         tensors, plan = call.tensors()
         if call.size == 1:
             return tensor
-        table, mine = call.exchange(plan, tensors)
-        sent = call.collectives.broadcast(mine, from_process) if table is None else table[from_process]
+        table = call.exchange(plan, tensors)
+        if table is None:
+            sent = call.data_group.broadcast(call.packed(plan, tensors), from_process)
+        else:
+            sent = table[from_process]
         originals, _ = leaves(tensor, "broadcast")
         for original, piece in zip(originals, plan.unflatten(plan.split(sent)), strict=True):
             original.copy_(piece)
@@ -150,86 +151,96 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, run: Run | None = None
 ) -> list[Any]:
-    """Replace the list's items, in place, by those of rank `from_process`. Returns the list.
+    """Replace the list's items, in place, with those of rank `from_process`, and return the list.
 
     Only that rank's items must be picklable, and the others' may be fewer or more.
 
     Raises:
         CollectiveError: another rank calls something else, or `from_process` cannot pickle its items.
-        ValueError: there is no such rank.
+        ValueError: the world has no such rank.
     """
     operation = f"broadcast_object_list from {from_process}"
-    with calling(live(run), "world", operation, object_list, objects=True) as call:
+    with collective_call(run or current(), "world", operation, object_list, objects=True) as call:
         call.check_rank(from_process)
         object_list[:] = call.one_object(object_list, from_process)
         return object_list
 
 
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, run: Run | None = None) -> Any:
-    """Each tensor reduced over the ranks that share a loss, times `scale`. Shapes must be equal.
+    """Reduce each tensor over the ranks that have a loss of their own, and multiply it by `scale`.
 
-    `sum`, `mean`, `min`, `max`, or `none`, which gives `tensor` back as it is, not scaled. Booleans are
-    counted by `sum`; floats of 8 and 16 bits are reduced in float32 and rounded once.
+    Shapes must be equal on all ranks, and stay. The tensors given are not changed. Booleans are counted by
+    `sum`; floats of 8 and 16 bits are reduced in float32 and rounded once.
+
+    Args:
+        tensor: the structure.
+        reduction: "sum", "mean", "min", "max"; or "none", which returns `tensor` as it is, not scaled.
+        scale: multiplies the result.
+        run: the only live run by default.
 
     Raises:
-        CollectiveError: structures, shapes or dtypes differ between ranks; it shows each rank's.
-        TypeError: a leaf is no tensor; `mean` of integers, `min` or `max` of complex ones.
+        CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
+        TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers.
         ValueError: an unknown reduction; the tensors are on several devices.
     """
-    run = live(run)
+    run = run or current()
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduce: {reduction!r} is none of {', '.join(get_args(Reduction))}")
     if reduction == "none":
         return tensor
-    with calling(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
-        wired, plan = call.tensors(lambda each: _wire(each, reduction))
+    with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
+        reduced, plan = call.tensors(lambda leaf: _reducible(leaf, reduction))
         if call.size > 1:
-            wired = _reduced(call, plan, wired, reduction)
+            reduced = _reduced(call, plan, reduced, reduction)
         originals, _ = leaves(tensor, "reduce")
         counted = {torch.bool} if reduction == "sum" else set()
         results = [
-            each if of.dtype in counted else each.to(of.dtype)
-            for each, of in zip(wired, originals, strict=True)
+            result if original.dtype in counted else result.to(original.dtype)
+            for result, original in zip(reduced, originals, strict=True)
         ]
-        return rebuild(tensor, results if scale == 1.0 else [each * scale for each in results])
+        return rebuild(tensor, results if scale == 1.0 else [result * scale for result in results])
 
 
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: Any = 0, pad_first: bool = False, *, run: Run | None = None
 ) -> Any:
-    """Each tensor padded along `dim` with `pad_index` to the longest of all readers.
+    """Pad each tensor along `dim` to the longest of all readers.
 
-    pad_first: pad at the start. Tensors without that dimension stay as they are.
+    Args:
+        tensor: the structure; tensors without that dimension stay as they are.
+        dim: the dimension in which lengths may differ.
+        pad_index: the value to pad with.
+        pad_first: pad at the start instead of the end.
+        run: the only live run by default.
 
     Raises:
-        CollectiveError: the structures differ between ranks; it shows each rank's.
-        TypeError: a leaf is no tensor.
+        CollectiveError: the structures differ between ranks; it shows those of each rank.
+        TypeError: a leaf is not a tensor.
     """
-    run = live(run)
-    with calling(run, run.topology.gather_dim, "pad_across_processes", tensor, objects=True) as call:
+    run = run or current()
+    name = "pad_across_processes"
+    with collective_call(run, run.topology.gather_dim, name, tensor, objects=True) as call:
         with call.local():
-            tensors, structure = leaves(tensor, "pad_across_processes")
-        here = [each.shape[dim] if -each.ndim <= dim < each.ndim else -1 for each in tensors]
-        ndims = tuple([each.ndim for each in tensors])
-        longest = map(max, zip(*call.all_objects(here, structure, ndims), strict=True))
-        missing = [length - mine for mine, length in zip(here, longest, strict=True)]
-        sides = [(less, 0) if pad_first else (0, less) for less in missing]
-        padded = [
-            pad(each, [0, 0] * (each.ndim - 1 - dim % each.ndim) + [*side], value=pad_index)
-            if any(side)
-            else each
-            for each, side in zip(tensors, sides, strict=True)
-        ]
+            tensors, structure = leaves(tensor, name)
+        lengths = [leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in tensors]
+        of_ranks = call.all_objects(lengths, structure, tuple([leaf.ndim for leaf in tensors]))
+        padded = []
+        for leaf, length, of_leaf in zip(tensors, lengths, zip(*of_ranks, strict=True), strict=True):
+            if missing := max(of_leaf) - length:
+                sides = [missing, 0] if pad_first else [0, missing]
+                padded.append(pad(leaf, [0, 0] * (leaf.ndim - 1 - dim % leaf.ndim) + sides, value=pad_index))
+            else:
+                padded.append(leaf)
         return rebuild(tensor, padded)
 
 
 def wait_for_everyone(*, run: Run | None = None) -> None:
-    """Return once every rank is here.
+    """Return once every rank has called this.
 
     Raises:
         CollectiveError: another rank calls something else, or does not come in time.
     """
-    with calling(live(run), "world", "wait_for_everyone", None, objects=True) as call:
+    with collective_call(run or current(), "world", "wait_for_everyone", None, objects=True) as call:
         call.all_objects(None)
 
 
@@ -237,14 +248,15 @@ def wait_for_everyone(*, run: Run | None = None) -> None:
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, run: Run | None = None
 ) -> Iterator[Any]:
-    """This reader's contiguous part of a list, tuple, tensor or dict of them; the first get one more.
+    """Give this reader's contiguous part of a list, tuple, tensor or dict of them. Not collective.
 
-    apply_padding: repeat the last item so that all readers have equally many.
+    The first readers get one item more where the length does not divide.
+    apply_padding: repeat the last item, so that all readers have equally many.
 
     Raises:
         ValueError: the values of a dict differ in length.
     """
-    topology = live(run).topology
+    topology = (run or current()).topology
     if isinstance(inputs, dict) and len({len(value) for value in inputs.values()}) > 1:
         raise ValueError("split_between_processes: all values of the dict must have the same length")
     if topology.readers == 1:
@@ -269,19 +281,22 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def _reduced(call: Call, plan: Plan, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
-    table, mine = call.exchange(plan, tensors)
+def _reduced(
+    call: CollectiveCall, plan: Plan, tensors: Sequence[Tensor], reduction: Reduction
+) -> list[Tensor]:
+    table = call.exchange(plan, tensors)
     if table is None:
-        return plan.unflatten([call.collectives.all_reduce(each, reduction) for each in plan.split(mine)])
-    ranks = plan.split(table)
+        flat = plan.split(call.packed(plan, tensors))
+        return plan.unflatten([call.data_group.all_reduce(together, reduction) for together in flat])
+    of_ranks = plan.split(table)
     if reduction in ("min", "max"):
-        return plan.unflatten([each.amin(0) if reduction == "min" else each.amax(0) for each in ranks])
-    sums = [each.sum(0, dtype=each.dtype) for each in ranks]
-    return plan.unflatten([each / call.size for each in sums] if reduction == "mean" else sums)
+        return plan.unflatten([rows.amin(0) if reduction == "min" else rows.amax(0) for rows in of_ranks])
+    sums = [rows.sum(0, dtype=rows.dtype) for rows in of_ranks]
+    return plan.unflatten([total / call.size for total in sums] if reduction == "mean" else sums)
 
 
-def _wire(tensor: Tensor, reduction: Reduction) -> Tensor:
-    """In a dtype that can be reduced."""
+def _reducible(tensor: Tensor, reduction: Reduction) -> Tensor:
+    """Convert a tensor to a dtype that process groups can reduce."""
     tensor, dtype = tensor.detach(), tensor.dtype
     inexact = dtype.is_floating_point or dtype.is_complex
     unordered = dtype.is_complex or dtype is torch.uint64
@@ -289,11 +304,9 @@ def _wire(tensor: Tensor, reduction: Reduction) -> Tensor:
         raise TypeError(f"reduce: no {reduction} of {dtype}\nuse reduction='sum', or convert, as by .float()")
     if dtype is torch.bool:
         return tensor.to(torch.int64 if reduction == "sum" else torch.uint8)
-    return (
-        tensor.float()
-        if dtype.is_floating_point and dtype.itemsize < 4
-        else tensor.to(_WIDER.get(dtype, dtype))
-    )
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return tensor.float()
+    return tensor.to(_WIDER.get(dtype, dtype))
 
 
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:
@@ -309,15 +322,15 @@ def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     return part + type(value)([value[-1]]) * missing if missing else part  # type: ignore[operator]
 
 
-def _join_objects(every: list[Any]) -> Any:
-    first = every[0]
+def _join_objects(of_readers: list[Any]) -> Any:
+    first = of_readers[0]
     if isinstance(first, dict):
-        return {key: _join_objects([each[key] for each in every]) for key in first}
+        return {key: _join_objects([mapping[key] for mapping in of_readers]) for key in first}
     if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(every)
+        return torch.cat(of_readers)
     if isinstance(first, list | tuple):
-        return [item for each in every for item in each]
-    return every
+        return [item for sequence in of_readers for item in sequence]
+    return of_readers
 
 
 def _cut_objects(gathered: Any, length: int) -> Any:
@@ -327,12 +340,12 @@ def _cut_objects(gathered: Any, length: int) -> Any:
 
 
 BUCKET_BYTES: Final = 256 * 2**20
-"""Weights are averaged in copies of about this size: a whole copy might not fit beside the model."""
+"""Size of the copies in which weights are averaged: a whole copy might not fit beside the model."""
 
 
 def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
-    """The mean over the group, of those that train: one all_reduce for each bucket of a dtype and device."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
+    """Average the trainable parameters over the group: one all_reduce per bucket of a dtype and device."""
+    kinds: dict[Any, list[Tensor]] = {}
     filled: Counter[Any] = Counter()
     for parameter in parameters:
         if parameter.requires_grad:
@@ -342,6 +355,5 @@ def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
     for tensors in kinds.values():
         flat = group.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
         parts = flat.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(
-            tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-        )
+        means = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(tensors, means)

@@ -1,8 +1,18 @@
-"""One operation of several ranks: they see that all of them make it, and alike, before anybody waits.
+"""One operation of several ranks, compared between them before any rank waits inside it.
 
-Where a group carries CPU tensors, an operation begins with one exchange of fixed size: a digest of
-all that must be equal, in which a small payload travels along. On other devices ranks are compared
-in debug mode only (ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1).
+Which group compares the ranks and which one carries the data depends on the run's device, on what is
+moved, and on the mesh dimension:
+
+| run's device | moved | over | ranks are compared in | data travel in | compared |
+|---|---|---|---|---|---|
+| CPU | anything | any dimension | its group | its group | always |
+| other | objects | world | the control group | the control group | always |
+| other | tensors | world | the control group | the world's group | in debug mode |
+| other | anything | another dimension | its group | its group | in debug mode |
+
+The control group carries CPU tensors, and can name the ranks that did not come. To compare, ranks exchange
+headers: one `all_gather` of a fixed size, of a digest of all that must be equal, in which a small payload
+travels along. Debug mode is ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
 """
 
 from __future__ import annotations
@@ -17,82 +27,77 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from accel_core.contract.run import current
-from accel_core.contract.world import DOING
+from accel_core.contract.world import current_operation
 from accel_core.distributed.nested import describe, leaves, walk
-from accel_core.distributed.packing import ALIGNMENT, Plan, digest, plan
+from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["Call", "calling", "live"]
+__all__ = ["CollectiveCall", "collective_call"]
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
-"""Payload that travels with the digest, of a rank and of all: less than what a second latency costs."""
+"""Payload that travels with a header, of one rank and of all: it costs less than a second latency."""
 SHOWN: Final = 4
-"""Places shown of a structure."""
+"""Places of a structure that a message shows."""
 _HEAD_BYTES: Final = 16
 _REFUSED: Final = 0
 """The digest of a rank that cannot take part."""
 
 
-def live(run: Run | None) -> Run:
-    """The run that was given, else the only live one."""
-    if run is not None:
-        return run
-    return current()
+class CollectiveCall:
+    """One operation as this rank makes it, inside `collective_call`.
 
-
-class Call:
-    """One operation as this rank makes it, inside `calling`.
-
-    objects: it moves picklable objects, for which the world has a group on the CPU.
-    at: where in the data it is made, which must be equal too.
+    Args:
+        run: whose groups are used.
+        dim: the mesh dimension, or "world".
+        operation: its name, for errors.
+        tree: the nested structure that this rank passes.
+        objects: True for picklable objects, which travel in CPU tensors.
+        at: the position in the data where the call is made, which must be equal on all ranks too.
     """
 
     def __init__(
         self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
     ) -> None:
-        self.run, self.dim, self.operation, self.tree = run, dim, operation, tree
-        self.at = at
+        self.run, self.dim, self.operation, self.tree, self.at = run, dim, operation, tree, at
         self.refusal = ""
         on_cpu = run.device.type == "cpu"
-        self.council = run.collectives("control" if dim == "world" and not on_cpu else dim)
-        """Where ranks are compared: if there is one, a group that says who did not come."""
-        self.collectives = self.council if objects else run.collectives(dim)
-        self.size = self.collectives.size
-        self.meets = on_cpu or (objects and dim == "world")
+        self.compare_group = run.collectives("control" if dim == "world" and not on_cpu else dim)
+        self.data_group = self.compare_group if objects else run.collectives(dim)
+        self.size = self.data_group.size
+        self.compares_always = on_cpu or (objects and dim == "world")
 
     def __str__(self) -> str:
-        found = describe(self.tree)
-        tensors = [place for place, text in found.items() if text.startswith("(")]
-        return _text(self.operation + self.at, found, tensors or list(found))
+        texts = describe(self.tree)
+        tensors = [place for place, text in texts.items() if text.startswith("(")]
+        return _summary(self.operation + self.at, texts, tensors or list(texts))
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Around what may fail on this rank alone, which the others then hear of instead of waiting."""
+        """Around what may fail on this rank alone: the other ranks then raise instead of waiting."""
         try:
             yield
-        except Exception as error:  # whatever it is, it goes on here
+        except Exception as error:  # of any type, and raised again
             self.refusal = str(error).partition("\n")[0]
             if self.size > 1:
-                self._meet(_REFUSED, 0) if self.meets else self._compare(_REFUSED)
+                self._compare(_REFUSED)
             raise
 
     def check_rank(self, rank: int) -> None:
-        """Raises ValueError: this operation has no such rank."""
+        """Raise ValueError for a rank that the group does not have."""
         with self.local():
             if not 0 <= rank < self.size:
                 raise ValueError(f"{self.operation}: there are ranks 0 to {self.size - 1} only")
 
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
-        """The structure's tensors, as `wired` sends them, on the run's device; and their plan.
+        """Return the structure's tensors, as `wired` sends them, on the run's device; and their plan.
 
         Raises:
-            CollectiveError: another rank raised what follows.
-            TypeError: a leaf is no plain tensor; or what `wired` raises.
+            CollectiveError: another rank raised one of the errors below.
+            TypeError: a leaf is not a plain tensor; or what `wired` raises.
             ValueError: the tensors are on several devices, or not on the run's (nor the CPU).
         """
         with self.local():
@@ -101,123 +106,133 @@ class Call:
                 tensors = [wired(tensor) for tensor in tensors]
             devices = {tensor.device for tensor in tensors}
             if len(devices) > 1 or not devices <= {self.run.device, torch.device("cpu")}:
-                raise ValueError(self._mixed())
+                raise ValueError(self._mixed_devices())
             if self.size > 1 and self.run.device not in devices:
                 tensors = [tensor.to(self.run.device) for tensor in tensors]
-            shapes, dtypes = tuple([each.shape for each in tensors]), tuple([each.dtype for each in tensors])
-            return tensors, plan(self.operation, structure, shapes, dtypes, self.size)
+            shapes, dtypes = tuple([tensor.shape for tensor in tensors]), tuple([t.dtype for t in tensors])
+            return tensors, make_plan(self.operation, structure, shapes, dtypes, self.size)
 
-    def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
-        """Check that all ranks bring the like, and let small tensors travel along.
+    def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Check that all ranks pass alike tensors, and let small ones travel with the headers.
 
-        Returns ((ranks, bytes) of all, nothing) if they were small, else (None, this rank's (bytes,)).
+        Returns the (ranks, bytes) of all ranks, or None if they have still to be sent (see `packed`).
 
         Raises:
-            CollectiveError: they do not; it shows what each rank brought.
+            CollectiveError: ranks passed different inputs; it shows those of each rank.
         """
-        if self.meets:
-            mine = plan.digest ^ crc32(self.at.encode())
-            _, table = self._meet(mine, plan.size, lambda into: plan.pack(tensors, into))
-            if plan.size <= table.shape[1]:
-                return table[:, : plan.size], table[0, :0]
-        else:
-            self._compare(plan.digest ^ crc32(self.at.encode()))
+        agreed = plan.digest ^ crc32(self.at.encode())
+        if not self.compares_always:
+            self._compare(agreed)
+            return None if plan.size else torch.empty(self.size, 0, dtype=torch.uint8, device=self.run.device)
+        _, table = self._exchange_headers(agreed, plan.size, lambda into: plan.pack(tensors, into))
+        return table[:, : plan.size] if plan.size <= table.shape[1] else None
+
+    def packed(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
+        """Return this rank's tensors as (bytes,) on the run's device."""
         payload = torch.empty(plan.size, dtype=torch.uint8, device=self.run.device)
         plan.pack(tensors, payload)
-        return None if plan.size else payload.view(self.size, 0), payload
+        return payload
 
     def all_objects(self, value: Any, *agreed: Any) -> list[Any]:
-        """Every rank's picklable value, in rank order. `agreed`: what must be equal, as `digest` takes it.
+        """Return every rank's picklable value, in rank order.
+
+        agreed: what must be equal on all ranks, as `digest` takes it.
 
         Raises:
             CollectiveError: ranks differ in operation or `agreed`, or one cannot pickle its value.
         """
         if self.size == 1:
             return [value]
-        if not self.meets:
-            return list(self.collectives.all_gather_object(value))
+        if not self.compares_always:
+            return list(self.data_group.all_gather_object(value))
         payload = self._pickled(value)
-        lengths, table = self._meet(
-            digest(self.operation, self.at, *agreed), len(payload), lambda into: into.copy_(payload)
-        )
+        same = digest(self.operation, self.at, *agreed)
+        lengths, table = self._exchange_headers(same, len(payload), lambda into: into.copy_(payload))
         if max(lengths) > table.shape[1]:
             padded = torch.cat([payload, payload.new_empty(max(lengths) - len(payload))])
-            table = self.collectives.all_gather(padded).view(self.size, -1)
+            table = self.data_group.all_gather(padded).view(self.size, -1)
         return [_unpickled(row[:length]) for row, length in zip(table, lengths, strict=True)]
 
     def one_object(self, value: Any, source: int) -> Any:
-        """The picklable value of the group's rank `source`. Only that rank's must be picklable.
+        """Return the picklable value of the group's rank `source`. Only that rank's must be picklable.
 
         Raises:
             CollectiveError: ranks differ in operation, or `source` cannot pickle its value.
         """
         if self.size == 1:
             return value
-        if not self.meets:
-            return self.collectives.broadcast_object(value, source)
-        mine = self.collectives.rank == source
-        sent = self.one_payload(self._pickled(value) if mine else None, source)
-        return value if mine else _unpickled(sent)
+        if not self.compares_always:
+            return self.data_group.broadcast_object(value, source)
+        is_source = self.data_group.rank == source
+        sent = self.one_payload(self._pickled(value) if is_source else None, source)
+        return value if is_source else _unpickled(sent)
 
     def one_payload(self, payload: Tensor | None, source: int) -> Tensor:
-        """The bytes of the group's rank `source`, where ranks meet; the others bring None.
+        """Return the bytes of the group's rank `source`; other ranks pass None. Always compares.
 
         Raises:
             CollectiveError: ranks differ in operation.
         """
-        mine = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-        lengths, table = self._meet(digest(self.operation), len(mine), lambda into: into.copy_(mine))
+        own = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        lengths, table = self._exchange_headers(
+            digest(self.operation), len(own), lambda into: into.copy_(own)
+        )
         if lengths[source] <= table.shape[1]:
             return table[source, : lengths[source]]
-        sent = mine.new_empty(lengths[source]) if payload is None else payload
-        return self.collectives.broadcast(sent, source)
+        return self.data_group.broadcast(own.new_empty(lengths[source]) if payload is None else own, source)
 
     def _pickled(self, value: Any) -> Tensor:
         with self.local():
             return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
-    def _meet(
-        self, mine: int, length: int, write: Callable[[Tensor], object] = id
-    ) -> tuple[list[int], Tensor]:
-        """One exchange of fixed size: (payload bytes by rank, (ranks, room) those that fit in)."""
-        room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
-        head = torch.empty(_HEAD_BYTES + room, dtype=torch.uint8)
-        head[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([mine, length]))
-        if length <= room:
-            write(head[_HEAD_BYTES : _HEAD_BYTES + length])
-        table = self.council.all_gather(head).view(self.size, -1)
-        heads = table[:, :_HEAD_BYTES].view(torch.int64).tolist()
-        if any(other != mine for other, _ in heads):
+    def _compare(self, agreed: int) -> None:
+        """Compare digests without a payload; in debug mode only, unless this call always compares."""
+        if self.compares_always or (_debugging() and self.dim == "world"):
+            self._exchange_headers(agreed)
+        elif _debugging() and any(other != agreed for other in self.compare_group.all_gather_object(agreed)):
             raise self._disagreement()
-        return [each for _, each in heads], table[:, _HEAD_BYTES:]
 
-    def _compare(self, mine: int) -> None:
-        """What `_meet` sees, in debug mode only."""
-        if _debugging() and self.dim == "world":
-            self._meet(mine, 0)
-        elif _debugging() and any(other != mine for other in self.council.all_gather_object(mine)):
+    def _exchange_headers(
+        self, agreed: int, length: int = 0, write: Callable[[Tensor], object] | None = None
+    ) -> tuple[list[int], Tensor]:
+        """Compare `agreed`, and exchange payloads of `length` bytes, as far as they fit in a header.
+
+        write: fills the (length,) bytes of this rank's payload.
+
+        Returns the payloads' lengths by rank, and the (ranks, room) bytes that fitted.
+        """
+        room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
+        header = torch.empty(_HEAD_BYTES + room, dtype=torch.uint8)
+        header[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([agreed, length]))
+        if write is not None and length <= room:
+            write(header[_HEAD_BYTES : _HEAD_BYTES + length])
+        table = self.compare_group.all_gather(header).view(self.size, -1)
+        heads = table[:, :_HEAD_BYTES].view(torch.int64).tolist()
+        if any(other != agreed for other, _ in heads):
             raise self._disagreement()
+        return [other_length for _, other_length in heads], table[:, _HEAD_BYTES:]
 
     def _disagreement(self) -> CollectiveError:
-        """Says where the ranks differ. They all know that they do, and so all come here."""
-        every = self.council.all_gather_object((self.operation + self.at, describe(self.tree), self.refusal))
-        places = list(dict.fromkeys(place for _, found, _ in every for place in found))
-        different = [place for place in places if len({found.get(place) for _, found, _ in every}) > 1]
-        texts = [
-            refusal or _text(operation, found, different or list(found))
-            for operation, found, refusal in every
+        """Return the error that shows where ranks differ. Collective: all ranks notice, and call it."""
+        mine = (self.operation + self.at, describe(self.tree), self.refusal)
+        of_ranks = self.compare_group.all_gather_object(mine)
+        places = list(dict.fromkeys(place for _, texts, _ in of_ranks for place in texts))
+        different = [place for place in places if len({texts.get(place) for _, texts, _ in of_ranks}) > 1]
+        told = [
+            refusal or _summary(operation, texts, different or list(texts))
+            for operation, texts, refusal in of_ranks
         ]
         return CollectiveError(
-            f"{self.operation}: the ranks did not bring the same\n"
-            + "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+            f"{self.operation}: ranks passed different inputs\n"
+            + "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
             + "\ncall it on all ranks alike; pad_across_processes makes shapes equal",
             operation=self.operation,
-            found=texts,
+            found=told,
         )
 
-    def _mixed(self) -> str:
-        one_each = {value.device: place for place, value in walk(self.tree) if isinstance(value, Tensor)}
-        listed = ", ".join(f"{place or 'it'} is on {device}" for device, place in one_each.items())
+    def _mixed_devices(self) -> str:
+        place_on = {value.device: place for place, value in walk(self.tree) if isinstance(value, Tensor)}
+        listed = ", ".join(f"{place or 'it'} is on {device}" for device, place in place_on.items())
         return (
             f"{self.operation}: {listed}; this run is on {self.run.device}\n"
             "move them to one device first: ops.send_to_device(data, accelerator.device)"
@@ -225,28 +240,26 @@ class Call:
 
 
 @contextmanager
-def calling(
+def collective_call(
     run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
-) -> Iterator[Call]:
-    """A `Call`: inside, no gradients, and failures name it.
-
-    A generator, since Ctrl-C may come before a method `__exit__` has done anything.
-    """
-    call = Call(run, dim, operation, tree, objects=objects, at=at)
-    enabled, before = torch.is_grad_enabled(), DOING.get()
+) -> Iterator[CollectiveCall]:
+    """Give the `CollectiveCall`: inside, gradients are off, and errors of collectives name it."""
+    # A generator: Ctrl-C may interrupt a method `__exit__` before its first statement.
+    call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
+    enabled, before = torch.is_grad_enabled(), current_operation.get()
     try:
         torch._C._set_grad_enabled(False)
-        DOING.set(call)
+        current_operation.set(call)
         yield call
     finally:
         try:
             torch._C._set_grad_enabled(enabled)
         finally:
-            DOING.set(before)
+            current_operation.set(before)
 
 
-def _text(operation: str, found: Mapping[str, str], places: Sequence[str]) -> str:
-    shown = [f"{place} {found[place]}".strip() for place in places if place in found]
+def _summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
+    shown = [f"{place} {texts[place]}".strip() for place in places if place in texts]
     more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     if shown == ["NoneType"]:
         return operation

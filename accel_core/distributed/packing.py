@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Plan", "digest", "plan"]
+__all__ = ["ALIGNMENT", "Plan", "digest", "make_plan"]
 
 ALIGNMENT: Final = 16
 """Bytes; where a tensor of any dtype may begin."""
@@ -27,7 +27,7 @@ def digest(*agreed: Any) -> int:
 
 
 @lru_cache(maxsize=256)
-def plan(
+def make_plan(
     operation: str,
     structure: tuple[Any, ...],
     shapes: tuple[torch.Size, ...],

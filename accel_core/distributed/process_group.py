@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from accel_core.contract.world import DOING
+from accel_core.contract.world import current_operation
 from accel_core.distributed.threads import let_threads_finish
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
 
@@ -222,7 +222,7 @@ class TorchCollectives:
 
     def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
         """Who else noticed, and in what? Ranks that waited in vain say so in the store."""
-        operation = str(DOING.get()) or operation
+        operation = str(current_operation.get()) or operation
         ranks = dist.get_process_group_ranks(self.group)
         try:
             waiting = _waiting(operation, ranks)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_core.contract.run import live_runs
+from accel_core.contract.run import current, live_runs
 from accel_core.contract.world import World
-from accel_core.distributed.exchange import calling, live
+from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.streams import reseed
 from accel_core.errors import ConfigError
 
@@ -53,8 +53,8 @@ def synchronize_rng_state(
         ConfigError: there is no such stream here; it lists those there are.
         CollectiveError: another rank calls something else, or raises ConfigError.
     """
-    run = live(run)
-    with calling(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
+    run = run or current()
+    with collective_call(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
         with call.local():
             streams = _streams(run, rng_type, generator)
         agreed = call.one_object(streams[rng_type], 0)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_core.distributed.exchange import calling
+from accel_core.distributed.exchange import collective_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ def fork(run: Run, unit: Unit) -> Stream | None:
     number = None if unit.mesh is None else unit.mesh.stream()
     if number is None:
         return None
-    with calling(run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
+    with collective_call(run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
         seed: int = call.one_object(torch.initial_seed(), 0)
     return Stream(run.device, unit.name, number, seed)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
 from accel_core.checkpoint.target import Place
-from accel_core.contract.world import DOING
+from accel_core.contract.world import current_operation
 
 CORE = str(Path(accel_core.__file__).parent)
 SAMPLE = 12
@@ -76,7 +76,7 @@ class Script:
             "inference": torch.is_inference_mode_enabled(),
             "autocast": torch.is_autocast_enabled("cpu"),
             "garbage collection": gc.isenabled(),
-            "operation": DOING.get(),
+            "operation": current_operation.get(),
             "active loaders": list(run.active_loaders),
             "units": [(unit.silent, unit.joined) for unit in run.units],
             "deals": [loader._feed and loader._feed.deal for loader in run.loaders],
@@ -242,7 +242,7 @@ def check(script, what) -> list[str]:
     """What is not as it would be if nothing had been left."""
     found = script.left()
     problems = [f"{what}: {name}: {found[name]}" for name in found if found[name] != script.before[name]]
-    torch.set_grad_enabled(True), gc.enable(), DOING.set("")  # so that one fault is told once
+    torch.set_grad_enabled(True), gc.enable(), current_operation.set("")  # so that one fault is told once
     script.accelerator.run.active_loaders.clear()
     if script.rest() != script.expected:
         problems.append(f"{what}: other losses")
