@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import islice
@@ -19,16 +18,11 @@ _LEAF: Final = object()
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
-def is_torch_tensor(value: Any) -> bool:
-    """Whether `value` is a tensor."""
-    return isinstance(value, Tensor)
-
-
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = is_torch_tensor,
+    test_type: Callable[[Any], bool] = lambda value: isinstance(value, Tensor),
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -145,11 +139,6 @@ def slice_tensors(data: Any, tensor_slice: slice | int | Tensor) -> Any:
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
-def listify(data: Any) -> Any:
-    """The same structure with lists of numbers (of a 0-dim tensor: a number) in place of tensors."""
-    return recursively_apply(Tensor.tolist, data)
-
-
 def convert_to_fp32(tensor: Any) -> Any:
     """The same structure with its fp16 and bf16 tensors in fp32; gradients flow through."""
 
@@ -157,15 +146,6 @@ def convert_to_fp32(tensor: Any) -> Any:
         return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
     return recursively_apply(convert, tensor)
-
-
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `convert_to_fp32` of what it returns. Pickles if the function does."""
-    return functools.update_wrapper(functools.partial(_in_fp32, model_forward), model_forward)
-
-
-def _in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return convert_to_fp32(function(*args, **kwargs))
 
 
 def find_batch_size(data: Any) -> int:

@@ -18,9 +18,7 @@ from ._handlers import TensorInformation
 from .constants import TORCH_DISTRIBUTED_OPERATION_TYPES
 
 DistributedOperationException = CollectiveError
-concatenate, listify = ops.concatenate, ops.listify
-convert_to_fp32, convert_outputs_to_fp32 = ops.convert_to_fp32, ops.convert_outputs_to_fp32
-ConvertOutputsToFp32 = convert_outputs_to_fp32
+concatenate, convert_to_fp32 = ops.concatenate, ops.convert_to_fp32
 
 TENSOR_TYPE_TO_INT = {
     torch.float: 1,
@@ -35,6 +33,23 @@ TENSOR_TYPE_TO_INT = {
     torch.bool: 10,
 }
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def listify(data: Any) -> Any:
+    """Return the same structure with lists of numbers in place of tensors; a 0-dim tensor gives a number."""
+    return ops.recursively_apply(torch.Tensor.tolist, data)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function to return `convert_to_fp32` of its result. Pickles if the function does."""
+    return functools.update_wrapper(functools.partial(_in_fp32, model_forward), model_forward)
+
+
+def _in_fp32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return convert_to_fp32(function(*args, **kwargs))
+
+
+ConvertOutputsToFp32 = convert_outputs_to_fp32
 
 
 def is_torch_tensor(tensor: Any) -> bool:
