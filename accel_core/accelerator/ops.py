@@ -1,4 +1,7 @@
-"""Operations on nested structures, within a process and between processes: `accel_core.ops`."""
+"""Operations on nested structures, in one process and between processes.
+
+Public as `accel_core.ops`. The names are listed where they are defined.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,16 @@ from typing import IO, TYPE_CHECKING, Any
 from accel_core.checkpoint.file import load
 from accel_core.checkpoint.file import save as _write
 from accel_core.contract.run import current
-from accel_core.distributed.collectives import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_for_metrics,
-    gather_object,
-    pad_across_processes,
-    reduce,
-    split_between_processes,
-    wait_for_everyone,
-)
-from accel_core.distributed.nested import (
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-)
+from accel_core.distributed import collectives, nested
+from accel_core.distributed.collectives import *  # noqa: F403
+from accel_core.distributed.nested import *  # noqa: F403
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "convert_to_fp32",
-    "find_batch_size",
-    "gather",
-    "gather_for_metrics",
-    "gather_object",
-    "load",
-    "pad_across_processes",
-    "recursively_apply",
-    "reduce",
-    "save",
-    "send_to_device",
-    "slice_tensors",
-    "split_between_processes",
-    "wait_for_everyone",
-]
+__all__ = ["load", "save"]
+__all__ += collectives.__all__
+__all__ += nested.__all__
 
 
 def save(

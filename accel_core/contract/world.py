@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Collectives", "Topology", "World", "current_operation", "refuse_lonely_tasks"]
+__all__ = ["Collectives", "Topology", "World", "check_scheduler_tasks", "current_operation"]
 
 current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
 """The operation that this thread uses collectives for. Its `str` names it where they fail."""
@@ -207,7 +207,7 @@ TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
 """Of launchers that tell tasks no count: any but 0 is one of several."""
 
 
-def refuse_lonely_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
+def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
     """Refuse to be one of several tasks of a scheduler that know nothing of each other.
 
     nodes: that this task's launcher was told of, for each of which there may be one task.

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from accel_core.distributed.packing import Plan
 
 __all__ = [
-    "average",
     "broadcast",
     "broadcast_object_list",
     "gather",

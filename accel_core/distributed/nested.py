@@ -13,6 +13,15 @@ import attrs
 import torch
 from torch import Tensor
 
+__all__ = [
+    "concatenate",
+    "convert_to_fp32",
+    "find_batch_size",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+]
+
 DESCRIBED: Final = 10_000
 _LEAF: Final = object()
 _PLAIN: Final = (Tensor, torch.nn.Parameter)

@@ -1,4 +1,7 @@
-"""torch's elastic agent, with what it lacks: a free port, and failures told to the other nodes."""
+"""torch's elastic agent and rendezvous, extended.
+
+Nodes find a free port, say for whom they wait, and announce failures to each other.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,106 +39,83 @@ if TYPE_CHECKING:
 
     from accel_core.contract.job import Job
 
-__all__ = ["Agent", "Gathering", "Meeting", "meet"]
+__all__ = ["Agent", "ElasticRendezvous", "StaticRendezvous", "make_rendezvous"]
 
 STOPPED: Final = "accel/stopped"
-NEWS_TRAVEL: Final = 1.0
-"""Seconds; agents look ten times in this."""
-LISTEN_SECONDS: Final = 0.1
-FIRST_WORD: Final = 3.0
-NEXT_WORD: Final = 30.0
+"""The key under which a node that a signal stopped announces it."""
+POLL_SECONDS: Final = 0.1
+SPREAD_SECONDS: Final = 1.0
+"""Time in which every node reads an announcement: ten polls."""
+ANNOUNCE_SECONDS: Final = 5.0
+"""Time for which a failed node tries to announce it."""
+FIRST_NOTICE: Final = 3.0
+NEXT_NOTICE: Final = 30.0
 """Seconds after which a node that waits for others says so, first and then again."""
-FIRST_PATIENCE: Final = 1.0
-"""Seconds that workers have to end before somebody is told that they have not."""
-NEWS_PATIENCE: Final = 5.0
-"""Seconds that a failed node tries to tell the others."""
+ENDING_NOTICE: Final = 1.0
+"""Seconds that workers have to end before a message says that they have not."""
 
 
-class Meeting(StaticTCPRendezvous):
-    """torch's, whose nodes keep the numbers they were started with; port 0 is a free one."""
+class StaticRendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous: nodes keep their numbers. Port 0 is a free port."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called once an attempt; the nodes come together the first time."""
+        """Called once per attempt; the first time it waits for all nodes."""
         if self._store is None:
-            with Patience(self.rank, self.world_size, f"{self.master_addr}:{self.master_port}") as patience:
+            place, others = f"{self.master_addr}:{self.master_port}", range(self.world_size)
+            missing = [0] if self.rank else [node for node in others if node != self.rank]
+            with _waiting_is_told(self.rank, self.world_size, place, missing):
                 if self.rank:
-                    _await(self.master_addr, self.master_port, self.timeout)
+                    _wait_for_node_0(self.master_addr, self.master_port, self.timeout)
                 self._store = _store(self.master_addr, self.master_port, self.timeout, serves=self.rank == 0)
-                patience.gather(self._store, self.timeout.total_seconds())
+                self._wait_for_all(place, missing)
             self.master_port = self._store.port
         return super().next_rendezvous()
 
-
-class Patience:
-    """The wait for the other nodes, told from the third second on: for whom, and where."""
-
-    def __init__(self, node: int, nodes: int, place: str) -> None:
-        self.node, self.nodes, self.place = node, nodes, place
-        self.missing = [0] if node else [other for other in range(nodes) if other != node]
-        self._over = threading.Event()
-
-    def __enter__(self) -> Patience:  # noqa: PYI034 - python 3.10 has no Self
-        if self.nodes > 1:
-            threading.Thread(target=self._tell, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-
-    def _tell(self) -> None:
-        pause = FIRST_WORD
-        while not self._over.wait(pause):
-            pause = NEXT_WORD
-            sys.stderr.write(f"accel: node {self.node} of {self.nodes} waits for {self} at {self.place}\n")
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.missing[:8])) + (", ..." if len(self.missing) > 8 else "")
-        return f"node{'s' if len(self.missing) > 1 else ''} {shown}"
-
-    def gather(self, store: TCPStore, seconds: float) -> None:
-        """Return once every node is here; LaunchError after that many seconds."""
-        deadline = time.monotonic() + seconds
-        mine = secrets.token_hex(8).encode()
-        if store.compare_set(f"accel/here/{self.node}", "", mine.decode()) != mine:
+    def _wait_for_all(self, place: str, missing: list[int]) -> None:
+        """Return once every node is here; keeps `missing` up to date."""
+        store: Any = self._store
+        node, nodes, seconds = self.rank, self.world_size, self.timeout.total_seconds()
+        deadline, token = time.monotonic() + seconds, secrets.token_hex(8)
+        if store.compare_set(f"accel/here/{node}", "", token) != token.encode():
             raise LaunchError(
-                f"two launchers at {self.place} say that they are node {self.node} of {self.nodes}\n"
+                f"two launchers at {place} say that they are node {node} of {nodes}\n"
                 "give each node a --node-rank of its own, from 0"
             )
-        if store.add("accel/here", 1) == self.nodes:
+        if store.add("accel/here", 1) == nodes:
             store.set("accel/all", "")
-        while not store.check(["accel/all"]):  # torch's own wait logs each time that it ends in vain
-            time.sleep(LISTEN_SECONDS)
-            self.missing = [node for node in range(self.nodes) if not store.check([f"accel/here/{node}"])]
+        while not store.check(["accel/all"]):  # torch's own wait logs each time-out
+            time.sleep(POLL_SECONDS)
+            missing[:] = [other for other in range(nodes) if not store.check([f"accel/here/{other}"])]
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"node {self.node} of {self.nodes} waited {seconds:.0f} s at {self.place} for {self}\n"
+                    f"node {node} of {nodes} waited {seconds:.0f} s at {place} for {_listed(missing)}\n"
                     "start each node with the same command, and with a --node-rank of its own, from 0"
                 )
 
 
-class Gathering(DynamicRendezvousHandler):
-    """torch's, of nodes that come and go; each time they come together they are numbered anew."""
+class ElasticRendezvous(DynamicRendezvousHandler):
+    """torch's dynamic rendezvous: nodes come and go, and are numbered anew each time."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called once an attempt."""
+        """Called once per attempt."""
         self._bootstrap_store_info = None  # torch would keep that of a first node that is gone
         return super().next_rendezvous()
 
     @property
-    def meetings(self) -> int:
+    def rounds(self) -> int:
         """How often nodes came together before this time: the same on all of them."""
         return int(self._state_holder.state.round)
 
 
-def meet(host: str, port: int, job: Job, run_id: str, patience: int) -> RendezvousHandler:
-    """How the job's nodes come together. Node 0 serves the place, and a job that lost it ends."""
+def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -> RendezvousHandler:
+    """Make the rendezvous of a job's nodes. Node 0 serves its store, and a job that lost it ends."""
     if job.min_nodes is None:
-        return Meeting(host, port, job.node_rank, job.nodes, run_id, patience)
-    timeout = timedelta(seconds=patience)
+        return StaticRendezvous(host, port, job.node_rank, job.nodes, run_id, seconds)
+    timeout = timedelta(seconds=seconds)
     if job.node_rank:
-        _await(host, port, timeout)
+        _wait_for_node_0(host, port, timeout)
     store = _store(host, port, timeout, serves=job.node_rank == 0)
-    gathering: Gathering = Gathering.from_backend(
+    elastic: ElasticRendezvous = ElasticRendezvous.from_backend(
         run_id,
         store,
         C10dRendezvousBackend(store, run_id),
@@ -143,17 +124,41 @@ def meet(host: str, port: int, job: Job, run_id: str, patience: int) -> Rendezvo
         local_addr=address_towards(host, port),
         timeout=RendezvousTimeout(join=timeout),
     )
-    return gathering
+    return elastic
 
 
-def _await(host: str, port: int, timeout: timedelta) -> None:
-    """Return when the place answers: in torch's own wait for it no handler of a signal runs."""
+@contextmanager
+def _waiting_is_told(node: int, nodes: int, place: str, missing: list[int]) -> Iterator[None]:
+    """Write from the third second on which nodes are missing, and where this one waits."""
+    over = threading.Event()
+
+    def tell() -> None:
+        pause = FIRST_NOTICE
+        while not over.wait(pause):
+            pause = NEXT_NOTICE
+            sys.stderr.write(f"accel: node {node} of {nodes} waits for {_listed(missing)} at {place}\n")
+
+    if nodes > 1:
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _listed(nodes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, nodes[:8])) + (", ..." if len(nodes) > 8 else "")
+    return f"node{'s' if len(nodes) > 1 else ''} {shown}"
+
+
+def _wait_for_node_0(host: str, port: int, timeout: timedelta) -> None:
+    """Return when node 0 answers. In torch's own wait for it no signal handler runs."""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with suppress(OSError):
-            socket.create_connection((host, port), LISTEN_SECONDS * 10).close()
+            socket.create_connection((host, port), 10 * POLL_SECONDS).close()
             return
-        time.sleep(LISTEN_SECONDS)
+        time.sleep(POLL_SECONDS)
     raise RendezvousConnectionError(f"node 0 did not answer for {timeout.total_seconds():.0f} s")
 
 
@@ -169,28 +174,30 @@ def _store(host: str, port: int, timeout: timedelta, *, serves: bool) -> TCPStor
 
 
 class Agent(LocalElasticAgent):
-    """torch's; those of several nodes restart together, and none waits for a node that failed."""
+    """torch's agent; those of several nodes restart together, and none waits for a failed node."""
 
     failure: LaunchError | None = None
-    """Why the last attempt ended, if it failed."""
+    """The cause that ended the last attempt, if it failed."""
     _listener: Listener | None = None
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
         handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, Gathering):
-            # Only a node that failed has counted it; workers go by one count, on all nodes.
-            self._remaining_restarts = worker_group.spec.max_restarts - handler.meetings
+        if isinstance(handler, ElasticRendezvous):
+            # torch counts restarts on the failed node only, but workers go by one count on all nodes.
+            self._remaining_restarts = worker_group.spec.max_restarts - handler.rounds
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         left = self._left_early()
         if left is not None or result.is_failed():
-            # A process that left without a word was the first: the others have noticed.
-            self.failure = first_failure(result.failures) if left is None else self._told(worker_group, left)
+            # A process that left without an error was the first to go: the others failed after it.
+            self.failure = (
+                first_failure(result.failures) if left is None else _ended_early(worker_group, left)
+            )
             result = RunResult(WorkerState.FAILED, failures=result.failures)
-            self.tell(self._attempt, str(self.failure).splitlines()[0])
-        elif result.state == WorkerState.HEALTHY and self._has_news(worker_group.group_world_size):
+            self.announce(self._attempt, str(self.failure).splitlines()[0])
+        elif result.state == WorkerState.HEALTHY and self._another_failed(worker_group.group_world_size):
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed() and self._remaining_restarts > 0:
             spec, reason = worker_group.spec, str(self.failure).splitlines()[0]
@@ -199,124 +206,124 @@ class Agent(LocalElasticAgent):
         return result
 
     def _left_early(self) -> int | None:
-        """The local rank of a process that ended, with code 0, before its script or function; None of none.
+        """Return the local rank of a process that ended with code 0 before its script or function did.
 
         torch takes it for the script's end, and waits for ever for a function's result.
         """
+        context: Any = self._pcontext
         for rank, code in self._exit_codes().items():
-            if code == 0 and self._is_unfinished(rank):
+            if hasattr(context, "subprocess_handlers"):
+                is_unfinished = mark_of(context.error_files[rank]).exists()
+            else:
+                is_unfinished = rank not in context._return_values
+            if code == 0 and is_unfinished:
                 return rank
         return None
 
-    def _is_unfinished(self, rank: int) -> bool:
-        context: Any = self._pcontext
-        if hasattr(context, "subprocess_handlers"):
-            return mark_of(context.error_files[rank]).exists()
-        return rank not in context._return_values
-
-    def _told(self, worker_group: Any, left: int) -> LaunchError:
-        rank = worker_group.workers[left].global_rank
-        return LaunchError(
-            f"rank {rank} (local {left}) ended, with exit code 0, before its script or function did\n"
-            "look for os._exit(0), or a library that ends the process; sys.exit(0) ends a script well",
-            rank=rank,
-        )
-
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **options: Any) -> None:
-        """End the workers. Those that take their time are told of, and a second Ctrl-C kills them."""
-        telling = threading.Timer(FIRST_PATIENCE, self._tell_of_the_living)
-        telling.daemon = True
-        telling.start()
+        """End the workers. A message names those that take long; a second Ctrl-C kills them."""
+        notice = threading.Timer(ENDING_NOTICE, self._name_the_living)
+        notice.daemon = True
+        notice.start()
         try:
             super()._shutdown(death_sig, *more, **options)
-        except SignalException as again:  # a second SIGTERM may well be the same one, through a shell
+        except SignalException as again:  # a second SIGTERM may be the first one, passed on by a shell
             if again.sigval == signal.SIGINT:
                 super()._shutdown(getattr(signal, "SIGKILL", signal.SIGTERM), *more, **options)
             raise
         finally:
-            telling.cancel()
+            notice.cancel()
 
-    def _tell_of_the_living(self) -> None:
+    def _name_the_living(self) -> None:
         living = [rank for rank, code in self._exit_codes().items() if code is None]
         ranks = [self.get_worker_group().workers[local].global_rank for local in living]
         if ranks:
             names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            wait = f"waiting up to {AGENT_KILLS_AFTER - FIRST_PATIENCE:.0f} s for {names} to end"
+            wait = f"waiting up to {AGENT_KILLS_AFTER - ENDING_NOTICE:.0f} s for {names} to end"
             sys.stderr.write(f"accel: told to stop; {wait} (another Ctrl-C kills)\n")
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Of this machine's workers, by local rank; None while they run."""
+        """Exit codes of this machine's workers, by local rank; None for one that runs."""
         context: Any = self._pcontext
         scripts = getattr(context, "subprocess_handlers", {})
         functions = getattr(getattr(context, "_pc", None), "processes", ())
         return {
-            **{rank: each.proc.poll() for rank, each in scripts.items()},
-            **{rank: each.exitcode for rank, each in enumerate(functions)},
+            **{rank: handler.proc.poll() for rank, handler in scripts.items()},
+            **{rank: process.exitcode for rank, process in enumerate(functions)},
         }
 
     @property
     def _attempt(self) -> str:
         return f"accel/failed/{self._remaining_restarts}"
 
-    def _has_news(self, nodes: int) -> bool:
-        """Whether another node failed in this attempt, or was stopped."""
+    def _another_failed(self, nodes: int) -> bool:
+        """True if another node failed in this attempt, or was stopped."""
         if nodes == 1 or self._store is None:
             return False
         if self._listener is None or self._listener.attempt != self._attempt:
             self.stop_listening()
             self._listener = Listener(self._store, self._attempt)
-        if self._listener.news is None:
+        if self._listener.heard is None:
             return False
-        key, news = self._listener.news
-        self.failure = LaunchError(f"another node failed: {news}\nits own `accel launch` has the traceback")
+        key, text = self._listener.heard
+        self.failure = LaunchError(f"another node failed: {text}\nits own `accel launch` has the traceback")
         if key == STOPPED:
             self._remaining_restarts = 0
         return True
 
     def stop_listening(self) -> None:
-        """End the thread that looks for news: one inside torch's store aborts a process that exits."""
+        """End the listening thread: a thread inside torch's store aborts a process that exits."""
         if self._listener is not None:
             self._listener.end()
 
-    def tell(self, key: str, news: str) -> None:
-        """Let the other nodes know that this one failed; for some seconds only, if node 0 is cut off."""
+    def announce(self, key: str, text: str) -> None:
+        """Tell the other nodes that this one failed; gives up after some seconds without node 0."""
         group = self.get_worker_group()
         if self._store is None or group.group_world_size == 1:
             return
         store = self._store
 
         def send() -> None:
-            with suppress(RuntimeError):  # node 0 is gone, and with it every node that could be told
-                store.set(key, news)
+            with suppress(RuntimeError):  # node 0 is gone, and with it every node that could listen
+                store.set(key, text)
 
         sending = threading.Thread(target=send, daemon=True)
         sending.start()
-        sending.join(NEWS_PATIENCE)
+        sending.join(ANNOUNCE_SECONDS)
         if group.group_rank == 0:
-            time.sleep(NEWS_TRAVEL)  # the store may end with this process
+            time.sleep(SPREAD_SECONDS)  # the store may end with this process
+
+
+def _ended_early(worker_group: Any, local_rank: int) -> LaunchError:
+    rank = worker_group.workers[local_rank].global_rank
+    return LaunchError(
+        f"rank {rank} (local {local_rank}) ended, with exit code 0, before its script or function did\n"
+        "look for os._exit(0), or a library that ends the process; sys.exit(0) ends a script well",
+        rank=rank,
+    )
 
 
 class Listener:
-    """Looks for the news of one attempt, beside the loop that watches the workers.
+    """Thread that reads the announcements of one attempt, beside the loop that watches workers.
 
-    A look into a store on a machine that is cut off lasts as long as the network stack waits: 15 minutes.
+    A read from the store of a machine that is cut off lasts as long as the network stack waits: 15 minutes.
     """
 
     def __init__(self, store: Any, attempt: str) -> None:
         self.attempt = attempt
-        self.news: tuple[str, str] | None = None
-        self.over = False
+        self.heard: tuple[str, str] | None = None
+        self._over = False
         self._thread = threading.Thread(target=self._listen, args=(store.clone(),), daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        self.over = True
-        self._thread.join(NEWS_TRAVEL)
+        self._over = True
+        self._thread.join(SPREAD_SECONDS)
 
     def _listen(self, store: Any) -> None:
-        with suppress(RuntimeError):  # node 0 is through and gone, which is no reason to stop
-            while self.news is None and not self.over:
+        with suppress(RuntimeError):  # node 0 has finished, which is no reason to stop
+            while self.heard is None and not self._over:
                 key = next((key for key in (STOPPED, self.attempt) if store.check([key])), None)
                 if key is not None:
-                    self.news = key, store.get(key).decode()
-                time.sleep(LISTEN_SECONDS)
+                    self.heard = key, store.get(key).decode()
+                time.sleep(POLL_SECONDS)

@@ -19,7 +19,7 @@ from accel_core.config.resolve import WORKER_CONFIG_VARIABLE
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.job import Job
-from accel_core.contract.world import refuse_lonely_tasks
+from accel_core.contract.world import check_scheduler_tasks
 from accel_core.errors import LaunchError
 from accel_core.launch.rendezvous import interface_towards, meeting_point
 from accel_core.launch.worker import guard
@@ -70,14 +70,15 @@ def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any]:
     """What each rank returned. Raises LaunchError for a failure; ends as the signal says that stops it."""
-    refuse_lonely_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
+    check_scheduler_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
     host, port = meeting_point(job)
+    run_id = os.environ.get("ACCEL_RUN_ID", "accel")
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from accel_core.launch.agent import STOPPED, Agent, meet
+    from accel_core.launch.agent import STOPPED, Agent, make_rendezvous
 
     _quiet_agent()
     handover = job.environment.get(WORKER_CONFIG_VARIABLE)
@@ -87,7 +88,7 @@ def _run_agent(
             spec = WorkerSpec(
                 role="worker",
                 local_world_size=job.processes_per_node,
-                rdzv_handler=meet(host, port, job, os.environ.get("ACCEL_RUN_ID", "accel"), PATIENCE),
+                rdzv_handler=make_rendezvous(host, port, job, run_id, PATIENCE),
                 entrypoint=entrypoint,
                 args=tuple(args),
                 max_restarts=job.max_restarts,
@@ -99,7 +100,7 @@ def _run_agent(
             finally:
                 agent.stop_listening()
         except SignalException as stop:
-            agent.tell(STOPPED, f"it was stopped by signal {stop.sigval}")
+            agent.announce(STOPPED, f"it was stopped by signal {stop.sigval}")
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             sys.exit(128 + stop.sigval)

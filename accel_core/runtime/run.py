@@ -21,7 +21,7 @@ from accel_core.config.unused import unused_profile_options
 from accel_core.contract.run import live_runs
 from accel_core.contract.stack import Stack
 from accel_core.contract.unit import Unit, Window
-from accel_core.contract.world import Collectives, World, refuse_lonely_tasks
+from accel_core.contract.world import Collectives, World, check_scheduler_tasks
 from accel_core.distributed.watch import lost_peer
 from accel_core.errors import AccelError, CheckpointError, CollectiveError, ConfigError
 from accel_core.plugins.binding import Hooks, Steps
@@ -114,7 +114,7 @@ class Run:
         self._meshes: dict[str, Mesh | None] = {}
         self.world = World.here()
         if self.world.size == 1:
-            refuse_lonely_tasks(os.environ)
+            check_scheduler_tasks(os.environ)
         self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world)
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps

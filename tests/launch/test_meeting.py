@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.contract.world import refuse_lonely_tasks
+from accel_core.contract.world import check_scheduler_tasks
 from accel_core.launch import agent, launcher, rendezvous
 from accel_core.launch.launcher import TorchrunLauncher
 
@@ -68,14 +68,14 @@ def test_an_address_in_brackets_is_the_address():
 
 def node_in_thread(number, nodes, port, told):
     try:
-        handler = agent.Meeting("127.0.0.1", port, number, nodes, "id", 5)
+        handler = agent.StaticRendezvous("127.0.0.1", port, number, nodes, "id", 5)
         handler.next_rendezvous()
     except (LaunchError, RuntimeError) as error:
         told.append(str(error))
 
 
 def test_a_node_that_waits_says_for_whom_and_where(monkeypatch, capfd):
-    monkeypatch.setattr(agent, "FIRST_WORD", 0.2)
+    monkeypatch.setattr(agent, "FIRST_NOTICE", 0.2)
     told = []
 
     node_in_thread(0, 2, 0, told)
@@ -116,12 +116,12 @@ TASKS = ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_W
 @pytest.mark.parametrize("variable", TASKS)
 def test_one_of_several_tasks_that_know_nothing_of_each_other_is_refused(variable):
     with pytest.raises(LaunchError, match=f"4 tasks \\({variable}\\), and each would train alone"):
-        refuse_lonely_tasks({variable: "4"})
+        check_scheduler_tasks({variable: "4"})
 
 
 def test_a_task_that_knows_its_number_only_is_refused_as_one_of_several():
     with pytest.raises(LaunchError, match=r"several tasks \(PMIX_RANK=1\)"):
-        refuse_lonely_tasks({"PMIX_RANK": "1"})
+        check_scheduler_tasks({"PMIX_RANK": "1"})
 
 
 def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
@@ -130,8 +130,8 @@ def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
     with pytest.raises(LaunchError, match="2 tasks .OMPI_COMM_WORLD_SIZE., and each would train alone"):
         TorchrunLauncher().launch(Job(argv=("x",)))
     with pytest.raises(LaunchError, match="each would be a launcher of 4 nodes"):
-        refuse_lonely_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=4)
-    refuse_lonely_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=2)
+        check_scheduler_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=4)
+    check_scheduler_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
     ids=["no scheduler", "one task", "a launcher's worker", "the batch script of a bigger job"],
 )
 def test_a_task_that_is_alone_or_knows_its_world_is_not_refused(environment):
-    assert refuse_lonely_tasks(environment) is None  # the others above raise
+    assert check_scheduler_tasks(environment) is None  # the others above raise
