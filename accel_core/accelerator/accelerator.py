@@ -1,4 +1,4 @@
-"""The object users hold. Thin: each method a line or a few over the run it owns."""
+"""The object that users hold: one method per operation, over the run it owns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Accelerator"]
 
 
 class Accelerator(Ranks, Training, States):
-    """Runs an ordinary training loop on the devices and under the strategy that were chosen.
+    """Run an ordinary training loop on the chosen devices and strategy.
 
     What is given here wins over the config file; what contradicts a flag or an environment
     variable is an error. An argument that is not given, or None, says nothing.
@@ -109,28 +109,31 @@ class Accelerator(Ranks, Training, States):
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
             )
         tracker_names, own_trackers = sort_out(log_with)
-        given = {
-            "device_placement": device_placement if "device_placement" in self._given else None,
-            "data.split_batches": split_batches if "split_batches" in self._given else None,
+
+        def given(name: str, value: object) -> object:
+            """Return None for an argument that was left at its default."""
+            return value if name in self._given else None
+
+        settings = {
+            "device_placement": given("device_placement", device_placement),
+            "data.split_batches": given("split_batches", split_batches),
             "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps
-            if "gradient_accumulation_steps" in self._given
-            else None,
+            "gradient_accumulation_steps": given("gradient_accumulation_steps", gradient_accumulation_steps),
             "device": "cpu" if cpu else device,
             "strategy": strategy,
             "rng_types": rng_types,
             "log_with": tracker_names,
             "project.project_dir": project_dir,
-            "step_scheduler_with_optimizer": step_scheduler_with_optimizer
-            if "step_scheduler_with_optimizer" in self._given
-            else None,
+            "step_scheduler_with_optimizer": given(
+                "step_scheduler_with_optimizer", step_scheduler_with_optimizer
+            ),
             "compile.backend": dynamo_backend,
         }
+        for name, options in (strategies or {}).items():
+            settings |= {f"strategies.{name}.{option}": value for option, value in options.items()}
+        python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
         objects = [thing for thing in (*sections, *(kwargs_handlers or ()), *plugins) if thing is not None]
-        for name, options in (strategies or {}).items():
-            given |= {f"strategies.{name}.{option}": value for option, value in options.items()}
-        python = {path: value for path, value in given.items() if value is not None}
         self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
@@ -139,7 +142,7 @@ class Accelerator(Ranks, Training, States):
 
     @property
     def mixed_precision(self) -> str:
-        """What was asked for: "no", "fp16", "bf16", ..."""
+        """The precision asked for: "no", "fp16", "bf16", ..."""
         return self.run.config.mixed_precision
 
     @property
@@ -164,12 +167,12 @@ class Accelerator(Ranks, Training, States):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where this run writes, as it was resolved."""
+        """The folders that this run writes to, as they were resolved."""
         return self.run.config.project
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder of logs: the project's, if no other was given."""
+        """The folder of logs: the project's, unless another was given."""
         return self.run.config.project.logging_dir
 
     @property
@@ -178,7 +181,7 @@ class Accelerator(Ranks, Training, States):
         return self.run.iteration
 
     def explain(self) -> str:
-        """Why this stack runs with these settings, and what a step and an epoch are, in words."""
+        """Explain in words this stack and its settings, a step, and an epoch."""
         return explain(self.run)
 
     # -- prepare ---------------------------------------------------------------------------------
@@ -190,7 +193,9 @@ class Accelerator(Ranks, Training, States):
         strategy: str | None = None,
         name: str | None = None,
     ) -> Any:
-        """Models, optimizers, schedulers and dataloaders, ready to train; in the order given.
+        """Prepare models, optimizers, schedulers and dataloaders for training.
+
+        They are returned in the order given.
 
         In any mix and number, in one call or several; None passes. Collective.
 
@@ -215,7 +220,9 @@ class Accelerator(Ranks, Training, States):
     def model_init_context(
         self, *, strategy: str | None = None, name: str | None = None
     ) -> AbstractContextManager[Any]:
-        """A context in which to build a model too large to be built whole; `prepare` it afterwards.
+        """Give a context in which to build a model too large to be built whole.
+
+        `prepare` it afterwards.
 
         What is done there is the strategy's business: weights on the meta device, or in parts. Collective.
 
@@ -223,34 +230,32 @@ class Accelerator(Ranks, Training, States):
             strategy: of the unit that the model will be prepared for; default: the run's.
             name: of that unit.
         """
-        context: AbstractContextManager[Any] = self.run.make_unit(name, strategy).hooks.model_init_context(
-            name
-        )
+        context: AbstractContextManager[Any] = self.run.hooks_of(strategy, name).model_init_context(name)
         return context
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """`prepare` for one model; in evaluation mode it is placed, not wrapped for training."""
+        """Prepare one model; in evaluation mode it is placed and not wrapped."""
         places = None if device_placement is None else [device_placement]
         strategy = "single" if evaluation_mode else None
         prepared: nn.Module = self.prepare(model, device_placement=places, strategy=strategy)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """`prepare` for one optimizer, of a model that is prepared."""
+        """Prepare one optimizer, of a model that is prepared."""
         prepared: PreparedOptimizer = self.prepare(optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """`prepare` for one scheduler, of an optimizer that is prepared."""
+        """Prepare one scheduler, of an optimizer that is prepared."""
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
     ) -> PreparedLoader:
-        """`prepare` for one dataloader."""
+        """Prepare one dataloader."""
         places = None if device_placement is None else [device_placement]
         prepared: PreparedLoader = self.prepare(data_loader, device_placement=places)
         return prepared
@@ -258,7 +263,9 @@ class Accelerator(Ranks, Training, States):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module inside what `prepare` returned; a model that was not prepared, as it is.
+        """Return the user's own module inside a prepared model.
+
+        A model that was not prepared is returned as it is.
 
         Args:
             model: as `prepare` returned it, or as it was given.
@@ -272,11 +279,13 @@ class Accelerator(Ranks, Training, States):
         return inner
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The dataloader without its first batches, in its next epoch only."""
+        """Return the dataloader without its first batches, in its next epoch only."""
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects and give device memory back; as many None as arguments.
+        """Forget all prepared objects, and give device memory back.
+
+        Returns as many None as arguments.
 
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
         """
@@ -303,7 +312,9 @@ class Accelerator(Ranks, Training, States):
         config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the project in each tracker of `log_with`. On every rank, or on the main process only.
+        """Open the project in each tracker of `log_with`.
+
+        Call it on every rank, or on the main process only.
 
         Args:
             project_name: under which trackers keep what is logged.
@@ -322,7 +333,9 @@ class Accelerator(Ranks, Training, States):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values to each tracker, on the main process; elsewhere a call does nothing. Not collective.
+        """Log values to each tracker, on the main process.
+
+        Calls on other ranks do nothing. Not collective.
 
         Args:
             values: by name, nested if you like; tensors of one element are logged as numbers.
@@ -336,7 +349,9 @@ class Accelerator(Ranks, Training, States):
         self.run.trackers.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker, or with `unwrap` what it wraps: for what `log` cannot say, such as images.
+        """Return a tracker, or with `unwrap` the object that it wraps.
+
+        For objects that `log` does not take, such as images.
 
         On ranks where it does not log: something that takes every call and does nothing.
 
@@ -352,7 +367,9 @@ class Accelerator(Ranks, Training, States):
         return self.run.trackers.started
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context that records what happens inside by torch's profiler, which it gives. Not collective.
+        """Record the code inside with torch's profiler, which the context gives.
+
+        Not collective.
 
         With `output_trace_dir` each rank leaves its trace there, as profile_RANK.json.
 
@@ -368,7 +385,9 @@ class Accelerator(Ranks, Training, States):
     # -- the end ---------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Release what the run holds; it cannot train or communicate afterwards. Collective, idempotent.
+        """Release what the run holds; it cannot train or communicate afterwards.
+
+        Collective. A second call does nothing.
 
         Raises:
             CheckpointError: a save that was under way has failed.

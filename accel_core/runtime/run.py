@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -204,12 +204,8 @@ class Run:
         alias = strategy or self.stack.default
         taken = {unit.name for unit in (*self.units, *made)}
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
-        if name in taken:
-            raise ConfigError(f"this run already has a unit {name!r}\ngive the new one another name")
-        hooks = self._assembly.hooks_of(alias)
-        self._assembly.check_duties(hooks)
-        if alias != self.stack.default:
-            check_capabilities(self, hooks, alias)
+        _require_new(name, taken)
+        hooks = self.hooks_of(alias)
         plugin = self.plugins[alias]
         window = Window(self.accumulation_steps)
         return Unit(
@@ -222,6 +218,19 @@ class Run:
             window=window,
             mesh=self._mesh_for(alias, hooks),
         )
+
+    def hooks_of(self, strategy: str | None, name: str | None = None) -> Hooks:
+        """Return the hooks of a strategy, by default the run's, for a unit that is made later.
+
+        name: of that unit, which must be new.
+        """
+        _require_new(name, {unit.name for unit in self.units})
+        alias = strategy or self.stack.default
+        hooks = self._assembly.hooks_of(alias)
+        self._assembly.check_duties(hooks)
+        if alias != self.stack.default:
+            check_capabilities(self, hooks, alias)
+        return hooks
 
     def unit_of_model(self, model: nn.Module) -> Unit | None:
         """The unit of a model, given the user's module or what `prepare` returned for it."""
@@ -334,6 +343,11 @@ class Run:
                     f" {ours.readers}\ngive both the same dimensions that split the model, such as tp and pp"
                 )
         return self._meshes[alias]
+
+
+def _require_new(name: str | None, taken: Collection[str]) -> None:
+    if name in taken:
+        raise ConfigError(f"this run already has a unit {name!r}\ngive the new one another name")
 
 
 def _ended(*_: object) -> NoReturn:
