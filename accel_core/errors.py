@@ -106,7 +106,7 @@ class CollectiveError(AccelError):
 
 
 def module_that_raised(error: BaseException) -> str:
-    """The name of the module whose code raised it; "" for an error that was never raised."""
+    """Return the module whose code raised an error; "" if it was never raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

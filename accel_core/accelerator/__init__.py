@@ -1,3 +1,3 @@
-"""What users hold: the Accelerator, and helpers around its loop."""
+"""The Accelerator, and helpers around its loop."""
 
 from __future__ import annotations

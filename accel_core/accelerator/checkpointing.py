@@ -1,4 +1,4 @@
-"""State on the disk and whole weights in memory: saved, restored, given to other libraries."""
+"""The part of the Accelerator about state on disk and whole weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ __all__ = ["States"]
 
 
 class States:
-    """Over the run that a subclass holds."""
+    """Base of Accelerator, which holds the `run`."""
 
     run: Run
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state.
+        """Save and restore these objects with the state.
+
+        They have `state_dict` and `load_state_dict`.
 
         On all ranks, in the same order in each run.
 
@@ -55,7 +57,9 @@ class States:
         wait: bool = True,
         alone: bool = False,
     ) -> Path:
-        """Write everything that training needs to go on into `output_dir`, atomically. Collective.
+        """Write everything that training needs to continue into `output_dir`.
+
+        Atomic, and collective.
 
         Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
         project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
@@ -94,7 +98,9 @@ class States:
         step: int | None = None,
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> bool:
-        """Whether this job was told to stop (a signal, on any rank); if so, its state is saved. Collective.
+        """Return True if this job was told to stop by a signal, with its state saved.
+
+        The signal may come on any rank. Collective.
 
         Call it on all ranks after each step, and leave the loops when it is true. The first call starts
         to watch; a call costs no communication until then, and all ranks stop after the same step.
@@ -155,7 +161,9 @@ class States:
         return None
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write `obj` once (with `save_on_each_node` once a node), replacing `f` when it is complete on disk.
+        """Write `obj` once; a file is replaced when the new one is complete.
+
+        With `save_on_each_node` once per node.
 
         Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors. Else by
         `torch.save`.
@@ -178,7 +186,9 @@ class States:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights, whole and under its own names, for other libraries. Collective.
+        """Write the model's weights, whole and under its own names.
+
+        For other libraries. Collective.
 
         The layout is that of `from_pretrained`: `model.safetensors`, or files of at most `max_shard_size`
         and `model.safetensors.index.json`; without `safe_serialization` the same by `torch.save`, as
@@ -200,7 +210,9 @@ class States:
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's whole state by its own names and order, on every rank; do not write to it. Collective.
+        """Return the model's whole state, by its own names, on every rank.
+
+        Collective. Do not write to the tensors.
 
         Buffers that each rank has for itself, such as batch norm's statistics under ddp, are this rank's;
         checkpoints and `save_model` hold rank 0's. Extra state (`get_extra_state`) is this rank's too, and
@@ -214,7 +226,9 @@ class States:
     def iter_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole weight or buffer), one after the other: for models too large to be whole. Collective.
+        """Yield (name, whole weight or buffer) one after the other.
+
+        For models too large to be whole. Collective.
 
         All ranks must read it to its end, and must not write to the tensors. Tied weights come once.
 
@@ -230,7 +244,9 @@ class States:
     def full_parameters(
         self, model: nn.Module, names: Iterable[str] | None = None, *, writeback: bool = False
     ) -> AbstractContextManager[Any]:
-        """A context in which these parameters (default: all) of the model are whole. Collective.
+        """Make parameters of the model (by default all) whole inside a context.
+
+        Collective.
 
         Args:
             model: prepared, or not.

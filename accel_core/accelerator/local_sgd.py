@@ -1,4 +1,4 @@
-"""Local SGD: each rank steps by itself, and every so often all take the mean of their weights."""
+"""Local SGD: ranks step alone, and average their weights now and then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """A context in which gradients are not reduced; weights are averaged every `local_sgd_steps` steps.
+    """Context in which ranks step alone and average weights now and then.
+
+    Gradients are not reduced inside; weights are averaged every `local_sgd_steps` steps.
 
     Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too.
     Weights are also averaged at the end; buffers are not. Where a rank has the loss to itself, nothing is.
@@ -66,7 +68,10 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step; average at every `local_sgd_steps`-th. Collective then."""
+        """Count an optimizer step; average after each `local_sgd_steps` of them.
+
+        Collective when it averages.
+        """
         if self.enabled and self.unit.window.boundary:
             self._silence()
             self._steps += 1

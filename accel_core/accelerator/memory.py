@@ -1,4 +1,4 @@
-"""Memory: giving it back, and finding a batch size that fits into it."""
+"""Give memory back, and find a batch size that fits into it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OUT_OF_MEMORY: Final = (
     "alloc_failed",
     "status_not_supported",
 )
-"""What vendors write where they do not raise torch.OutOfMemoryError, in lower case."""
+"""Words of vendors' errors that are not torch.OutOfMemoryError, in lower case."""
 
 _searches = count()
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give unused memory back; as many None as arguments.
+    """Give unused memory back. Returns as many None as arguments.
 
     `a, b = release_memory(a, b)` drops the caller's names too.
     """
@@ -44,7 +44,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on whatever device."""
+    """Return True if an error means that memory ran out, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -56,7 +56,9 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Decorator: call `function(batch_size, ...)`, with half the batch size whenever memory runs out.
+    """Decorate a function to run with half the batch size when memory runs out.
+
+    It is called as `function(batch_size, ...)`.
 
     Each call starts at `starting_batch_size`. The function must make anew what it trains, and first
     drop what the last attempt prepared: `accelerator.free_memory()`.
@@ -121,7 +123,10 @@ def _next(size: int, rule: Callable[..., int] | None) -> int:
 
 
 def _any_lacks(run: Run, attempt: str, size: int, *, mine: bool) -> bool:
-    """Whether memory ran out on any rank. By the store: groups may be in the midst of something."""
+    """Return True if memory ran out on any rank.
+
+    Ranks vote in the store: a group may be in the midst of a collective.
+    """
     world, limit = run.world, run.config.process_group.timeout or default_pg_timeout
     store: Any = world.store
     store.set(f"batch_size/{attempt}/{world.rank}", "lacks" if mine else "fits")

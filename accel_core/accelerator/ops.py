@@ -31,7 +31,9 @@ def save(
     *,
     run: Run | None = None,
 ) -> None:
-    """Write `obj` on the main process (or that of each node); a file is replaced only when complete.
+    """Write `obj` on the main process, or on that of each node.
+
+    A file is replaced when the new one is complete.
 
     Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors.
     """

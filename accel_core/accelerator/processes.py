@@ -1,4 +1,4 @@
-"""The part of the Accelerator about processes: ranks, collectives, code that only some ranks run."""
+"""The part of the Accelerator about processes: ranks and collectives."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class Ranks:
 
     @property
     def distributed_type(self) -> str:
-        """The strategy's word for Accelerate; the device's if the strategy has none, or says MULTI_DEVICE."""
+        """Accelerate's word for the strategy, or else for the device.
+
+        The device's, if the strategy has none or says MULTI_DEVICE.
+        """
         stack = self.run.stack
         word, device = stack.strategy.card.distributed_type, stack.device.card.distributed_type
         return (device or word or stack.strategy.name) if word in (None, "MULTI_DEVICE") else word
@@ -150,13 +153,19 @@ class Ranks:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block first, then all others. Collective."""
+        """The main process runs the block before all others.
+
+        Collective.
+        """
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each node runs the block first, then the others. Collective."""
+        """The first process of each node runs the block before the others.
+
+        Collective.
+        """
         with self._first(self.is_local_main_process):
             yield
 
@@ -171,7 +180,10 @@ class Ranks:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the main process only; elsewhere the call returns None."""
+        """Decorate a function to run on the main process only.
+
+        Elsewhere the call returns None.
+        """
         return _only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:

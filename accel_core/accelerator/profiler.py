@@ -1,4 +1,4 @@
-"""torch's profiler, over what this run's plugins know how to record, with a trace a rank."""
+"""Run torch's profiler, with the activities of the run's plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress bars: one, on the main process, and only where somebody looks."""
+"""Progress bars: on the main process, on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 
 def progress(items: Iterable[T], description: str = "", *, total: float | None = None) -> Iterable[T]:
-    """`items`, behind a bar on the terminal; on other ranks and off a terminal, as they are.
+    """Return `items`, behind a bar on the terminal of the main process.
+
+    On other ranks, and without a terminal, they are returned as they are.
 
     total: how many there are, where `items` has no length.
     """

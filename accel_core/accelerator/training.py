@@ -1,4 +1,4 @@
-"""The training step: windows, backward, clipping, and the loop where a strategy owns the schedule."""
+"""The part of the Accelerator about the training step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Training"]
 
 
 class Training:
-    """Over the run that a subclass holds."""
+    """Base of Accelerator, which holds the `run`."""
 
     run: Run
     _accumulations: dict[tuple[nn.Module, ...], Accumulation]
@@ -39,8 +39,10 @@ class Training:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is its window's last. Settable before its forward: for the units
-        of the innermost `accumulate`, or of the last one; for all before the first.
+        """True if the current micro-batch is its window's last.
+
+        Settable before its forward: for the units of the innermost `accumulate`, or of the last one; for
+        all before the first.
         """
         return self.run.window.boundary
 
@@ -54,7 +56,9 @@ class Training:
     def accumulate(
         self, *models: nn.Module, items: Tensor | float | None = None, batch: Any = None
     ) -> Accumulation:
-        """The context of one micro-batch of the windows of these models' units (default: of all).
+        """Give the context of one micro-batch.
+
+        It belongs to the windows of these models' units, by default of all.
 
         Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping
         and schedulers act at the window's boundary only: its last micro-batch, or the loader's.
@@ -89,7 +93,9 @@ class Training:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """A context around forward and backward in which ranks that share sequences have parts of `buffers`.
+        """Make `buffers` hold this rank's parts of sequences inside a context.
+
+        It stands around forward and backward, where ranks share sequences.
 
         For batches that the loader leaves whole. Nothing happens where no ranks share sequences.
 
@@ -104,7 +110,7 @@ class Training:
         return context
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which this model's forward and backward do not reduce gradients.
+        """Give a context in which gradients of this model are not reduced.
 
         It changes nothing where the strategy reduces at a window's end, or never. `accumulate` does it by
         itself. Raises AccelError for a model that is not prepared.
@@ -113,15 +119,16 @@ class Training:
         return step.quiet(unit, [model])
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The stack's autocast, for what is computed outside a prepared model's forward.
+        """Return the stack's autocast, for code outside a prepared model's forward.
 
         `autocast_handler`: other settings than the run's, within the context.
         """
         return autocast(self.run, autocast_handler)
 
     def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """Gradients of `loss` (0-dim). Inside `accumulate` it is divided by the window's size,
-        unless it was given the micro-batch's items.
+        """Compute the gradients of `loss` (0-dim).
+
+        Inside `accumulate` it is divided by the window's size, unless the micro-batch's items were given.
 
         Args:
             loss: from the forward of prepared models.
@@ -136,7 +143,7 @@ class Training:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip the parameters' gradients, after unscaling, to at most this norm over the whole model.
+        """Clip the gradients, after unscaling, to this norm over the whole model.
 
         On all ranks: where they share the model's parts they sum their norms, collectively.
 
@@ -154,7 +161,9 @@ class Training:
         return step.clip_norm(unit, mine, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clamp each gradient to [-clip_value, clip_value], after unscaling; nothing inside a window.
+        """Clamp each gradient to [-clip_value, clip_value], after unscaling.
+
+        Nothing happens inside a window.
 
         Raises:
             AccelError: the parameters are of several units, or of none; or the strategy cannot clamp them.
@@ -163,7 +172,9 @@ class Training:
         step.clip_value(unit, mine, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale now, to look at or change them before the step. On all ranks.
+        """Divide gradients by the loss scale now, before the step.
+
+        To look at them or change them. On all ranks.
 
         optimizer: as `prepare` returned it, or several; default: all. Those of its unit go with it.
         """
@@ -175,7 +186,7 @@ class Training:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer skipped its last step (overflow under a loss scale)."""
+        """True if any optimizer skipped its last step: overflow under a loss scale."""
         return any(proxy.step_was_skipped for _, proxy in self.run.optimizers)
 
     def forward_backward(
@@ -188,7 +199,9 @@ class Training:
         forward_only: bool = False,
         items: Tensor | float | None = None,
     ) -> StepOutput:
-        """Forward and backward of one window; the only form where the strategy owns the schedule.
+        """Run forward and backward of one window.
+
+        Where the strategy owns the schedule, this is the only form.
 
         Args:
             model: prepared.
@@ -256,7 +269,9 @@ class Training:
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """A context in which ranks may run out of batches at different times. On all ranks.
+        """Give a context in which ranks may run out of batches at different times.
+
+        On all ranks.
 
         Args:
             joinables: prepared models.

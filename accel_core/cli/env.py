@@ -1,4 +1,4 @@
-"""`accel env`: what a maintainer asks first, in one piece to paste."""
+"""`accel env`: facts that a maintainer asks for first, to paste into a report."""
 
 from __future__ import annotations
 

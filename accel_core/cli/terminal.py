@@ -22,7 +22,10 @@ LEAST: Final = 24
 
 
 def say(*lines: str, indent: int = 2) -> None:
-    """Print lines; on a terminal wrapped at its width, continued `indent` columns further in."""
+    """Print lines; on a terminal they are wrapped at its width.
+
+    A wrapped line continues `indent` columns further in.
+    """
     console = _console() if sys.stdout.isatty() else None
     for line in lines:
         if console is None:
@@ -34,7 +37,9 @@ def say(*lines: str, indent: int = 2) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> Iterator[str]:
-    """Yield the lines of a table; on a terminal the last column is wrapped, or stands below the others.
+    """Yield the lines of a table.
+
+    On a terminal the last column is wrapped, or stands below the others.
 
     header: the first row names the columns.
     """
@@ -63,7 +68,10 @@ def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> Iterator[str
 
 
 def prompt(name: str, default: Any, parse: Callable[[Any], Any]) -> Any:
-    """Ask for a value until `parse` takes the answer; it raises click.UsageError for one that it refuses."""
+    """Ask for a value until `parse` takes the answer.
+
+    `parse` raises click.UsageError for an answer that it refuses.
+    """
     if not sys.stdout.isatty():
         return click.prompt(name, default=default, value_proc=parse, show_default=bool(default))
     from rich.prompt import InvalidResponse, PromptBase
@@ -95,7 +103,10 @@ def _console() -> Any:
 
 
 def _coloured(text: str) -> Any:
-    """Return rich's text, without markup, in which words of `STYLES` have their colour."""
+    """Return rich's text, in which words of `STYLES` have their colour.
+
+    Markup in it has no meaning.
+    """
     from rich.text import Text
 
     coloured = Text(text)

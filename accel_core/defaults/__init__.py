@@ -1,4 +1,4 @@
-"""The embedded default plugins: their cards. Found through entry points, like any other."""
+"""Cards of the default plugins, found through entry points like any other."""
 
 from __future__ import annotations
 

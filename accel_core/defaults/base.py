@@ -1,4 +1,4 @@
-"""The base layer: core's default for every owner hook, in terms of torch alone."""
+"""The base layer: the default of every owner hook, in terms of torch alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["Base"]
 
 
 class Base(BaseState):
-    """Has no card and no slot; always there, at the bottom."""
+    """The base layer. It has no card and no slot, and is always at the bottom."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""The generic device: whatever accelerator torch itself runs, else the CPU."""
+"""The generic device: any accelerator that torch itself runs, else the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["NativeDevice", "local_device"]
 
 
 class NativeDevice:
-    """Device type from the config; everything else is the base layer's."""
+    """Device of the type that the config names. The base layer does the rest."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
@@ -44,7 +44,9 @@ class NativeDevice:
 
 
 def local_device(kind: str, world: World, index: int | None = None) -> torch.device:
-    """The torch device of type `kind` for this process (index: its local rank), made current.
+    """Make this process's torch device of type `kind` current, and return it.
+
+    index: of the device; by default the local rank.
 
     Raises:
         LaunchError: this machine has no such device, or fewer than processes.
@@ -67,5 +69,8 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
 
 
 def _is_a_task() -> bool:
-    """Whether a scheduler started this process itself, no agent: agents' workers see the same devices."""
+    """True if a scheduler started this process itself, without an agent.
+
+    Workers of an agent all see the same devices.
+    """
     return "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in LOCAL_RANKS)

@@ -37,7 +37,10 @@ __all__ = [
 
 
 def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-    """The run's autocast, all plugins' contexts composed; with other settings inside, if given."""
+    """Return the run's autocast, of all its plugins' contexts.
+
+    handler: other settings for what is inside.
+    """
     unit = run.units[0] if run.units else run.make_unit(None, None)
     factory = unit.hooks.autocast(unit)
     context: AbstractContextManager[Any] = nullcontext() if factory is None else factory()
@@ -57,7 +60,7 @@ def _adjusted(run: Run, context: AbstractContextManager[Any], handler: AutocastK
 def get_grad_scaler(
     distributed_type: str | None = None, *, run: Run | None = None, **kwargs: Any
 ) -> GradScaler:
-    """A loss scaler for the device of a run, by default the live one. `prepare` makes its own.
+    """Return a loss scaler for the device of a run; `prepare` makes its own.
 
     Args:
         distributed_type: accepted and not needed: the device decides.
@@ -70,12 +73,12 @@ def get_grad_scaler(
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None, *, run: Run | None = None
 ) -> AbstractContextManager[Any]:
-    """The autocast of a run, by default the live one; a context that does nothing, unless `native_amp`."""
+    """Return the autocast of a run; without `native_amp` a context that does nothing."""
     return autocast(run or current(), autocast_kwargs) if native_amp else nullcontext()
 
 
 class Unchanged:
-    """Nothing on top of the base layer."""
+    """Precision that adds nothing to the base layer."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
@@ -105,7 +108,7 @@ class BFloat16(_Autocast):
 
 
 class Float16(_Autocast):
-    """Autocast to float16, and a loss scaler a unit.
+    """Autocast to float16, and one loss scaler per unit.
 
     The scaler is updated at the first backward after its unit has stepped: never between the steps
     of two optimizers, never in the middle of another unit's window.
@@ -189,7 +192,10 @@ class Float16(_Autocast):
             del self._stepped[scaler]
 
     def _accumulating(self, scaler: GradScaler) -> bool:
-        """Whether a unit that shares the scaler is inside a window: a new scale would tear it."""
+        """True if a unit that shares the scaler is inside a window.
+
+        A new scale would apply to a part of that window only.
+        """
         sharing = [unit for unit in self.run.units if unit.scaler is scaler]
         waiting = [unit for unit in sharing if unit not in self._stepped[scaler]] if len(sharing) > 1 else []
         return any(p.grad is not None for unit in waiting for p in unit.named_parameters().values())
@@ -202,7 +208,7 @@ class Float16(_Autocast):
 
 
 def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """What is wrong with those that train in float16, if any do."""
+    """Describe parameters that train in float16, if there are any."""
     half = [name for name, each in parameters if each.requires_grad and each.dtype == torch.float16]
     if not half:
         return []
@@ -216,7 +222,7 @@ def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
 
 @contextmanager
 def _named(unit: Unit) -> Iterator[None]:
-    """Say what torch's own errors do not: which parameter became float16, and that no loss was scaled."""
+    """Add the parameter, or the missing call, to errors of torch's scaler."""
     try:
         yield
     except AssertionError as error:
@@ -233,7 +239,10 @@ def _named(unit: Unit) -> Iterator[None]:
 
 
 class _Stepper:
-    """What the scaler takes for an optimizer: it steps through the layers below, and notes whether."""
+    """Stand-in for an optimizer, which torch's scaler steps.
+
+    It steps through the layers below, and notes whether it did.
+    """
 
     def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
         self._below, self._unit, self._optimizer = below, unit, optimizer

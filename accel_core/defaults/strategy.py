@@ -1,4 +1,4 @@
-"""One process, nothing wrapped: the model stays the user's object."""
+"""The strategy of one process: the model stays the user's object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Single"]
 
 
 class Single:
-    """The base layer as it is; in a larger world only for units that do not train."""
+    """The base layer as it is; in a larger world for units that do not train."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""The tracker that is always there: a file of JSON lines."""
+"""The default tracker: a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["JsonLines"]
 
 
 class JsonLines:
-    """Writes `logging_dir/PROJECT.jsonl`: a line for the start of each run, and one for each `log`.
+    """Write `logging_dir/PROJECT.jsonl`: one line per run and per `log`.
 
     A run that is resumed appends. Each line is one write of the operating system: readers and a kill
     see whole lines. What is not finite is "NaN", "Infinity" or "-Infinity", as JSON has no such numbers.
@@ -87,7 +87,7 @@ def _last_byte(file: io.FileIO) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON holds: tensors as nested lists, what it does not know as text."""
+    """Convert a value to JSON's: tensors to nested lists, unknown objects to text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (str, int, float)):

@@ -1,4 +1,6 @@
-"""Collectives over nested structures: one for each dtype at most, and checked before they start.
+"""Collectives over nested structures.
+
+Tensors of one dtype travel together, and each operation is checked before it starts.
 
 All ranks must call. Ranks that disagree all raise, and the error shows what each one passed: always on CPU
 groups, in debug mode on others (see `exchange`). None in a structure stays None. Results carry no gradient
@@ -53,7 +55,9 @@ _WIDER: Final = {
 
 
 def gather(tensor: Any, *, run: Run | None = None) -> Any:
-    """Concatenate each tensor (n, ...) of every reader, in reader order: (readers * n, ...).
+    """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).
+
+    Parts stand in reader order.
 
     A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes
     them so.
@@ -97,7 +101,7 @@ def _gather_object(object: Any, run: Run, operation: str, at: str = "") -> Any:
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
-    """Gather results of a batch (predictions, labels, ...), without those of samples that only padded it.
+    """Gather a batch's results, without those of samples that only padded it.
 
     Call it once for each batch of the innermost loader that is being iterated. Data that hold other
     objects than tensors are gathered as objects, into a list in reader order.
@@ -124,7 +128,9 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> Any:
-    """Overwrite each tensor, in place, with that of rank `from_process`, and return the structure.
+    """Overwrite each tensor, in place, with that of rank `from_process`.
+
+    Returns the structure.
 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
@@ -150,7 +156,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, run: Run | None = None
 ) -> list[Any]:
-    """Replace the list's items, in place, with those of rank `from_process`, and return the list.
+    """Replace the list's items, in place, with those of rank `from_process`.
+
+    Returns the list.
 
     Only that rank's items must be picklable, and the others' may be fewer or more.
 
@@ -166,7 +174,7 @@ def broadcast_object_list(
 
 
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, run: Run | None = None) -> Any:
-    """Reduce each tensor over the ranks that have a loss of their own, and multiply it by `scale`.
+    """Reduce each tensor over the ranks that have a loss of their own.
 
     Shapes must be equal on all ranks, and stay. The tensors given are not changed. Booleans are counted by
     `sum`; floats of 8 and 16 bits are reduced in float32 and rounded once.
@@ -247,7 +255,9 @@ def wait_for_everyone(*, run: Run | None = None) -> None:
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, run: Run | None = None
 ) -> Iterator[Any]:
-    """Give this reader's contiguous part of a list, tuple, tensor or dict of them. Not collective.
+    """Give this reader's contiguous part of a list, tuple, tensor or dict.
+
+    Not collective. The values of a dict are split alike.
 
     The first readers get one item more where the length does not divide.
     apply_padding: repeat the last item, so that all readers have equally many.
@@ -343,7 +353,10 @@ BUCKET_BYTES: Final = 256 * 2**20
 
 
 def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
-    """Average the trainable parameters over the group: one all_reduce per bucket of a dtype and device."""
+    """Average trainable parameters over the group, in place.
+
+    Makes one all_reduce for each bucket of a dtype and device.
+    """
     kinds: dict[Any, list[Tensor]] = {}
     filled: Counter[Any] = Counter()
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""One operation of several ranks, compared between them before any rank waits inside it.
+"""One operation of several ranks, compared before any rank waits inside it.
 
 Which group compares the ranks and which one carries the data depends on the run's device, on what is
 moved, and on the mesh dimension:
@@ -77,7 +77,10 @@ class CollectiveCall:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Around what may fail on this rank alone: the other ranks then raise instead of waiting."""
+        """Make an error of this rank alone raise on the other ranks too.
+
+        They would wait for this rank otherwise.
+        """
         try:
             yield
         except Exception as error:  # of any type, and raised again
@@ -93,7 +96,9 @@ class CollectiveCall:
                 raise ValueError(f"{self.operation}: there are ranks 0 to {self.size - 1} only")
 
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
-        """Return the structure's tensors, as `wired` sends them, on the run's device; and their plan.
+        """Return the structure's tensors and their plan.
+
+        Tensors are as `wired` sends them, on the run's device.
 
         Raises:
             CollectiveError: another rank raised one of the errors below.
@@ -113,7 +118,7 @@ class CollectiveCall:
             return tensors, make_plan(self.operation, structure, shapes, dtypes, self.size)
 
     def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Check that all ranks pass alike tensors, and let small ones travel with the headers.
+        """Check that all ranks pass alike tensors; small ones travel along.
 
         Returns the (ranks, bytes) of all ranks, or None if they have still to be sent (see `packed`).
 
@@ -154,7 +159,9 @@ class CollectiveCall:
         return [_unpickled(row[:length]) for row, length in zip(table, lengths, strict=True)]
 
     def one_object(self, value: Any, source: int) -> Any:
-        """Return the picklable value of the group's rank `source`. Only that rank's must be picklable.
+        """Return the picklable value of the group's rank `source`.
+
+        Only that rank's value must be picklable.
 
         Raises:
             CollectiveError: ranks differ in operation, or `source` cannot pickle its value.
@@ -168,7 +175,9 @@ class CollectiveCall:
         return value if is_source else _unpickled(sent)
 
     def one_payload(self, payload: Tensor | None, source: int) -> Tensor:
-        """Return the bytes of the group's rank `source`; other ranks pass None. Always compares.
+        """Return the bytes of the group's rank `source`; other ranks pass None.
+
+        The ranks are always compared.
 
         Raises:
             CollectiveError: ranks differ in operation.
@@ -186,7 +195,10 @@ class CollectiveCall:
             return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
     def _compare(self, agreed: int) -> None:
-        """Compare digests without a payload; in debug mode only, unless this call always compares."""
+        """Compare digests without a payload.
+
+        Only in debug mode, unless this call always compares.
+        """
         if self.compares_always or (_debugging() and self.dim == "world"):
             self._exchange_headers(agreed)
         elif _debugging() and any(other != agreed for other in self.compare_group.all_gather_object(agreed)):
@@ -195,7 +207,7 @@ class CollectiveCall:
     def _exchange_headers(
         self, agreed: int, length: int = 0, write: Callable[[Tensor], object] | None = None
     ) -> tuple[list[int], Tensor]:
-        """Compare `agreed`, and exchange payloads of `length` bytes, as far as they fit in a header.
+        """Compare `agreed`, and exchange payloads that fit into a header.
 
         write: fills the (length,) bytes of this rank's payload.
 
@@ -213,7 +225,10 @@ class CollectiveCall:
         return [other_length for _, other_length in heads], table[:, _HEAD_BYTES:]
 
     def _disagreement(self) -> CollectiveError:
-        """Return the error that shows where ranks differ. Collective: all ranks notice, and call it."""
+        """Return the error that shows where ranks differ.
+
+        Collective: all ranks notice the difference, and call it.
+        """
         mine = (self.operation + self.at, describe(self.tree), self.refusal)
         of_ranks = self.compare_group.all_gather_object(mine)
         places = list(dict.fromkeys(place for _, texts, _ in of_ranks for place in texts))
@@ -243,7 +258,10 @@ class CollectiveCall:
 def collective_call(
     run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
-    """Give the `CollectiveCall`: inside, gradients are off, and errors of collectives name it."""
+    """Give a `CollectiveCall`, with gradients off.
+
+    Errors of collectives inside name it.
+    """
     # A generator: Ctrl-C may interrupt a method `__exit__` before its first statement.
     call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
     enabled, before = torch.is_grad_enabled(), current_operation.get()

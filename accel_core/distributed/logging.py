@@ -1,4 +1,4 @@
-"""Loggers that know their rank. They work before there is an Accelerator, and without one."""
+"""Loggers that know their rank, with or without an Accelerator."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
 
 
 class MultiProcessAdapter(_Adapter):
-    """A logger whose methods also take `main_process_only` (True) and `in_order` (False).
+    """Logger with the options `main_process_only` (True) and `in_order` (False).
 
     main_process_only=False logs on every rank. in_order=True does too, one rank after the other:
     collective, also for ranks whose level is higher; at once where there is no Accelerator yet.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """As `logging.Logger.log`."""
+        """Log on the ranks that the options name. See `logging.Logger.log`."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         world = World.here()
         for rank in range(world.size) if in_order else (0 if main_only else world.rank,):
@@ -64,7 +64,7 @@ class MultiProcessAdapter(_Adapter):
                 _wait()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """As `warning`, but each message with its arguments once a process."""
+        """Log a warning once per process for the same message and arguments."""
         key = self.logger.name, str(msg), str(args)
         if key not in _warned:
             _warned.add(key)

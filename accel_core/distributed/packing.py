@@ -1,4 +1,7 @@
-"""All tensors of an operation as one run of bytes, by a plan that is made once for equal calls."""
+"""Pack all tensors of an operation into one run of bytes.
+
+The plan is made once for equal calls.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _split_copy: Final[Any] = torch.split_with_sizes_copy
 
 
 def digest(*agreed: Any) -> int:
-    """64 bits of what must be equal on all ranks; never 0. `agreed`: strings, numbers, tuples of them."""
+    """Return 64 bits of values that must be equal on all ranks; never 0.
+
+    `agreed`: strings, numbers, tuples of them.
+    """
     data = marshal.dumps(agreed, 2)  # 2: without references, which depend on identity
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True) or 1
 
@@ -34,7 +40,7 @@ def make_plan(
     dtypes: tuple[torch.dtype, ...],
     ranks: int,
 ) -> Plan:
-    """How tensors of these shapes and dtypes travel together, between so many ranks."""
+    """Plan the bytes in which tensors of these shapes and dtypes travel."""
     members: dict[torch.dtype, list[int]] = {}
     for number, dtype in enumerate(dtypes):
         members.setdefault(dtype, []).append(number)
@@ -51,7 +57,7 @@ def make_plan(
 
 @frozen
 class _Group:
-    """The tensors of one dtype: which, their elements, and the bytes they take together."""
+    """Tensors of one dtype: their numbers, sizes, and bytes."""
 
     dtype: torch.dtype
     numbers: Sequence[int]
@@ -62,7 +68,7 @@ class _Group:
 
 @frozen
 class Plan:
-    """Where each tensor lies in the bytes, in an order that all ranks share."""
+    """Place of each tensor in the bytes, in an order that all ranks share."""
 
     digest: int
     size: int
@@ -81,11 +87,11 @@ class Plan:
             torch.cat(flat, out=into[group.start : group.stop].view(group.dtype))
 
     def split(self, payload: Tensor) -> list[Tensor]:
-        """(..., size) bytes -> a view a dtype, (..., elements)."""
+        """(..., size) bytes -> one view per dtype, (..., elements)."""
         return [payload[..., group.start : group.stop].view(group.dtype) for group in self.groups]
 
     def unflatten(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """A flat tensor a dtype -> views of the original shapes."""
+        """One flat tensor per dtype -> views of the original shapes."""
         found: list[Any] = [None] * len(self.shapes)
         for group, together in zip(self.groups, flat, strict=True):
             for number, piece in zip(group.numbers, together.split(group.sizes), strict=True):

@@ -1,4 +1,4 @@
-"""torch.distributed as core uses it: making the default group, and collectives over a group."""
+"""The default process group, and collectives over a group of torch's."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
-"""The variables in which launchers say where ranks meet."""
+"""Variables by which launchers pass the address of the rendezvous."""
 GRACE_SECONDS: Final = 2.0
-"""How long to wait for other ranks to notice that a collective failed."""
+"""Time for other ranks to notice that a collective failed."""
 
 # Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
 # find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
@@ -46,7 +46,10 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 class SharedGroup:
-    """The process's default group, counted: runs adopt it, and the last one ends what they made."""
+    """The process's default group, with a count of the runs that use it.
+
+    Runs adopt a group that exists; the last user destroys one that a run made.
+    """
 
     def __init__(self) -> None:
         self.users = 0
@@ -57,11 +60,13 @@ class SharedGroup:
 
     @property
     def is_a_parents(self) -> bool:
-        """Whether a fork inherited it: its connections are another process's."""
+        """True in a fork, whose connections are another process's."""
         return self.users > 0 and self.pid != os.getpid()
 
     def join(self, make: Callable[[], bool]) -> int:
-        """Use the group; `make` it (and say whether that was ours to do) if there is none.
+        """Use the group, which `make` makes if there is none.
+
+        `make` returns True if the group is ours to destroy.
 
         Returns the number of the group, for `leave`.
         """
@@ -76,7 +81,9 @@ class SharedGroup:
         return self.number
 
     def leave(self, number: int, destroy: Callable[[], None]) -> None:
-        """Stop using the group; `destroy` it if it was made here and nobody uses it any more.
+        """Stop using the group; the last user destroys a group that was made here.
+
+        A user may have destroyed it, and another run made the next one, which is left alone.
 
         A user may have destroyed it, and another run made the next one: that is left alone.
         """
@@ -143,7 +150,10 @@ def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[Store, t
 
 
 def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group for CPU tensors and objects beside the default one. The first call is collective."""
+    """Return a group for CPU tensors and objects beside the default one.
+
+    The first call is collective.
+    """
     world = dist.group.WORLD
     assert world is not None
     if world not in _control:
@@ -161,14 +171,17 @@ def _spelled(backends: Mapping[str, str]) -> str:
 
 
 def destroy() -> None:
-    """Undo `create`. A control group still referenced at exit would abort the process now and then."""
+    """Undo `create`.
+
+    A control group that is still referenced at exit would abort the process now and then.
+    """
     _control.clear()
     dist.destroy_process_group()
     let_threads_finish()
 
 
 class TorchCollectives:
-    """Collectives over one torch process group, for tensors on `device`.
+    """Collectives over one of torch's process groups, for tensors on `device`.
 
     Raises CollectiveError where torch's collective fails or times out, naming the ranks that did not
     take part.
@@ -221,7 +234,10 @@ class TorchCollectives:
             raise self._failure(operation + _shape(tensor), error) from error
 
     def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
-        """Who else noticed, and in what? Ranks that waited in vain say so in the store."""
+        """Translate torch's error, with the ranks that did not take part.
+
+        Ranks that waited for nothing write so into the store.
+        """
         operation = str(current_operation.get()) or operation
         ranks = dist.get_process_group_ranks(self.group)
         try:
@@ -244,7 +260,7 @@ class TorchCollectives:
 
 
 def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Tell that this rank waits in `operation`, and hear what the others wait in."""
+    """Write that this rank waits in `operation`, and read the others' notes."""
     store = PrefixStore("accel/waiting", _get_default_store())
     store.set(str(dist.get_rank()), operation)
     deadline = time.monotonic() + GRACE_SECONDS
@@ -260,7 +276,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 class Alone:
-    """The collectives of a world of one."""
+    """Collectives of a world of one."""
 
     rank = 0
     size = 1

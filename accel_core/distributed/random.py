@@ -1,4 +1,4 @@
-"""Random generators: seeding them, and making all ranks' agree."""
+"""Seed random generators, and make those of all ranks agree."""
 
 from __future__ import annotations
 

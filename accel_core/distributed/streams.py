@@ -1,4 +1,4 @@
-"""A random stream of each unit whose model or sequences are split: its forwards draw from no other.
+"""Random streams of units whose model or sequences are split.
 
 Ranks with the same activations must draw the same numbers (dropout behind a layer that all of them
 computed), and all others different ones; a draw anywhere else must change neither. So a unit's
@@ -34,7 +34,7 @@ __all__ = ["Stream", "check", "fork", "forward_context", "reseed", "restore", "s
 
 
 class Stream:
-    """One unit's stream. `state` is that of a generator of the run's device."""
+    """One unit's stream; `state` is that of a generator of the run's device."""
 
     def __init__(self, device: torch.device, name: str, number: int, seed: int) -> None:
         self.name, self.number = name, number
@@ -47,7 +47,7 @@ class Stream:
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Begin anew. `seed` is the same on all ranks."""
+        """Start again from a seed, the same on all ranks."""
         text = f"{seed} {self.name} {self.number}".encode()
         before = self._get()
         self._manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
@@ -56,7 +56,7 @@ class Stream:
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Inside, the device's generator is this stream; forwards of one unit nest."""
+        """Make this stream the device's generator inside; forwards of one unit nest."""
         if self._inside:
             yield
             return
@@ -72,7 +72,10 @@ class Stream:
 
 
 def fork(run: Run, unit: Unit) -> Stream | None:
-    """The stream of a unit that is prepared, if its mesh asks for one. Collective."""
+    """Return a new unit's stream, if its mesh asks for one.
+
+    Collective.
+    """
     number = None if unit.mesh is None else unit.mesh.stream()
     if number is None:
         return None
@@ -84,7 +87,7 @@ def fork(run: Run, unit: Unit) -> Stream | None:
 def forward_context(
     unit: Unit, factory: Callable[[], AbstractContextManager[Any]] | None
 ) -> Callable[[], AbstractContextManager[Any]] | None:
-    """What a forward of the unit is under: its stream, and what `factory` gives."""
+    """Return the context of a unit's forward: its stream, and that of `factory`."""
     if unit.stream is None:
         return factory
 
@@ -98,18 +101,21 @@ def forward_context(
 
 
 def reseed(run: Run, seed: int) -> None:
-    """Begin all streams anew. `seed` is the same on all ranks."""
+    """Start all streams again from a seed, the same on all ranks."""
     for stream in _streams(run).values():
         stream.seed(seed)
 
 
 def states(run: Run) -> dict[str, Tensor]:
-    """Name in a checkpoint -> state."""
+    """Return the states of all streams, by name in a checkpoint."""
     return {name: stream.state for name, stream in _streams(run).items()}
 
 
 def check(run: Run, saved: Mapping[str, Tensor]) -> None:
-    """Raises what torch raises for a state that is none. Changes nothing."""
+    """Raise torch's error for a saved state that is invalid.
+
+    Changes nothing.
+    """
     for name, stream in _streams(run).items():
         before = stream._get()
         try:
@@ -119,7 +125,7 @@ def check(run: Run, saved: Mapping[str, Tensor]) -> None:
 
 
 def restore(run: Run, saved: Mapping[str, Tensor]) -> None:
-    """Go on from these states."""
+    """Continue all streams from saved states."""
     for name, stream in _streams(run).items():
         stream.state = saved[name]
 

@@ -20,12 +20,12 @@ DTYPES: Final = {
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name torch gives a dtype, without the prefix."""
+    """Return torch's name of a dtype, without the prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements, row-major: a view of its memory where that is possible.
+    """Return a tensor's elements, row-major: a view of its memory if possible.
 
     Any dtype, device and strides. The view keeps what it reads alive; nobody else should write.
     """
@@ -34,7 +34,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -> Tensor:
-    """A tensor over the bytes of a writable buffer, from `start` on.
+    """Return a tensor over the bytes of a writable buffer, from `start` on.
 
     Raises:
         ValueError: the buffer is too short.
@@ -47,7 +47,7 @@ def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -
 
 
 def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> int:
-    """How many bytes such a tensor has.
+    """Return the size in bytes of a tensor of this dtype and shape.
 
     Raises:
         ValueError: from `start` on, `length` bytes do not hold it.

@@ -1,4 +1,4 @@
-"""Waiting for threads of torch's that nothing can be asked about."""
+"""Wait for torch's threads, which cannot be joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PATIENCE_SECONDS: Final = 0.1
 
 
 def let_threads_finish() -> None:
-    """Give this process's other threads the interpreter until none of them wants to run, or for a moment.
+    """Let this process's other threads run until none of them wants to.
+
+    Returns after a moment in any case.
 
     A thread of a process group drops the tensors of a collective after it told who waits for it, and needs
     the interpreter's lock for that. One that comes to it while the interpreter ends aborts the process.

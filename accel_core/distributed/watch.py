@@ -104,7 +104,10 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
 
 
 def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
-    """Translate an error of torch's own collectives; None for an error that is not a lost connection."""
+    """Translate an error of torch's own collectives.
+
+    Returns None for an error that is not a lost connection.
+    """
     first_line = str(error).partition("\n")[0]
     if _watch is None or run.world.store is None or not LOST.search(first_line):
         return None
@@ -158,7 +161,10 @@ class _Assembly:
         return f"{self.operation}: ranks passed different inputs\n{listed}\ncall it on all ranks alike"
 
     def _verdict(self, *, is_first: bool) -> str:
-        """Wait for the verdict. The first rank to come asks after absent ranks, and may decide."""
+        """Wait for the verdict.
+
+        The first rank to come asks after absent ranks, and may decide.
+        """
         key = f"{self.key}/verdict"
         begun = looked = told = time.monotonic()
         pause, longest = 0.001, 0.05 + len(self.ranks) / REQUESTS
@@ -217,7 +223,9 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """Tell ranks that ask that this one has ended, and let the store's clients leave before the store.
+        """End the thread, and tell ranks that ask that this one has ended.
+
+        The rank that serves the store lets its clients leave first.
 
         torch writes a page of warnings for each client that looks into a store that is gone.
         """
@@ -313,7 +321,10 @@ def _listed(answers: Mapping[int, Mapping[str, Any]]) -> str:
 
 @frozen
 class _Seen:
-    """The place of a thread, without its frames: a frame would keep alive a function's locals, as a model."""
+    """Place of a thread, without its frames.
+
+    A frame would keep a function's locals alive, such as a model.
+    """
 
     position: tuple[Any, ...]
     where: str
@@ -344,7 +355,10 @@ def _seen(thread: int | None) -> _Seen:
 
 
 def _place(frames: Sequence[FrameType]) -> tuple[str, str | None]:
-    """Return a thread's place in words, and its operation of ours, from its frames, the innermost first."""
+    """Return a thread's place in words, and its operation of ours.
+
+    frames: of the thread, the innermost first.
+    """
     operation = None
     for frame in frames:
         root, file = _module(frame).partition(".")[0], frame.f_code.co_filename

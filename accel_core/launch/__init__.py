@@ -1,3 +1,3 @@
-"""Starting workers, and reporting what fails in them."""
+"""Start workers, and report the failure of one."""
 
 from __future__ import annotations

@@ -103,12 +103,15 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     @property
     def rounds(self) -> int:
-        """How often nodes came together before this time: the same on all of them."""
+        """Number of rendezvous before this one: the same on all nodes."""
         return int(self._state_holder.state.round)
 
 
 def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -> RendezvousHandler:
-    """Make the rendezvous of a job's nodes. Node 0 serves its store, and a job that lost it ends."""
+    """Make the rendezvous of a job's nodes.
+
+    Node 0 serves its store, and a job that lost node 0 ends.
+    """
     if job.min_nodes is None:
         return StaticRendezvous(host, port, job.node_rank, job.nodes, run_id, seconds)
     timeout = timedelta(seconds=seconds)
@@ -129,7 +132,7 @@ def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -
 
 @contextmanager
 def _waiting_is_told(node: int, nodes: int, place: str, missing: list[int]) -> Iterator[None]:
-    """Write from the third second on which nodes are missing, and where this one waits."""
+    """Write which nodes are missing, from the third second on."""
     over = threading.Event()
 
     def tell() -> None:
@@ -174,7 +177,10 @@ def _store(host: str, port: int, timeout: timedelta, *, serves: bool) -> TCPStor
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent; those of several nodes restart together, and none waits for a failed node."""
+    """torch's agent, which restarts together with those of other nodes.
+
+    No agent waits for a node that failed.
+    """
 
     failure: LaunchError | None = None
     """The cause that ended the last attempt, if it failed."""
@@ -206,7 +212,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _left_early(self) -> int | None:
-        """Return the local rank of a process that ended with code 0 before its script or function did.
+        """Return the local rank of a process that ended with code 0 too early.
 
         torch takes it for the script's end, and waits for ever for a function's result.
         """
@@ -221,7 +227,10 @@ class Agent(LocalElasticAgent):
         return None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **options: Any) -> None:
-        """End the workers. A message names those that take long; a second Ctrl-C kills them."""
+        """End the workers.
+
+        A message names those that take long; a second Ctrl-C kills them.
+        """
         notice = threading.Timer(ENDING_NOTICE, self._name_the_living)
         notice.daemon = True
         notice.start()
@@ -272,12 +281,18 @@ class Agent(LocalElasticAgent):
         return True
 
     def stop_listening(self) -> None:
-        """End the listening thread: a thread inside torch's store aborts a process that exits."""
+        """End the listening thread.
+
+        A thread inside torch's store aborts a process that exits.
+        """
         if self._listener is not None:
             self._listener.end()
 
     def announce(self, key: str, text: str) -> None:
-        """Tell the other nodes that this one failed; gives up after some seconds without node 0."""
+        """Tell the other nodes that this one failed.
+
+        Gives up after some seconds without node 0.
+        """
         group = self.get_worker_group()
         if self._store is None or group.group_world_size == 1:
             return
@@ -304,7 +319,9 @@ def _ended_early(worker_group: Any, local_rank: int) -> LaunchError:
 
 
 class Listener:
-    """Thread that reads the announcements of one attempt, beside the loop that watches workers.
+    """Thread that reads the announcements of one attempt.
+
+    The loop that watches the workers must not wait for it.
 
     A read from the store of a machine that is cut off lasts as long as the network stack waits: 15 minutes.
     """

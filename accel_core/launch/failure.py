@@ -1,4 +1,4 @@
-"""How workers ended, and which of them ended first: the one to tell the user about."""
+"""Find the worker that failed first, which is the one to report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGENT_KILLS_AFTER: Final = 30
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
-    """Of all failed ranks the one whose failure made the others fail, and how it ended."""
+    """Return the failure that made the other ranks fail."""
     noted = {rank: at for rank in failures if (at := _note_of(failures[rank]).get("time")) is not None}
     earliest = min(noted.values(), default=float("inf"))
 

@@ -1,4 +1,4 @@
-"""The launcher of one node: torch's own elastic agent, quieted, its failures told once."""
+"""The torchrun launcher: torch's elastic agent on this node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class TorchrunLauncher:
 
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
-        """Run `job.argv` in each worker; LaunchError tells of the first failing rank and has its code."""
+        """Run `job.argv` in each worker, and return the exit code.
+
+        A LaunchError describes the first failing rank, and has its code.
+        """
         try:
             _run_agent(job, job.argv[0], job.argv[1:])
         except KeyboardInterrupt:
@@ -69,7 +72,10 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any]:
-    """What each rank returned. Raises LaunchError for a failure; ends as the signal says that stops it."""
+    """Run workers under torch's agent; return the result of each by rank.
+
+    Raises LaunchError for a failure. A signal that stops the agent ends this process as signals do.
+    """
     check_scheduler_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
     host, port = meeting_point(job)
     run_id = os.environ.get("ACCEL_RUN_ID", "accel")
@@ -118,7 +124,7 @@ def _run_agent(
 
 @contextmanager
 def _environment(job: Job, host: str, port: int) -> Iterator[None]:
-    """The job's variables in this process, whose environment the agent's workers inherit."""
+    """Set the job's variables in this process, whose environment workers inherit."""
     before = dict(os.environ)
     os.environ.update(job.environment)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -145,7 +151,7 @@ def _quiet_agent() -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Undo the handlers that the agent installs."""
+    """Undo the signal handlers that the agent installs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

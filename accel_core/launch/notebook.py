@@ -1,4 +1,4 @@
-"""Launching a function: the same workers as `accel launch`, from a notebook or a script."""
+"""Launch a function on several processes, from a notebook or a script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def notebook_launcher(
     strategy: str | None = None,
     config: str | None = None,
 ) -> Sequence[Any]:
-    """Run `function(*args)` in `num_processes` new processes of this machine and wait for them.
+    """Run `function(*args)` in new processes of this machine, and wait for them.
 
     Make the Accelerator, the model and every tensor inside `function`. On Linux the processes are
     forked, so a function of a notebook cell will do; elsewhere it must come from a module.

@@ -1,4 +1,4 @@
-"""From a merged config to a job: how many workers, with which environment, by which launcher.
+"""Plan a job from a merged config.
 
 Imports torch only to count devices that no plugin counts. `auto` is never resolved here: this
 machine may be a login node; the workers choose.
@@ -39,7 +39,7 @@ __all__ = ["Launch", "mistakes", "plan"]
 
 
 def plan(**given: Any) -> Launch:
-    """The launch of what `resolve.load` merges from the arguments given.
+    """Plan the launch of the config that `resolve.load` merges.
 
     Raises:
         ConfigError: the settings are wrong, or name plugins that nobody installed.
@@ -53,7 +53,7 @@ def plan(**given: Any) -> Launch:
 
 
 def mistakes(resolved: Resolved, discovery: Discovery) -> list[str]:
-    """What is wrong with a config that can be read: names that nothing here answers to."""
+    """Return the mistakes of a config that can be read: unknown names."""
     problems, given = list(resolved.unknown_plugins()), resolved.settings.get(("device",))
     unknown = unknown_device(resolved.config.device, discovery)
     if unknown and given:
@@ -63,7 +63,7 @@ def mistakes(resolved: Resolved, discovery: Discovery) -> list[str]:
 
 @frozen
 class Launch:
-    """What the launcher may say of a run before its workers exist."""
+    """A launch before its workers exist: config, processes, environment."""
 
     resolved: Resolved
     discovery: Discovery
@@ -74,7 +74,10 @@ class Launch:
         return self.resolved.config
 
     def line(self, processes: int | str) -> str:
-        """What starts, in one line: what was asked for, and nothing that the script may still choose."""
+        """Describe in one line what starts.
+
+        It holds settings that were given, and none that the script may still choose.
+        """
         from accel_core._version import __version__
 
         config, launch = self.config, self.config.launch
@@ -90,7 +93,9 @@ class Launch:
         return f"accel {'.'.join(__version__.split('.')[:2])}: {', '.join([count, *stack, file])}"
 
     def doubts(self) -> Iterator[str]:
-        """Why plugins that are named cannot be used on this machine, and options that nothing uses.
+        """Yield reasons to doubt the config, none of them a certain mistake.
+
+        Plugins that are not usable on this machine, and options that nothing uses.
 
         Workers elsewhere may have the plugins, and the script may choose more of them.
         """
@@ -111,7 +116,7 @@ class Launch:
         yield from self._doubtful_words()
 
     def no_strategy(self, processes: int | str) -> Iterator[str]:
-        """What to name where `strategy: auto` finds none for that many processes a node."""
+        """Yield the remedy if `strategy: auto` finds none for several processes."""
         alone = self.config.launch.nodes == 1 and processes in (1, "auto")
         usable = any(record.name != "single" for _, record in self.discovery.usable("strategy"))
         if self.config.strategy == "auto" and not alone and not usable:
@@ -119,7 +124,7 @@ class Launch:
             yield f"auto takes no installed strategy for several processes; {remedy}"
 
     def _doubtful_words(self) -> Iterator[str]:
-        """Words that only a plugin, a script or another machine's torch can know."""
+        """Yield unknown words that a plugin, a script or another torch may know."""
         streams = ["generator", "torch", "python", "numpy", *(it.name for it in self.discovery.of("device"))]
         for name in self.config.rng_types:
             if name not in streams:
@@ -131,7 +136,7 @@ class Launch:
                 yield f"{option}: torch here has no {word!r}{did_you_mean(word, names)}"
 
     def _torchs_words(self) -> Iterator[tuple[str, str, Callable[[], list[str]]]]:
-        """(option, word, what lists all such words) for each word whose meaning torch decides."""
+        """Yield (option, word, function that lists all words) for torch's words."""
         kind = self.config.device.partition(":")[0]
         if kind not in ("auto", "cpu") and self._device() is None:
             yield "device", kind, lambda: [kind]  # where torch is, `mistakes` has asked it
@@ -142,7 +147,7 @@ class Launch:
             yield "compile.backend", str(backend), _compilers
 
     def hardware(self) -> str:
-        """The devices that `device: auto` means on this machine, in words."""
+        """Describe the devices that `device: auto` means on this machine."""
         record, count = self._device(), self._visible()
         if count is None:
             return "torch is not installed here, so only the workers know their devices"
@@ -153,7 +158,9 @@ class Launch:
         )
 
     def processes(self) -> int:
-        """Workers on this node: what was asked, or the visible devices of the kind asked for.
+        """Return the number of workers on this node.
+
+        It is the number asked for, or that of the visible devices of the kind asked for.
 
         Raises:
             LaunchError: more workers than the device asked for can serve.
@@ -179,7 +186,10 @@ class Launch:
             )
 
     def environment(self, processes: int) -> dict[str, str]:
-        """What vendor libraries want to find, where the user has not set it; and the run's id."""
+        """Return the job's variables that the user has not set.
+
+        Those that plugins want for vendor libraries, and the run's id.
+        """
         launch = self.config.launch
         world = World(size=launch.nodes * processes, local_size=processes, nodes=launch.nodes)
         # Launchers of one job know each other by nothing but the place where they meet.
@@ -195,7 +205,7 @@ class Launch:
 
     @contextmanager
     def job(self, argv: Sequence[str], processes: int) -> Iterator[Job]:
-        """The job, while the file with the merged config exists."""
+        """Make the job; the file with its merged config exists inside."""
         launch = self.config.launch
         with TemporaryDirectory(prefix="accel-") as folder, _removed_by_signals(folder):
             handover = Path(folder, "config.json")
@@ -217,7 +227,7 @@ class Launch:
         return record is not None and record.card is not None and word in record.card.offers
 
     def launcher(self) -> Hooks:
-        """The hooks of the launcher plugin that the config names; PluginError if it cannot be used."""
+        """Return the hooks of the config's launcher plugin."""
         from accel_core.plugins.binding import Binder
 
         record = self.discovery.get(self.config.launch.launcher)
@@ -242,7 +252,10 @@ class Launch:
         return visible
 
     def _visible(self) -> int | None:
-        """Devices that this machine shows of the kind asked for; None if nothing can tell."""
+        """Return the number of visible devices of the kind asked for.
+
+        None if nothing can tell.
+        """
         record = self._device()
         helper = launch_helper(record) if record else None
         if helper is not None and hasattr(helper, "visible_devices"):
@@ -250,14 +263,17 @@ class Launch:
         return _count_by_torch(self.config.device)
 
     def _device(self) -> Record | None:
-        """The device plugin named; with auto, the one that workers like this machine would choose."""
+        """Return the device plugin named, or the one that auto would choose here."""
         if self.config.device != "auto":
             record = self.discovery.get(self.config.device.partition(":")[0])
             return record if record and record.slot == "device" else None
         return next((record for _, record in self.discovery.usable("device")), None)
 
     def _named(self) -> list[Record]:
-        """The installed ones among the plugins that this config names, and the device it may mean."""
+        """Return the installed plugins that this config names.
+
+        The device it may mean is one of them.
+        """
         names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
         found = [self._device(), *map(self.discovery.get, names)]
         return [record for record in found if record is not None]

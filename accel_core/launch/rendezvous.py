@@ -1,4 +1,4 @@
-"""Where the agents of a job meet, and what can be known of the way there beforehand."""
+"""Addresses at which the agents of a job meet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIOCGIFADDR: Final = 0x8915
 
 
 def meeting_point(job: Job) -> tuple[str, int]:
-    """Host and port where the job's agents meet.
+    """Return host and port at which the job's agents meet.
 
     Raises:
         LaunchError: the job names no such place.
@@ -39,7 +39,7 @@ def meeting_point(job: Job) -> tuple[str, int]:
 
 
 def require_place(nodes: int, rendezvous: str | None) -> None:
-    """Refuse several nodes that are not told where they meet."""
+    """Raise LaunchError for several nodes without a rendezvous."""
     if rendezvous is None and nodes > 1:
         raise LaunchError(
             f"{nodes} nodes were asked for, and no place to meet\n"
@@ -48,7 +48,10 @@ def require_place(nodes: int, rendezvous: str | None) -> None:
 
 
 def _resolve(host: str, job: Job) -> None:
-    """Wait a little for the name to be known, as names of machines that just start are not at once."""
+    """Wait until the host's name can be resolved, or raise.
+
+    Names of machines that just start are not known at once.
+    """
     deadline = time.monotonic() + NAME_PATIENCE
     while True:
         try:
@@ -65,7 +68,7 @@ def _resolve(host: str, job: Job) -> None:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """The address that the other nodes know this one by; None if that cannot be told."""
+    """Return the address by which other nodes know this one; None if unknown."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         address: str = probe.getsockname()[0]
@@ -74,7 +77,10 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The network interface that leads to the other nodes; None if that cannot be told. Linux."""
+    """Return the interface that leads to the other nodes; None if unknown.
+
+    Linux only.
+    """
     address = address_towards(host, port)
     if sys.platform != "linux" or address is None:
         return None

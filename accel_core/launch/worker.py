@@ -1,4 +1,4 @@
-"""What a worker runs: the user's script, with its failure noted for the launcher.
+"""Run the user's script in a worker, and note its failure for the launcher.
 
 `command(["train.py", "--lr", "1"])` behaves like `python train.py --lr 1`, and one that begins with `-m`
 like `python -m`. An uncaught exception goes into the file that
@@ -38,7 +38,7 @@ BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worke
 
 
 def command(words: Sequence[str]) -> tuple[str, ...]:
-    """The command line of a worker that runs a script (or `-m` and a module) with its arguments."""
+    """Return the command line of a worker that runs a script, or `-m` a module."""
     return (sys.executable, "-u", "-c", BOOT, *words)
 
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def mark_of(note: str) -> Path:
-    """The file beside the worker's note that exists while its script runs.
+    """Return the file beside the worker's note that exists while its script runs.
 
     A process that ends with code 0 and leaves its mark has not ended its script. A mark that a full disk
     or the script itself keeps from existing tells nothing.
@@ -68,7 +68,10 @@ def mark_of(note: str) -> Path:
 
 @contextmanager
 def _marked() -> Iterator[None]:
-    """Mark that the script runs, until it ends or lets another program take its process."""
+    """Mark that the script runs.
+
+    The mark is taken away when the script ends, or when another program replaces its process.
+    """
     if NOTE not in os.environ:
         yield
         return
@@ -97,7 +100,7 @@ def _marked() -> Iterator[None]:
 
 
 def guard(call: Callable[[], R]) -> R:
-    """`call()`; should it fail, note why in the agent's file and leave with its exit code."""
+    """Return `call()`; note a failure in the agent's file, and exit with its code."""
     try:
         return call()
     except SystemExit as error:
@@ -127,14 +130,20 @@ def _told(error: BaseException) -> str:
 
 
 def _tell_others(error: BaseException) -> None:
-    """Call the script's own excepthook, such as a tracker's; torch's would print the traceback."""
+    """Call the script's own excepthook, such as a tracker's.
+
+    torch's own would print the traceback a second time.
+    """
     hook = sys.excepthook
     if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch"):
         hook(type(error), error, error.__traceback__)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher is gone, killed even. Linux only."""
+    """Have the kernel kill this process when the launcher is gone.
+
+    Linux only. It helps where the launcher itself is killed.
+    """
     if sys.platform != "linux":
         return
     import ctypes
@@ -146,7 +155,10 @@ def die_with_parent() -> None:
 
 
 def keep_lines_whole() -> None:
-    """Have unbuffered output leave by the line: workers share one, and `print` writes twice a line."""
+    """Write unbuffered output line by line.
+
+    Workers share one stream, and `print` writes twice per line.
+    """
     if getattr(sys.stdout, "write_through", False) and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 

@@ -16,14 +16,10 @@ RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
 NOT_YET: frozenset[str] = frozenset(
     [
         "accel_compat",
-        "accelerator",
         "checkpoint",
         "cli",
         "contract",
         "data",
-        "defaults",
-        "distributed",
-        "launch",
         "runtime",
         "training",
     ]
@@ -35,16 +31,12 @@ LONG: frozenset[str] = frozenset(
     [
         "accel_compat",
         "accel_testing",
-        "accelerator",
         "checkpoint",
         "cli",
         "config",
         "contract",
         "data",
-        "defaults",
-        "distributed",
         "errors",
-        "launch",
         "runtime",
         "training",
     ]
