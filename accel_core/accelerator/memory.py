@@ -91,14 +91,14 @@ def find_executable_batch_size(
         while size >= 1 and (not tried or size < tried[-1]):
             tried.append(size)
             _give_back()
-            result, mine = None, False
+            result, lacks = None, False
             try:
                 result = function(size, *args, **kwargs)
             except (RuntimeError, MemoryError) as error:  # not kept: its frames hold what filled the memory
                 if not is_out_of_memory(error):
                     raise
-                reason, mine = f"{type(error).__name__}: {error}", True
-            if not (mine if run is None else _any_lacks(run, f"{number}/{len(tried)}", size, mine=mine)):
+                reason, lacks = f"{type(error).__name__}: {error}", True
+            if not (lacks if run is None else _any_lacks(run, f"{number}/{len(tried)}", size, lacks=lacks)):
                 return result
             size = _next(size, reduce_batch_size_fn)
         raise AccelError(
@@ -118,18 +118,18 @@ def _next(size: int, rule: Callable[..., int] | None) -> int:
     except ValueError:  # of a builtin that tells nobody
         parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = any(each.default is each.empty and each.kind in positional for each in parameters)
+    required = any(it.default is it.empty and it.kind in positional for it in parameters)
     return rule(size) if required else rule()
 
 
-def _any_lacks(run: Run, attempt: str, size: int, *, mine: bool) -> bool:
+def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
     """Return True if memory ran out on any rank.
 
     Ranks vote in the store: a group may be in the midst of a collective.
     """
     world, limit = run.world, run.config.process_group.timeout or default_pg_timeout
     store: Any = world.store
-    store.set(f"batch_size/{attempt}/{world.rank}", "lacks" if mine else "fits")
+    store.set(f"batch_size/{attempt}/{world.rank}", "lacks" if lacks else "fits")
     votes = []
     for rank in range(world.size):
         try:
@@ -137,7 +137,7 @@ def _any_lacks(run: Run, attempt: str, size: int, *, mine: bool) -> bool:
             votes.append(store.get(f"batch_size/{attempt}/{rank}"))
         except RuntimeError as error:  # also of a store that went down with the rank that served it
             raise AccelError(
-                f"find_executable_batch_size: {'memory ran out' if mine else 'all was done'} on rank"
+                f"find_executable_batch_size: {'memory ran out' if lacks else 'all was done'} on rank"
                 f" {world.rank} at batch size {size}, but rank {rank} gave no answer in"
                 f" {limit.total_seconds():g} s; maybe it waits for others inside a collective\n"
                 "start with a smaller starting_batch_size"

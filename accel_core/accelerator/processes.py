@@ -170,13 +170,13 @@ class Ranks:
             yield
 
     @contextmanager
-    def _first(self, mine: bool) -> Iterator[None]:
-        if not mine:
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
             self.wait_for_everyone()
         try:
             yield
         finally:
-            if mine:
+            if is_first:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:

@@ -38,14 +38,14 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
 
 
 def _activity(name: str) -> profiler.ProfilerActivity:
-    known = {each.name.lower(): each for each in profiler.supported_activities()}
-    if name.lower() not in known:
+    activities = {it.name.lower(): it for it in profiler.supported_activities()}
+    if name.lower() not in activities:
         raise ConfigError(
-            f"profile.activities: torch cannot record {name!r} here{did_you_mean(name, known)}\n"
-            f"choose among {', '.join(sorted(known))}, or leave it unset"
+            f"profile.activities: torch cannot record {name!r} here{did_you_mean(name, activities)}\n"
+            f"choose among {', '.join(sorted(activities))}, or leave it unset"
         )
-    found: profiler.ProfilerActivity = known[name.lower()]
-    return found
+    activity: profiler.ProfilerActivity = activities[name.lower()]
+    return activity
 
 
 class _Ready:

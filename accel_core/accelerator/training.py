@@ -77,15 +77,15 @@ class Training:
                 micro-batches of a window and not for others; or, when it is left, one of the same models was
                 entered inside.
         """
-        found = self._accumulations.get(models)
-        if found is None:
+        accumulation = self._accumulations.get(models)
+        if accumulation is None:
             self.run.require_alive()
             units = self._units(models) if models else list(self.run.units)
-            found = self._accumulations[models] = Accumulation(self.run, units, models)
+            accumulation = self._accumulations[models] = Accumulation(self.run, units, models)
         if items is not None:
             _check_items(items)
-        found.items, found.batch = items, batch
-        return found
+        accumulation.items, accumulation.batch = items, batch
+        return accumulation
 
     def maybe_context_parallel(
         self,
@@ -157,8 +157,8 @@ class Training:
         Raises:
             AccelError: the parameters are of several units, or of none; or the strategy cannot clip so.
         """
-        unit, mine = self._owner(parameters)
-        return step.clip_norm(unit, mine, max_norm, norm_type)
+        unit, owned = self._owner(parameters)
+        return step.clip_norm(unit, owned, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp each gradient to [-clip_value, clip_value], after unscaling.
@@ -168,8 +168,8 @@ class Training:
         Raises:
             AccelError: the parameters are of several units, or of none; or the strategy cannot clamp them.
         """
-        unit, mine = self._owner(parameters)
-        step.clip_value(unit, mine, clip_value)
+        unit, owned = self._owner(parameters)
+        step.clip_value(unit, owned, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients by the loss scale now, before the step.
@@ -180,8 +180,8 @@ class Training:
         """
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for unit in self.run.trained:
-            mine = [proxy for _, proxy in self.run.optimizers if proxy.unit is unit]
-            if unit.window.boundary and (optimizer is None or any(proxy in chosen for proxy in mine)):
+            proxies = [proxy for _, proxy in self.run.optimizers if proxy.unit is unit]
+            if unit.window.boundary and (optimizer is None or any(proxy in chosen for proxy in proxies)):
                 step.unscale(unit)
 
     @property
@@ -229,8 +229,8 @@ class Training:
             _check_items(items)
         self.run.require_alive()
         (unit,) = self._units([model])
-        several = zip(unit.wrapped, unit.models, unit.given, strict=True)
-        chosen = next(known[0] for known in several if any(model is each for each in known))
+        forms = zip(unit.wrapped, unit.models, unit.given, strict=True)
+        chosen = next(of_one[0] for of_one in forms if any(model is form for form in of_one))
 
         def of_chosen(first: nn.Module, batch: Any) -> tuple[Tensor, Any]:
             return forward_loss(chosen, batch)
@@ -307,21 +307,21 @@ class Training:
         return units
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
-        mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.run.require_alive()
-        if not mine:
+        if not listed:
             raise AccelError(
                 "clipping: no parameters were given; a generator that an optimizer has read is empty\n"
                 "pass model.parameters(), or a list"
             )
-        units = self.run.homes.units_of(mine)
+        units = self.run.homes.units_of(listed)
         if len(units) == 1:
             (unit,) = units
             if unit is not None:
-                return unit, mine
-        names = sorted("no unit" if each is None else each.name for each in units)
+                return unit, listed
+        names = sorted("no unit" if unit is None else unit.name for unit in units)
         raise AccelError(
-            f"clipping: these {len(mine)} parameters belong to {', '.join(names)};"
+            f"clipping: these {len(listed)} parameters belong to {', '.join(names)};"
             " one call clips the parameters of one prepared model\n"
             "pass model.parameters() of a model that was prepared"
         )

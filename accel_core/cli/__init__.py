@@ -73,9 +73,9 @@ class _Lazy(Group):
 def _commands() -> dict[str, Record]:
     from accel_core.plugins.discovery import discover
 
-    found = {record.name: record for record in discover().of("command") if record.status == "available"}
+    usable = {record.name: record for record in discover().of("command") if record.status == "available"}
     # One that is called after a command of ours adds to that; `checkpoint-FORMAT` is a format.
-    return {name: record for name, record in found.items() if name.partition("-")[0] not in BUILT_IN}
+    return {name: record for name, record in usable.items() if name.partition("-")[0] not in BUILT_IN}
 
 
 @click.command("accel", cls=_Lazy, context_settings=CONTEXT)
@@ -96,6 +96,6 @@ def main() -> None:
     except RuntimeError as error:
         if AUTOLOAD not in str(error):
             raise
-        found, _, remedy = str(error).partition(". ")
-        print(f"accel: torch cannot be imported: {found}\n{error.__cause__!r}\n{remedy}", file=sys.stderr)
+        cause, _, remedy = str(error).partition(". ")
+        print(f"accel: torch cannot be imported: {cause}\n{error.__cause__!r}\n{remedy}", file=sys.stderr)
         sys.exit(1)

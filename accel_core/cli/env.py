@@ -43,7 +43,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     from accel_core.config.resolve import find_file
 
     for name in ("accel-core", "torch"):
-        yield name, next((found.version for found in metadata.distributions(name=name)), "not installed")
+        yield name, next((it.version for it in metadata.distributions(name=name)), "not installed")
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", f"{platform.platform()}, {os.cpu_count()} CPUs"
     yield "config", find_file(None) or "no file"
@@ -57,8 +57,8 @@ def _torch() -> str:
         import torch
     except (Exception, SystemExit) as error:  # half-installed vendor libraries fail in any way
         return f"cannot be imported: {type(error).__name__}: {error}"
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = f"{torch.accelerator.device_count()} x {found}" if found else "no accelerator"
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = f"{torch.accelerator.device_count()} x {kind}" if kind else "no accelerator"
     return f"{torch.__version__}, {devices}"
 
 

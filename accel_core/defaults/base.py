@@ -224,7 +224,7 @@ class Base(BaseState):
         scale = self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0)
         gradients: list[Any] = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
         # This rank's parts: gradients that lie on different meshes are no list that torch multiplies.
-        parts = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+        parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
         for where in {part.device for part in parts}:  # those of offloaded parameters are elsewhere
             torch._foreach_mul_([part for part in parts if part.device == where], scale.to(where))
 
@@ -317,5 +317,5 @@ class Base(BaseState):
 
     @implements(hooks.profiler_activities)
     def profiler_activities(self) -> Sequence[str]:
-        mine = ("cpu", self.run.device.type)
-        return [each.name for each in torch.profiler.supported_activities() if each.name.lower() in mine]
+        kinds = ("cpu", self.run.device.type)
+        return [it.name for it in torch.profiler.supported_activities() if it.name.lower() in kinds]

@@ -209,7 +209,7 @@ class Float16(_Autocast):
 
 def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
     """Describe parameters that train in float16, if there are any."""
-    half = [name for name, each in parameters if each.requires_grad and each.dtype == torch.float16]
+    half = [name for name, it in parameters if it.requires_grad and it.dtype == torch.float16]
     if not half:
         return []
     reason = (

@@ -229,8 +229,8 @@ class CollectiveCall:
 
         Collective: all ranks notice the difference, and call it.
         """
-        mine = (self.operation + self.at, describe(self.tree), self.refusal)
-        of_ranks = self.compare_group.all_gather_object(mine)
+        own = (self.operation + self.at, describe(self.tree), self.refusal)
+        of_ranks = self.compare_group.all_gather_object(own)
         places = list(dict.fromkeys(place for _, texts, _ in of_ranks for place in texts))
         different = [place for place in places if len({texts.get(place) for _, texts, _ in of_ranks}) > 1]
         told = [

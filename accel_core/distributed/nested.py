@@ -142,12 +142,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """
     if len(data) == 1:
         return data[0]
-    flat = [leaves(each, "concatenate") for each in data]
+    flat = [leaves(structure, "concatenate") for structure in data]
     if any(shape != flat[0][1] for _, shape in flat):
         raise TypeError("concatenate takes equal structures, but these differ in types, lengths or keys")
-    return rebuild(
-        data[0], [torch.cat(column, dim=dim) for column in zip(*(t for t, _ in flat), strict=True)]
-    )
+    columns = zip(*(tensors for tensors, _ in flat), strict=True)
+    return rebuild(data[0], [torch.cat(column, dim=dim) for column in columns])
 
 
 def slice_tensors(data: Any, tensor_slice: slice | int | Tensor) -> Any:
@@ -170,10 +169,10 @@ def find_batch_size(data: Any) -> int:
     Raises:
         TypeError: there is no such tensor.
     """
-    found = next((value for _, value in walk(data) if isinstance(value, Tensor) and value.ndim), None)
-    if found is None:
+    first = next((value for _, value in walk(data) if isinstance(value, Tensor) and value.ndim), None)
+    if first is None:
         raise TypeError(f"find_batch_size: no tensor with a first dimension in a {type(data).__qualname__}")
-    return int(found.shape[0])
+    return int(first.shape[0])
 
 
 def send_to_device(

@@ -92,18 +92,18 @@ class Plan:
 
     def unflatten(self, flat: Sequence[Tensor]) -> list[Tensor]:
         """One flat tensor per dtype -> views of the original shapes."""
-        found: list[Any] = [None] * len(self.shapes)
+        unpacked: list[Any] = [None] * len(self.shapes)
         for group, together in zip(self.groups, flat, strict=True):
             for number, piece in zip(group.numbers, together.split(group.sizes), strict=True):
-                found[number] = piece.view(self.shapes[number])
-        return found
+                unpacked[number] = piece.view(self.shapes[number])
+        return unpacked
 
     def rows(self, table: Tensor) -> list[Tensor]:
         """(ranks, size) bytes of every rank -> tensors (ranks * n, ...) of their own."""
-        found: list[Any] = [None] * len(self.shapes)
+        unpacked: list[Any] = [None] * len(self.shapes)
         for group, ranks in zip(self.groups, self.split(table), strict=True):
-            alone = len(group.numbers) == 1  # then what was received may be the result
-            pieces = [ranks.contiguous()] if alone else _split_copy(ranks, group.sizes, dim=1)
+            is_alone = len(group.numbers) == 1  # what was received may be its result
+            pieces = [ranks.contiguous()] if is_alone else _split_copy(ranks, group.sizes, dim=1)
             for number, piece in zip(group.numbers, pieces, strict=True):
-                found[number] = piece.view(self.row_shapes[number])
-        return found
+                unpacked[number] = piece.view(self.row_shapes[number])
+        return unpacked

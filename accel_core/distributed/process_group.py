@@ -70,11 +70,11 @@ class SharedGroup:
 
         Returns the number of the group, for `leave`.
         """
-        there = dist.is_initialized()
-        if not there or self._group is None or self._group() is not dist.group.WORLD:
+        exists = dist.is_initialized()
+        if not exists or self._group is None or self._group() is not dist.group.WORLD:
             self.users = 0
             self.number += 1
-            self.ours = False if there else make()
+            self.ours = False if exists else make()
             self._group = weakref.ref(dist.group.WORLD)
         self.users += 1
         self.pid = os.getpid()
@@ -107,9 +107,9 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
     for name in ",".join(backends.values()).split(","):  # one is NAME, or DEVICE:NAME
         if name.rpartition(":")[2].lower() not in dist.Backend.backend_list:
-            known = ", ".join(sorted({*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}))
+            names = ", ".join(sorted({*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}))
             raise ConfigError(
-                f"process_group.backend: torch.distributed here has no backend {name!r}\ntake one of {known},"
+                f"process_group.backend: torch.distributed here has no backend {name!r}\ntake one of {names},"
                 " or import what registers it before the Accelerator is made"
             )
     try:
@@ -244,8 +244,8 @@ class TorchCollectives:
             waiting = _waiting(operation, ranks)
         except RuntimeError:  # the store went down with the rank that served it
             waiting = {rank: operation for rank in ranks if rank}
-        mine = operation.partition(" of ")[0]  # of whatever shapes: they are not compared yet
-        absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != mine]
+        name = operation.partition(" of ")[0]  # shapes may differ: they are not compared yet
+        absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != name]
         elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
         listed = ", ".join(map(str, absent))
         happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)} in vain"
@@ -264,11 +264,11 @@ def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
     store = PrefixStore("accel/waiting", _get_default_store())
     store.set(str(dist.get_rank()), operation)
     deadline = time.monotonic() + GRACE_SECONDS
-    heard: list[int] = []
-    while len(heard) < len(ranks) and time.monotonic() < deadline:
-        heard = [rank for rank in ranks if store.check([str(rank)])]
+    noted: list[int] = []
+    while len(noted) < len(ranks) and time.monotonic() < deadline:
+        noted = [rank for rank in ranks if store.check([str(rank)])]
         time.sleep(0.05)
-    return {rank: store.get(str(rank)).decode() for rank in heard}
+    return {rank: store.get(str(rank)).decode() for rank in noted}
 
 
 def _shape(tensor: Tensor | None) -> str:

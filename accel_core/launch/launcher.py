@@ -57,8 +57,8 @@ class TorchrunLauncher:
         """Fork on Linux, so that functions of a notebook will do; elsewhere spawn."""
         method = "fork" if sys.platform == "linux" else "spawn"
         results = _run_agent(job, _call, (function, args), start_method=method)
-        told = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
-        return [None if each is None else pickle.loads(each) for each in told]  # noqa: S301  # our own workers'
+        pickled = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
+        return [None if data is None else pickle.loads(data) for data in pickled]  # noqa: S301 - our own workers'
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -111,9 +111,9 @@ def _run_agent(
                 raise KeyboardInterrupt from None
             sys.exit(128 + stop.sigval)
         except (DistError, RendezvousError) as error:
-            found = str(error).partition("\n")[0]
+            cause = str(error).partition("\n")[0]
             raise LaunchError(
-                f"node {job.node_rank} of {job.nodes} could not meet the others at {host}:{port}: {found}\n"
+                f"node {job.node_rank} of {job.nodes} could not meet the others at {host}:{port}: {cause}\n"
                 "check --rendezvous (an address of node 0, a port that is free there), and that each node "
                 "was started, with its own --node-rank"
             ) from error
@@ -155,10 +155,10 @@ def _signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handled = [each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")]
-    before = {each: signal.getsignal(each) for each in handled}
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    before = {number: signal.getsignal(number) for number in signal.Signals if number.name in names}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

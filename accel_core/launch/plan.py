@@ -275,8 +275,8 @@ class Launch:
         The device it may mean is one of them.
         """
         names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
-        found = [self._device(), *map(self.discovery.get, names)]
-        return [record for record in found if record is not None]
+        records = [self._device(), *map(self.discovery.get, names)]
+        return [record for record in records if record is not None]
 
 
 @contextmanager
@@ -286,21 +286,21 @@ def _removed_by_signals(folder: str) -> Iterator[None]:
         yield
         return
 
-    def end(number: int, _: object) -> None:
+    def end(received: int, _: object) -> None:
         # Not by an exception: one is swallowed where an import is under way.
         shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.signal(received, signal.SIG_DFL)
+        os.kill(os.getpid(), received)
 
-    deadly = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
-    mine = [each for each in deadly if signal.getsignal(each) is signal.SIG_DFL]
-    for each in mine:
-        signal.signal(each, end)
+    deadly = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
+    unhandled = [number for number in deadly if signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for each in mine:
-            signal.signal(each, signal.SIG_DFL)
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _activities() -> list[str]:

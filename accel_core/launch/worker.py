@@ -164,8 +164,8 @@ def keep_lines_whole() -> None:
 
 
 def _run_module(name: str) -> None:
-    found = runpy.run_module(name, run_name="__main__", alter_sys=True)
-    sys.modules["__main__"].__dict__.update(found)  # for threads and handlers at exit, as python -m
+    names = runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.modules["__main__"].__dict__.update(names)  # for threads and handlers at exit, as python -m
 
 
 def _run_script(path: str) -> None:
