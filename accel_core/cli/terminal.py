@@ -54,7 +54,8 @@ def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> Iterator[str
     from rich.table import Table
 
     grid, console = Table.grid(), _console()
-    is_narrow = len(leading[0]) + LEAST > console.width
+    longest = max(len(row[-1]) for row in rows)
+    is_narrow = len(leading[0]) + min(longest, LEAST) > console.width
     for number, (start, row) in enumerate(zip(leading, rows, strict=True)):
         style, last = "bold" if header and number == 0 else None, _coloured(row[-1])
         if is_narrow:

@@ -236,7 +236,7 @@ class TorchCollectives:
     def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
         """Translate torch's error, with the ranks that did not take part.
 
-        Ranks that waited for nothing write so into the store.
+        Ranks whose collective fails write its name into the store, and read what the others wrote.
         """
         operation = str(current_operation.get()) or operation
         ranks = dist.get_process_group_ranks(self.group)

@@ -31,7 +31,9 @@ def set_seed(
     use deterministic algorithms only. Without a live run the world is the one that the launcher's
     variables describe.
     """
-    run = run or _only_run()
+    runs = list(live_runs)
+    if run is None and len(runs) == 1:
+        run = runs[0]
     if run is None:
         seed_process(seed + World.from_environment().rank * device_specific)
     else:
@@ -84,11 +86,6 @@ def synchronize_rng_states(
     """`synchronize_rng_state` for each of `rng_types`. All ranks."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator, run=run)
-
-
-def _only_run() -> Run | None:
-    runs = list(live_runs)
-    return runs[0] if len(runs) == 1 else None
 
 
 def seed_process(seed: int) -> None:

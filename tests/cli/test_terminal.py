@@ -73,6 +73,12 @@ def test_the_columns_of_a_listing_stand_in_one_line_and_the_long_one_below(toys)
     assert lines[place + 2].startswith("    ")
 
 
+def test_a_short_last_column_stays_beside_the_others():
+    lines = plain(on_a_terminal("config", "show")).splitlines()
+
+    assert ["device", '"auto"', "default"] in [line.split() for line in lines]
+
+
 def test_a_status_has_its_colour_on_a_terminal_only(toys):
     environment = toys("pony", "strategy", source="raise OSError('no such library')")
 
