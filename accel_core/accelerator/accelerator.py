@@ -67,7 +67,7 @@ class Accelerator(Ranks, Training, States):
         strategy: a strategy plugin, or a name from `strategies` of the config.
         strategies: name -> `plugin` and its options: strategies that `prepare(..., strategy=name)` takes.
         plugins: config objects, as kwargs_handlers; that of a strategy or an extension chooses it.
-        presets: dotted path -> (value, who says so), for programs with settings of their own: a file, a
+        presets: dotted path -> (value, its origin), for programs with settings of their own: a file, a
             variable, a flag or an argument wins over it.
 
     Raises:

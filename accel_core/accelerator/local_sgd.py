@@ -84,7 +84,7 @@ class LocalSGD:
         if self.enabled:
             self.unit.steps.reduce_gradients = self._reduce  # type: ignore[attr-defined]
             self._silenced.close()
-            if self._steps and error is None:  # after an error the others might wait for ever
+            if self._steps and error is None:  # after an error the other ranks may never come
                 self._average()
 
     def _silence(self) -> None:

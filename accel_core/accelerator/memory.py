@@ -115,7 +115,7 @@ def _next(size: int, rule: Callable[..., int] | None) -> int:
         return size // 2
     try:
         parameters = list(inspect.signature(rule).parameters.values())
-    except ValueError:  # of a builtin that tells nobody
+    except ValueError:  # a builtin without a signature
         parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = any(it.default is it.empty and it.kind in positional for it in parameters)

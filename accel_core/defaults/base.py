@@ -223,7 +223,7 @@ class Base(BaseState):
         # Averaged over ranks already. Without any item gradients are zero, and stay so.
         scale = self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0)
         gradients: list[Any] = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
-        # This rank's parts: gradients that lie on different meshes are no list that torch multiplies.
+        # This rank's parts: torch does not multiply a list of gradients on different meshes.
         parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
         for where in {part.device for part in parts}:  # those of offloaded parameters are elsewhere
             torch._foreach_mul_([part for part in parts if part.device == where], scale.to(where))

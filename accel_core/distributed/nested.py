@@ -97,7 +97,7 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
 
 def _refusal(data: Any, operation: str, leaf: Any) -> str:
     place = next((place for place, value in walk(data) if value is leaf), "") or "it"
-    remedy = "use gather_object (gather_for_metrics: use_gather_object=True) for what is no tensor"
+    remedy = "use gather_object (gather_for_metrics: use_gather_object=True) for other objects than tensors"
     what = type(leaf).__qualname__
     if isinstance(leaf, Tensor):
         what += "" if leaf.layout is torch.strided else f" of layout {leaf.layout}"
@@ -243,7 +243,7 @@ def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:
         return make(child for _, child in children)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(children))  # type: ignore[call-arg]
-    # A shallow copy keeps what is no child: a default factory, a subclass's own attributes.
+    # A shallow copy keeps everything else: a default factory, a subclass's own attributes.
     same = copy.copy(value)
     for key, child in children:
         if isinstance(same, MutableMapping | list):

@@ -248,7 +248,7 @@ class TorchCollectives:
         absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != name]
         elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
         listed = ", ".join(map(str, absent))
-        happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)} in vain"
+        happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)}, which did not come"
         return CollectiveError(
             f"{operation}: {happened if absent else 'failed on all its ranks'}\n"
             f"{''.join(elsewhere)}{str(error).splitlines()[0]}\n"

@@ -27,7 +27,7 @@ def name_of(dtype: torch.dtype) -> str:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's elements, row-major: a view of its memory if possible.
 
-    Any dtype, device and strides. The view keeps what it reads alive; nobody else should write.
+    Any dtype, device and strides. The view keeps the memory alive, which must not be written to meanwhile.
     """
     data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return data.reshape(-1).view(torch.uint8).numpy().data

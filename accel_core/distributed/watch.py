@@ -178,7 +178,7 @@ class _Assembly:
             if is_first:
                 absent = self._absent()
                 if waited > self.timeout:
-                    self.store.set(key, self._failure(absent, "in vain"))
+                    self.store.set(key, self._failure(absent, "and timed out"))
                 elif absent and all(answer.get("stuck") for answer in absent.values()):
                     self.store.set(key, self._failure(absent, "which will not come"))
                 else:
@@ -189,7 +189,7 @@ class _Assembly:
                         f"accel: {self.operation} has waited {waited:.0f} s for {_listed(absent)}\n"
                     )
             elif waited > self.timeout + LOOK_SECONDS:  # the first rank may be gone
-                return self._failure(self._absent(), "in vain")
+                return self._failure(self._absent(), "and timed out")
         return self.store.get(key).decode()
 
     def _absent(self) -> dict[int, Mapping[str, Any]]:

@@ -214,7 +214,7 @@ class Agent(LocalElasticAgent):
     def _left_early(self) -> int | None:
         """Return the local rank of a process that ended with code 0 too early.
 
-        torch takes it for the script's end, and waits for ever for a function's result.
+        torch takes it for the end of the script, and never stops waiting for a function's result.
         """
         context: Any = self._pcontext
         for rank, code in self._exit_codes().items():

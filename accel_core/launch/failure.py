@@ -30,7 +30,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
             return 3, failure.timestamp  # ended by the agent
         if failure.exitcode == -signal.SIGABRT:
             return 2, failure.timestamp  # as libraries do when a peer is gone
-        return 0, failure.timestamp  # gone without a word: the others noticed before the agent did
+        return 0, failure.timestamp  # gone without a note: the other ranks noticed before the agent did
 
     rank = min(failures, key=order)
     return _told(rank, failures[rank])

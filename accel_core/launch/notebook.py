@@ -67,9 +67,9 @@ def notebook_launcher(
 
 
 def _refuse_used_device() -> None:
-    torch: Any = sys.modules.get("torch")  # who has used a device has imported it
+    torch: Any = sys.modules.get("torch")  # a process that used a device has imported it
     device = torch and torch.accelerator.current_accelerator()
-    if sys.platform != "linux" or not device:  # elsewhere workers are no forks
+    if sys.platform != "linux" or not device:  # elsewhere workers are not forks
         return
     used = getattr(torch.get_device_module(device.type), "is_initialized", None)
     if used is not None and used():

@@ -42,7 +42,7 @@ def plan(**given: Any) -> Launch:
     """Plan the launch of the config that `resolve.load` merges.
 
     Raises:
-        ConfigError: the settings are wrong, or name plugins that nobody installed.
+        ConfigError: the settings are wrong, or name plugins that are not installed.
     """
     discovery = discover()
     resolved = load(**given, discovery=discovery, environment=outside())
@@ -128,7 +128,7 @@ class Launch:
         streams = ["generator", "torch", "python", "numpy", *(it.name for it in self.discovery.of("device"))]
         for name in self.config.rng_types:
             if name not in streams:
-                yield f"rng_types: {name!r} is no built-in stream{did_you_mean(name, streams)}"
+                yield f"rng_types: {name!r} is not a built-in stream{did_you_mean(name, streams)}"
         for option, word, known in self._torchs_words():
             if find_spec("torch") is None:
                 yield f"{option}: {word!r} was not looked up; torch is not installed here"

@@ -241,7 +241,7 @@ def test_check_finds_what_no_machine_can_run(accel, text, problem):
 @pytest.mark.parametrize(
     ("text", "doubt"),
     [
-        ("rng_types: [pyton]\n", "rng_types: 'pyton' is no built-in stream; did you mean 'python'"),
+        ("rng_types: [pyton]\n", "rng_types: 'pyton' is not a built-in stream; did you mean 'python'"),
         pytest.param(
             "profile: {activities: [gpu]}\n", "profile.activities: torch here has no 'gpu'", marks=asks_torch
         ),

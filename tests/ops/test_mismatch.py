@@ -213,12 +213,12 @@ def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here():
     for rank, lines in ((0, first), (2, third)):
         assert lines[0] == (
             "gather of ['logits'] (4, 2) float32; ['ids'] (4,) int64:"
-            f" rank {rank} waited for rank(s) 1 of 3 in vain"
+            f" rank {rank} waited for rank(s) 1 of 3, which did not come"
         )
         assert lines[-1].endswith("process_group.timeout says how long the others wait")
 
 
 def test_what_the_missing_rank_does_instead_is_told_if_it_is_known():
     first, _ = ranks(one_rank_stays_away, wait_in_another_group, timeout=3)
-    assert first[0].endswith("rank 0 waited for rank(s) 1 of 2 in vain")
+    assert first[0].endswith("rank 0 waited for rank(s) 1 of 2, which did not come")
     assert first[1] == "  rank 1 waits in barrier"

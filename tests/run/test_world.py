@@ -152,7 +152,7 @@ def one_stays_away(seconds):
 @pytest.mark.together
 @pytest.mark.parametrize("seconds", [0, 9])
 def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds):
-    message = "wait_for_everyone: rank {} waited for rank(s) 1 of 3 in vain"
+    message = "wait_for_everyone: rank {} waited for rank(s) 1 of 3, which did not come"
     assert run_processes(one_stays_away, seconds, world=3) == [message.format(0), "away", message.format(2)]
 
 
