@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
@@ -37,6 +37,21 @@ if TYPE_CHECKING:
     from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 __all__ = ["Accelerator"]
+
+PATHS: Final = {
+    "device": "device",
+    "device_placement": "device_placement",
+    "dynamo_backend": "compile.backend",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "log_with": "log_with",
+    "mixed_precision": "mixed_precision",
+    "project_dir": "project.project_dir",
+    "rng_types": "rng_types",
+    "split_batches": "data.split_batches",
+    "step_scheduler_with_optimizer": "step_scheduler_with_optimizer",
+    "strategy": "strategy",
+}
+"""Argument of the constructor -> path of its option. An argument that is not given says nothing."""
 
 
 class Accelerator(Ranks, Training, States):
@@ -104,31 +119,14 @@ class Accelerator(Ranks, Training, States):
         plugins: Sequence[object] = (),
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in self._given}
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
             )
-        tracker_names, own_trackers = sort_out(log_with)
-
-        def given(name: str, value: object) -> object:
-            """Return None for an argument that was left at its default."""
-            return value if name in self._given else None
-
-        settings = {
-            "device_placement": given("device_placement", device_placement),
-            "data.split_batches": given("split_batches", split_batches),
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": given("gradient_accumulation_steps", gradient_accumulation_steps),
-            "device": "cpu" if cpu else device,
-            "strategy": strategy,
-            "rng_types": rng_types,
-            "log_with": tracker_names,
-            "project.project_dir": project_dir,
-            "step_scheduler_with_optimizer": given(
-                "step_scheduler_with_optimizer", step_scheduler_with_optimizer
-            ),
-            "compile.backend": dynamo_backend,
-        }
+        given["log_with"], own_trackers = sort_out(log_with)
+        given["device"] = "cpu" if cpu else device
+        settings = {path: given.get(name) for name, path in PATHS.items()}
         for name, options in (strategies or {}).items():
             settings |= {f"strategies.{name}.{option}": value for option, value in options.items()}
         python = {path: value for path, value in settings.items() if value is not None}
