@@ -10,7 +10,7 @@ from typing import Final
 
 __all__ = ["let_threads_finish"]
 
-PATIENCE_SECONDS: Final = 0.1
+FINISH_SECONDS: Final = 0.1
 
 
 def let_threads_finish() -> None:
@@ -21,7 +21,7 @@ def let_threads_finish() -> None:
     A thread of a process group drops the tensors of a collective after it told who waits for it, and needs
     the interpreter's lock for that. One that comes to it while the interpreter ends aborts the process.
     """
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + FINISH_SECONDS
     while time.monotonic() < until:
         time.sleep(0.002)  # without the lock
         if sys.platform == "linux" and not any(map(_wants_to_run, _others())):

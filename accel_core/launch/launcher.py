@@ -27,7 +27,7 @@ from accel_core.launch.worker import guard
 __all__ = ["TorchrunLauncher"]
 
 NOISY: Final = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
-PATIENCE: Final = 900
+RENDEZVOUS_SECONDS: Final = 900
 """Seconds that nodes wait for each other."""
 
 _inherited: list[BaseException | None] = []
@@ -78,7 +78,6 @@ def _run_agent(
     """
     check_scheduler_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
     host, port = meeting_point(job)
-    run_id = os.environ.get("ACCEL_RUN_ID", "accel")
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -91,10 +90,11 @@ def _run_agent(
     beside = Path(handover).parent if handover else None  # a signal removes one folder
     with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port), _signals():
         try:
+            run_id = os.environ.get("ACCEL_RUN_ID", "accel")  # the job's variables are set here
             spec = WorkerSpec(
                 role="worker",
                 local_world_size=job.processes_per_node,
-                rdzv_handler=make_rendezvous(host, port, job, run_id, PATIENCE),
+                rdzv_handler=make_rendezvous(host, port, job, run_id, RENDEZVOUS_SECONDS),
                 entrypoint=entrypoint,
                 args=tuple(args),
                 max_restarts=job.max_restarts,

@@ -15,7 +15,7 @@ from accel_core.errors import LaunchError
 __all__ = ["address_towards", "interface_towards", "meeting_point", "require_place"]
 
 LOCAL: Final = "127.0.0.1"
-NAME_PATIENCE: Final = 10.0
+RESOLVE_SECONDS: Final = 10.0
 """Seconds."""
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
@@ -52,7 +52,7 @@ def _resolve(host: str, job: Job) -> None:
 
     Names of machines that just start are not known at once.
     """
-    deadline = time.monotonic() + NAME_PATIENCE
+    deadline = time.monotonic() + RESOLVE_SECONDS
     while True:
         try:
             socket.getaddrinfo(host, None)

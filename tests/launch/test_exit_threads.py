@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells wha
 
 
 def test_a_thread_that_has_something_left_to_do_is_waited_for(monkeypatch):
-    monkeypatch.setattr(threads, "PATIENCE_SECONDS", 20)
+    monkeypatch.setattr(threads, "FINISH_SECONDS", 20)
     until = time.monotonic() + 0.05
 
     def spin():
@@ -31,7 +31,7 @@ def test_a_thread_that_has_something_left_to_do_is_waited_for(monkeypatch):
 
 
 def test_a_thread_that_never_rests_is_left_alone(monkeypatch):
-    monkeypatch.setattr(threads, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "FINISH_SECONDS", 0.05)
     rest = threading.Event()
 
     def spin():

@@ -43,7 +43,7 @@ def test_a_place_without_a_port_is_refused(endpoint):
 
 
 def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
-    monkeypatch.setattr(launcher, "PATIENCE", 1)
+    monkeypatch.setattr(launcher, "RENDEZVOUS_SECONDS", 1)
 
     with pytest.raises(LaunchError) as caught:
         TorchrunLauncher().launch(Job(argv=("x",), nodes=2, node_rank=1, rendezvous="127.0.0.1:1"))
@@ -54,7 +54,7 @@ def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
 
 
 def test_a_name_that_no_machine_has_is_said_soon(monkeypatch):
-    monkeypatch.setattr(rendezvous, "NAME_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
 
     with pytest.raises(LaunchError, match="this machine does not know 'no-such-host.invalid'"):
         rendezvous.meeting_point(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
