@@ -92,7 +92,7 @@ def launch(
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
     from accel_core.launch.plan import plan
-    from accel_core.launch.rendezvous import require_place
+    from accel_core.launch.rendezvous import require_rendezvous
     from accel_core.launch.worker import command
 
     flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
@@ -102,7 +102,7 @@ def launch(
         print(f"accel: {note}", file=sys.stderr)
     words = (*(("-m",) if module else ()), *target)
     if planned.launcher_offers("named_rendezvous"):  # other launchers find the place themselves
-        require_place(planned.config.launch.nodes, planned.config.launch.rendezvous)
+        require_rendezvous(planned.config.launch.nodes, planned.config.launch.rendezvous)
     if dry_run:
         _describe(planned, words)
         return

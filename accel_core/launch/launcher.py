@@ -21,7 +21,7 @@ from accel_core.contract.hooks import implements
 from accel_core.contract.job import Job
 from accel_core.contract.world import check_scheduler_tasks
 from accel_core.errors import LaunchError
-from accel_core.launch.rendezvous import interface_towards, meeting_point
+from accel_core.launch.rendezvous import interface_towards, rendezvous_address
 from accel_core.launch.worker import guard
 
 __all__ = ["TorchrunLauncher"]
@@ -77,7 +77,7 @@ def _run_agent(
     Raises LaunchError for a failure. A signal that stops the agent ends this process as signals do.
     """
     check_scheduler_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
-    host, port = meeting_point(job)
+    host, port = rendezvous_address(job)
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException

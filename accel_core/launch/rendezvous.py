@@ -12,7 +12,7 @@ from accel_core.contract.config import host_and_port
 from accel_core.contract.job import Job
 from accel_core.errors import LaunchError
 
-__all__ = ["address_towards", "interface_towards", "meeting_point", "require_place"]
+__all__ = ["address_towards", "interface_towards", "rendezvous_address", "require_rendezvous"]
 
 LOCAL: Final = "127.0.0.1"
 RESOLVE_SECONDS: Final = 10.0
@@ -21,13 +21,13 @@ SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 
 
-def meeting_point(job: Job) -> tuple[str, int]:
+def rendezvous_address(job: Job) -> tuple[str, int]:
     """Return host and port at which the job's agents meet.
 
     Raises:
         LaunchError: the job names no such place.
     """
-    require_place(job.nodes, job.rendezvous)
+    require_rendezvous(job.nodes, job.rendezvous)
     try:
         host, port = host_and_port(job.rendezvous or f"{LOCAL}:0", job.nodes)
     except ValueError as error:
@@ -38,7 +38,7 @@ def meeting_point(job: Job) -> tuple[str, int]:
     return host, port
 
 
-def require_place(nodes: int, rendezvous: str | None) -> None:
+def require_rendezvous(nodes: int, rendezvous: str | None) -> None:
     """Raise LaunchError for several nodes without a rendezvous."""
     if rendezvous is None and nodes > 1:
         raise LaunchError(

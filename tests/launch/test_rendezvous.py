@@ -57,11 +57,11 @@ def test_a_name_that_no_machine_has_is_said_soon(monkeypatch):
     monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
 
     with pytest.raises(LaunchError, match="this machine does not know 'no-such-host.invalid'"):
-        rendezvous.meeting_point(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
+        rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
 
 
 def test_an_address_in_brackets_is_the_address():
-    place = rendezvous.meeting_point(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
+    place = rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
 
     assert place == ("::1", 29500)
 
