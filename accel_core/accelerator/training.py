@@ -229,12 +229,6 @@ class Training:
             _check_items(items)
         self.run.require_alive()
         (unit,) = self._units([model])
-        forms = zip(unit.wrapped, unit.models, unit.given, strict=True)
-        chosen = next(of_one[0] for of_one in forms if any(model is form for form in of_one))
-
-        def of_chosen(first: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-            return forward_loss(chosen, batch)
-
         window = unit.window
         before = window.snapshot()
         unit.finishes |= items is not None
@@ -247,7 +241,7 @@ class Training:
             output: StepOutput = unit.steps.forward_backward(
                 unit,
                 iter(batches),
-                forward_loss if chosen is unit.wrapped[0] else of_chosen,
+                _for_model(unit, model, forward_loss),
                 microbatches,
                 forward_only,
             )
@@ -327,8 +321,17 @@ class Training:
         )
 
 
+def _for_model(
+    unit: Unit, model: nn.Module, forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]
+) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
+    """Return `forward_loss` for this model of the unit; strategies call it with the first one."""
+    forms = zip(unit.wrapped, unit.models, unit.given, strict=True)
+    wrapped = next(of_one[0] for of_one in forms if any(model is form for form in of_one))
+    return forward_loss if wrapped is unit.wrapped[0] else lambda _, batch: forward_loss(wrapped, batch)
+
+
 def _check_items(items: Tensor | float) -> None:
-    # A tensor may be on the device, whose values would have to be waited for.
+    # The values of a tensor are not read: the device would have to be waited for.
     if not isinstance(items, torch.Tensor) and not 0 <= items < float("inf"):
         raise AccelError(
             f"items={items!r}: gradients are to be divided by how many items there are\n"
