@@ -101,20 +101,7 @@ class Base(BaseState):
 
     @implements(hooks.collectives)
     def collectives(self, dim: str) -> Collectives:
-        if self.run.world.size == 1 or dim == "alone":
-            return process_group.Alone()
-        if dim == "world":
-            return process_group.TorchCollectives(dist.group.WORLD, self.run.device)
-        if dim == "control":
-            control = process_group.control_group(self.run.config.process_group.timeout)
-            return process_group.TorchCollectives(control, torch.device("cpu"))
-        mesh, names = self.run.mesh, tuple(dim.split("+"))
-        known = mesh.names() if mesh else ()
-        if mesh is None or not set(names) <= set(known):
-            has = ", ".join(("world", "control", "alone", *known))
-            raise ConfigError(f"this run has no mesh dimension {dim!r}\nname one that it has: {has}")
-        along = mesh.device_mesh[names]._flatten(dim)
-        return process_group.TorchCollectives(along.get_group(), self.run.device)
+        return process_group.collectives_over(self.run, dim)
 
     # -- prepare ---------------------------------------------------------------------------------
 

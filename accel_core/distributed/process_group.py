@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_core.contract.config import InitProcessGroupKwargs
-    from accel_core.contract.world import World
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import Collectives, World
 
-__all__ = ["Alone", "TorchCollectives", "control_group", "create", "destroy", "shared"]
+__all__ = ["Alone", "TorchCollectives", "collectives_over", "create", "destroy", "shared"]
 
 # torch 2.13 gives it a new name and warns of the old one.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -299,3 +300,21 @@ class Alone:
 
     def barrier(self) -> None:
         return None
+
+
+def collectives_over(run: Run, dim: str) -> Collectives:
+    """Return the collectives over "world", "control", "alone", or mesh dimensions."""
+    if run.world.size == 1 or dim == "alone":
+        return Alone()
+    if dim == "world":
+        return TorchCollectives(dist.group.WORLD, run.device)
+    if dim == "control":
+        control = control_group(run.config.process_group.timeout)
+        return TorchCollectives(control, torch.device("cpu"))
+    mesh, names = run.mesh, tuple(dim.split("+"))
+    known = mesh.names() if mesh else ()
+    if mesh is None or not set(names) <= set(known):
+        has = ", ".join(("world", "control", "alone", *known))
+        raise ConfigError(f"this run has no mesh dimension {dim!r}\nname one that it has: {has}")
+    along = mesh.device_mesh[names]._flatten(dim)
+    return TorchCollectives(along.get_group(), run.device)
