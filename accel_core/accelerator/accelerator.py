@@ -152,7 +152,7 @@ class Accelerator(Ranks, Training, States):
     def gradient_accumulation_steps(self, steps: Any) -> None:
         if not isinstance(steps, int) or steps < 1:
             raise ConfigError(
-                f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches a step"
+                f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches per step"
             )
         self.run.accumulation_steps = steps
         for unit in self.run.units:

@@ -226,6 +226,6 @@ def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> Non
     each = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
     raise LaunchError(
         f"the scheduler started {found}, and each would {each}: WORLD_SIZE is not set\n"
-        "start one task a node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
+        "start one task per node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
         "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
     )

@@ -150,8 +150,8 @@ class Float16(_Autocast):
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         if closure is not None:
             raise AccelError(
-                "optimizer.step(closure) evaluates the loss several times a step; no loss scaler can follow\n"
-                "use mixed_precision bf16 or 'no' with this optimizer"
+                "optimizer.step(closure) evaluates the loss several times per step;"
+                " no loss scaler can follow\nuse mixed_precision bf16 or 'no' with this optimizer"
             )
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
         stepper.applied = False

@@ -57,7 +57,7 @@ def test_more_processes_than_devices_is_an_error_not_fewer_processes(pony, tmp_p
 
     assert ended.returncode == 1
     assert ended.stderr == (
-        "accel: 3 processes a node were asked for; this machine shows 2 pony device(s)\n"
+        "accel: 3 processes per node were asked for; this machine shows 2 pony device(s)\n"
         "use -n 2, or -n auto, or --device cpu\n"
     )
 
