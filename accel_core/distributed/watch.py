@@ -183,11 +183,9 @@ class _Assembly:
                     self.store.set(key, self._failure(absent, "which will not come"))
                 else:
                     self.store.add("asked", 1)
-                if now - told > TELL_SECONDS:
-                    told = now
-                    sys.stderr.write(
-                        f"accel: {self.operation} has waited {waited:.0f} s for {_listed(absent)}\n"
-                    )
+                    if now - told > TELL_SECONDS:
+                        told, waiting = now, f"{self.operation} has waited {waited:.0f} s"
+                        sys.stderr.write(f"accel: {waiting} for {_listed(absent)}\n")
             elif waited > self.timeout + LOOK_SECONDS:  # the first rank may be gone
                 return self._failure(self._absent(), "and timed out")
         return self.store.get(key).decode()

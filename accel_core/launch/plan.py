@@ -182,7 +182,8 @@ class Launch:
         if visible is not None and asked > visible:
             raise LaunchError(
                 f"{asked} processes per node were asked for;"
-                f" this machine shows {visible} {device} device(s)\nuse -n {visible or 1}, or -n auto, or --device cpu"
+                f" this machine shows {visible} {device} device(s)\n"
+                f"use -n {visible or 1}, or -n auto, or --device cpu"
             )
 
     def environment(self, processes: int) -> dict[str, str]:
