@@ -1,3 +1,15 @@
-"""Between processes: groups, collectives over nested structures, random streams."""
+"""Process groups, collectives over nested structures, and random streams.
+
+Files, each above those that it uses:
+
+    collectives      gather, reduce, ...: public as `accel_core.ops`
+      exchange         one call: ranks are compared, small payloads travel along
+        nested           walk structures of tensors
+        packing          tensors as one run of bytes
+      process_group    torch's groups: made, counted, and named in errors
+    watch            ranks that wait name the ranks that they wait for
+    random, streams  seeds and generators of ranks, random streams of split units
+    logging          loggers that know their rank
+"""
 
 from __future__ import annotations
