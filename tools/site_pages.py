@@ -109,7 +109,13 @@ def packages_of() -> dict[str, Package]:
 
 
 def public_names(package: Path) -> list[str]:
-    """Read the package's `__all__` without importing it."""
+    """Read the package's names from its stub, or from its `__all__`, without importing it."""
+    stub = package / "__init__.pyi"
+    if stub.exists():
+        module = ast.parse(stub.read_text(encoding="utf-8"))
+        imports = [node for node in module.body if isinstance(node, ast.ImportFrom)]
+        names = [alias.name for node in imports for alias in node.names]
+        return sorted((name for name in names if name != "__version__"), key=str.lower)
     for node in ast.parse((package / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value), key=str.lower)
