@@ -51,7 +51,10 @@ PATHS: Final = {
     "step_scheduler_with_optimizer": "step_scheduler_with_optimizer",
     "strategy": "strategy",
 }
-"""Argument of the constructor -> path of its option. An argument that is not given says nothing."""
+"""Argument of the constructor -> path of its option.
+
+An argument that is not given leaves its option alone.
+"""
 
 
 class Accelerator(Ranks, Training, States):

@@ -51,7 +51,10 @@ _WIDER: Final = {
     **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
     torch.complex32: torch.complex64,
 }
-"""Dtypes that process groups do not reduce. Integers converted back wrap around as in their own dtype."""
+"""Dtypes that process groups do not reduce.
+
+Integers converted back wrap around as in their own dtype.
+"""
 
 
 def gather(tensor: Any, *, run: Run | None = None) -> Any:
@@ -349,7 +352,10 @@ def _cut_objects(gathered: Any, length: int) -> Any:
 
 
 BUCKET_BYTES: Final = 256 * 2**20
-"""Size of the copies in which weights are averaged: a whole copy might not fit beside the model."""
+"""Size of the copies in which weights are averaged.
+
+A whole copy might not fit beside the model.
+"""
 
 
 def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:

@@ -39,7 +39,10 @@ __all__ = ["CollectiveCall", "collective_call"]
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
-"""Payload that travels with a header, of one rank and of all: it costs less than a second latency."""
+"""Bytes of payload that travel with a header, of one rank and of all.
+
+They cost less than a second latency.
+"""
 SHOWN: Final = 4
 """Places of a structure that a message shows."""
 _HEAD_BYTES: Final = 16

@@ -50,7 +50,10 @@ __all__ = ["assemble", "lost_peer", "start", "stop"]
 LOOK_SECONDS = 2.0
 """Between two looks into the store."""
 STUCK_SECONDS = 10.0
-"""A rank that has waited for others this long in one of our operations, without using CPU, is stuck."""
+"""Time after which a rank that waits for others counts as stuck.
+
+It waits in one of our operations, without using CPU.
+"""
 TELL_SECONDS = 30.0
 """Between two messages that name the ranks that are waited for."""
 REQUESTS: Final = 20_000
@@ -62,7 +65,7 @@ LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer"
 LIBRARY: Final = str(Path(os.__file__).parent) + os.sep
 COLLECTIVES: Final = "accel_core.distributed.process_group"
 WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops")
-"""Modules whose functions wait for other ranks only, or for devices that wait for those."""
+"""Modules whose functions wait for other ranks, or for devices that do."""
 
 _assemblies, _watches = count(), count()
 _watch: Watch | None = None
@@ -330,7 +333,10 @@ class _Seen:
     operation: str | None
     """The name of the operation of ours that the thread is in."""
     waits_for_ranks: bool
-    """True if only other ranks can let the thread go on: not a disk, a terminal, or a loader's workers."""
+    """True if only other ranks can let the thread go on.
+
+    Not a disk, a terminal, or a loader's workers.
+    """
     in_collective: bool
 
 

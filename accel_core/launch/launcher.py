@@ -31,7 +31,10 @@ RENDEZVOUS_SECONDS: Final = 900
 """Seconds that nodes wait for each other."""
 
 _inherited: list[BaseException | None] = []
-"""In a fork: the last error of the notebook, whose traceback holds what the fork may not free."""
+"""In a fork: the last error of the notebook.
+
+Its traceback holds objects that the fork may not free.
+"""
 
 
 class TorchrunLauncher:

@@ -34,7 +34,10 @@ PACKAGE = str(Path(__file__).parents[1]) + os.sep
 OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
 BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main()"
-"""Not `-m accel_core.launch.worker`: a json.py of the current folder would stand in for the library's."""
+"""Program of a worker.
+
+Not `-m accel_core.launch.worker`: a json.py of the current folder would stand in for the library's.
+"""
 
 
 def command(words: Sequence[str]) -> tuple[str, ...]:
