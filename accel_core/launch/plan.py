@@ -223,7 +223,7 @@ class Launch:
             )
 
     def launcher_offers(self, word: str) -> bool:
-        """Whether the launcher's card offers a word of `CAPABILITIES`."""
+        """Return True if the launcher's card offers a word of `CAPABILITIES`."""
         record = self.discovery.get(self.config.launch.launcher)
         return record is not None and record.card is not None and word in record.card.offers
 
