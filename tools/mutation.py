@@ -163,7 +163,7 @@ def operators() -> dict[str, Any]:
 
 
 def mutated(mutant: Mutant) -> str | None:
-    """The module's text with the fault; None if the program stays the same."""
+    """Write the module with the fault; None if the program stays the same."""
     from cosmic_ray.mutating import mutate_code
 
     source = (ROOT / mutant.module).read_text("utf-8")
@@ -175,7 +175,7 @@ def mutated(mutant: Mutant) -> str | None:
 
 
 def bare(source: str) -> str:
-    """The program without annotations, which are never evaluated."""
+    """Return the program without annotations, which are never evaluated."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         for name in ("annotation", "returns"):

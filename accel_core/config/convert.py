@@ -58,7 +58,7 @@ class MismatchError(ValueError):
 
 
 def convert_option(raw: Any, attribute: Attribute[Any], kind: Any) -> Any:
-    """Convert the value of an option; raise ValueError if it is of another type, or refused."""
+    """Convert the value of an option, or raise ValueError."""
     if raw is False and _value(attribute.default) == "no":
         raw = "no"  # the bare word, as YAML reads it
     value = convert(raw, kind)
@@ -218,7 +218,7 @@ def _from_text(text: RawText, kind: Any) -> Any:
 
 
 def shape(kind: Any) -> type | None:
-    """Mapping or list, if the type is like one of them."""
+    """Return Mapping or list if the type is like one of them."""
     origin = get_origin(kind) or kind
     if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
         return None
@@ -248,7 +248,7 @@ def is_union(kind: Any) -> bool:
 
 
 def members(kind: Any) -> list[Any]:
-    """The values of a Literal or an enum; empty for other types."""
+    """Return the values of a Literal or an enum; empty for other types."""
     if get_origin(kind) == Literal:
         return list(get_args(kind))
     return list(kind) if isinstance(kind, type) and issubclass(kind, Enum) else []
@@ -262,7 +262,7 @@ def _value(member: Any) -> Any:
 
 
 def format_value(raw: Any) -> str:
-    """A value as the user wrote it, in YAML's words."""
+    """Return a value as the user wrote it, in YAML's words."""
     if isinstance(raw, (Mapping, list, tuple)):
         return "a mapping" if isinstance(raw, Mapping) else "a list"
     return json.dumps(raw) if raw is None or isinstance(raw, bool) else repr(raw)
@@ -283,7 +283,7 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
 
 
 def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
-    """The remedy for text that another spelling would make right."""
+    """Return the remedy for text that another spelling would make right."""
     from accel_core.config.yamlfile import looks_like
 
     number = decimal(raw)
@@ -299,7 +299,7 @@ def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
 
 
 def _accepted(kind: Any) -> list[Any]:
-    """The types and words that an option of this type takes."""
+    """Return the types and words that an option of this type takes."""
     if is_union(kind):
         return [word for arg in get_args(kind) if arg is not type(None) for word in _accepted(arg)]
     return [_value(member) for member in members(kind)] or [shape(kind) or kind]

@@ -28,7 +28,7 @@ _NAMES: Final = {
 
 
 def whole_schema(sections: Sections) -> dict[str, Any]:
-    """The schema of a whole file, with a section for each plugin that has options."""
+    """Return the schema of a file, with a section for each plugin with options."""
     schema = class_schema(RunConfig)
     schema["properties"] = {name: part for name, part in schema["properties"].items() if name in CORE}
     schema["properties"] |= {name: class_schema(cls) for name, cls in sections.all() if name not in CORE}
@@ -36,7 +36,7 @@ def whole_schema(sections: Sections) -> dict[str, Any]:
 
 
 def class_schema(cls: type) -> dict[str, Any]:
-    """The schema of one section; options that only Python can give are left out."""
+    """Return the schema of a section, without options that only Python can give."""
     options = {name: pair for name, pair in options_of(cls).items() if not describe(pair[0]).python_only}
     return {
         "title": cls.__name__,

@@ -70,7 +70,7 @@ class Resolved:
         return tuple(self._table.notes)
 
     def section(self, path: Path) -> object | None:
-        """The config object of a section of core, of a plugin or of a named strategy."""
+        """Build the config object of a section of core, a plugin or a named strategy."""
         if len(path) == 2 and path[0] == "strategies":
             return self._strategies.get(path[1])
         name = path[0] if len(path) == 1 else ""
@@ -89,11 +89,11 @@ class Resolved:
         return whole
 
     def digest(self) -> str:
-        """A short hash of `tree`."""
+        """Return a short hash of `tree`."""
         return hashlib.sha256(json.dumps(self.tree, sort_keys=True).encode()).hexdigest()[:16]
 
     def unknown_plugins(self) -> Iterator[str]:
-        """A line for each plugin name that no installed plugin of its slot has."""
+        """Write a line for each plugin name that no installed plugin of its slot has."""
         discovery = self._table.sections.discovery
         for path, slot, name in self.config.plugin_names():
             record = discovery.get(name)
@@ -102,7 +102,7 @@ class Resolved:
                 yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
 
     def plugin_config(self, record: Record, alias: str | None = None) -> object | None:
-        """The config object of a plugin or a named strategy; None without options.
+        """Return the config of a plugin or a named strategy; None without options.
 
         Raises:
             ConfigError: a required option is missing.
@@ -117,7 +117,7 @@ class Resolved:
         return config
 
     def with_proposals(self, selected: Sequence[str]) -> Resolved:
-        """The config with the proposals of these plugins or named strategies.
+        """Return the config with the proposals of these plugins or named strategies.
 
         Raises:
             ConfigError: two propose different values, or one contradicts another source.
@@ -197,7 +197,7 @@ def load(
 
 
 def outside() -> dict[str, str]:
-    """The environment without a launcher's config: a worker may start another job."""
+    """Return the environment without a launcher's config, for a worker's own jobs."""
     return {name: value for name, value in os.environ.items() if name != WORKER_CONFIG_VARIABLE}
 
 
@@ -206,7 +206,7 @@ def find_file(
     environment: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] = ".",
 ) -> str | None:
-    """The file to read: `file`, else ACCEL_CONFIG's, else accel.yaml if it exists."""
+    """Find the file to read: `file`, ACCEL_CONFIG's, or an existing accel.yaml."""
     if file is not None and not str(file):  # as `--config "$UNSET"` has it
         raise ConfigError("--config names no file\nname one, or leave it out")
     named = file or (os.environ if environment is None else environment).get(FILE_VARIABLE)

@@ -32,7 +32,7 @@ class Sections:
     _faults: dict[str, str] = field(factory=dict, init=False)
 
     def class_of(self, name: str) -> type | None:
-        """The class of a section; None if the section is unknown or cannot be imported."""
+        """Return the class of a section; None if it is unknown or cannot be imported."""
         if name in CORE:
             return section_class(CORE[name])
         if name not in self._classes:
@@ -50,7 +50,7 @@ class Sections:
                 yield name, cls
 
     def spell(self, word: str) -> str:
-        """A plugin's name from a variable or flag, which cannot spell hyphens."""
+        """Read a plugin's name from a variable or flag, which cannot spell hyphens."""
         return self._spellings.get(word, word)
 
     @cached_property
@@ -58,7 +58,7 @@ class Sections:
         return {record.name.replace("-", "_"): record.name for record in self.discovery.records}
 
     def configured_by(self, config: object) -> str | None:
-        """The section whose class the object has, or the closest class above."""
+        """Find the section with the object's class, or the closest class above."""
         for names in (CORE, (record.name for record in self.discovery.records)):
             section_of = {self.class_of(name): name for name in names}
             name = next((section_of[cls] for cls in type(config).__mro__ if cls in section_of), None)
@@ -67,14 +67,14 @@ class Sections:
         return None
 
     def reason_unread(self, name: str) -> str | None:
-        """The reason to keep options of a plugin unread; None if they are a mistake."""
+        """Say why options of a plugin stay unread; None if they are a mistake."""
         entry = catalog.catalog_entry(name)
         if entry and self.discovery.get(name) is None:
             return f"{entry.slot} {name} is not installed; {catalog.install_hint(entry.folder)}"
         return self._faults.get(name)
 
     def hint(self, path: Path, cls: type) -> str:
-        """A hint for a key: a similar name, or the same key in another section."""
+        """Hint at a similar name, or at the same key in another section."""
         *section, name = path
         names = list(options_of(cls))
         if cls is RunConfig:
@@ -90,7 +90,7 @@ class Sections:
 
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
-    """A problem for each variable such as ACCEL_MIXED_PRECISION, with one underscore."""
+    """Report each variable with one underscore, such as ACCEL_MIXED_PRECISION."""
     options: dict[str, str] = {}
     for name, kind in CORE.items():
         inner = section_class(kind)
@@ -103,7 +103,7 @@ def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
 
 
 def load_class(record: Record) -> type | None:
-    """The config class that a plugin's card names.
+    """Return the config class that a plugin's card names.
 
     Raises:
         PluginError: the plugin is broken, or the class cannot be imported, or is not made of options.

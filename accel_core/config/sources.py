@@ -45,7 +45,7 @@ class RawText(str):
     __slots__ = ()
 
     def parts(self) -> list[RawText]:
-        """The items of `a,b`; commas within brackets do not count: `layers.[0,2].*`."""
+        """Split `a,b`, but not at commas within brackets: `layers.[0,2].*`."""
         parts, depth = [""], 0
         for letter in self:
             depth += (letter in "[{") - (letter in "]}")
@@ -57,7 +57,7 @@ class RawText(str):
 
 
 def decimal(text: str) -> str:
-    """The decimal spelling of a number such as 010 or 1:30, which YAML 1.1 misreads.
+    """Spell a number such as 010 or 1:30, which YAML 1.1 misreads, in decimal.
 
     YAML 1.1 reads them as 8 and 90. Empty for any other text.
     """
@@ -122,7 +122,7 @@ def raise_problems(problems: Iterable[ConfigProblem]) -> None:
 
 
 def dotted(path: Path) -> str:
-    """A path as users write it."""
+    """Return a path as users write it."""
     return ".".join(path)
 
 
@@ -165,7 +165,7 @@ def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_launcher(file: str, environment: Mapping[str, str]) -> tuple[str | None, list[SourceValue]]:
-    """The name of the launcher's YAML file, and the values of its merged config.
+    """Return the name of the launcher's file, and its merged config's values.
 
     Variables that were set or changed since, by the script for instance, are read anew.
     """

@@ -72,7 +72,7 @@ class Table:
     # -- from what a source gave to single options ---------------------------------------------------
 
     def _locate(self, value: SourceValue) -> Iterator[SourceValue]:
-        """The value under its section's true name; `strategies` split into options."""
+        """Put the value under its section's true name; split `strategies` into options."""
         path = value.path
         if not path:
             name = self.sections.configured_by(value.value)
@@ -96,7 +96,7 @@ class Table:
                 yield value
 
     def _split(self, value: SourceValue, cls: type | None) -> Iterator[SourceValue]:
-        """The values for the keys of a section; of an object, its given arguments."""
+        """Return the values of a section's keys; of an object, its given arguments."""
         raw = value.value
         if isinstance(raw, RawText):
             from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms

@@ -22,7 +22,7 @@ UNSCALED: Final = ("no", "fp32", "bf16")
 def unused_options(
     resolved: Resolved, used: Collection[str], *, precision: str, processes: int | None
 ) -> Iterator[str]:
-    """A sentence for each option that differs from its default and has no effect.
+    """Write a sentence for each option that is set and has no effect.
 
     Args:
         resolved: the merged config.
@@ -47,7 +47,7 @@ def unused_options(
 
 
 def unused_profile_options(resolved: Resolved) -> Iterator[str]:
-    """A sentence for each option of `profile` in a run that was not profiled."""
+    """Write a sentence for each option of `profile` if nothing was profiled."""
     for path, value in resolved.settings.items():
         if path[0] == "profile" and _is_set(resolved.config.profile, path[-1]):
             yield _sentence(path, value.origin, "accelerator.profile() is called")
@@ -95,7 +95,7 @@ def unused_sections(
 
 
 def _setting(record: Record, resolved: Resolved, as_flag: bool) -> str:
-    """The setting that selects the plugin beside those that are selected already."""
+    """Name the setting that selects the plugin beside those selected already."""
     path, config = SETTING[record.slot], resolved.config
     several = {"extension": config.extensions, "tracker": config.log_with}
     names = [*several.get(record.slot, ()), record.name]

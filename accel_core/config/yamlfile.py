@@ -18,7 +18,7 @@ _TAG: Final = "tag:yaml.org,2002:"
 
 
 def read_yaml(name: str, directory: FilePath, problems: list[ConfigProblem]) -> Iterator[SourceValue]:
-    """The values of a file; its syntax errors are added to `problems`."""
+    """Read the values of a file; its syntax errors go to `problems`."""
     message, mark = "is empty; `accel config init` writes one to start from", None
     try:
         path = directory / name
@@ -52,7 +52,7 @@ def _at(name: str, mark: yaml.Mark | None) -> str:
 
 
 def looks_like(text: str) -> Any:
-    """The value that a text of a shell would be in a YAML file, else the text."""
+    """Read a shell's text as YAML would read it, or return the text."""
     try:
         value = yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
     except (yaml.YAMLError, *_UNREADABLE, RecursionError):

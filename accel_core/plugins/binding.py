@@ -67,7 +67,7 @@ class _Hook:
 
 @cache
 def _read_specs(module: ModuleType) -> Mapping[str, _Hook]:
-    """The hooks of a contract, read once per process."""
+    """Return the hooks of a contract, read once per process."""
     manager = pluggy.PluginManager("accel_core")
     manager.add_hookspecs(module)
     hooks = {}
@@ -107,7 +107,7 @@ class Binder:
         return PluginHooks(name, LAYERS[slot], methods)
 
     def hooks(self, plugins: Sequence[PluginHooks]) -> Hooks:
-        """The hooks as answered by these plugins; order among equals is the order given."""
+        """Bind the hooks to these plugins; order among equals is the order given."""
         return Hooks(self, sorted(plugins, key=lambda plugin: plugin.layer))
 
     def combine(self, hook: str, implementations: Sequence[Implementation]) -> Callable[..., Any]:
@@ -193,7 +193,7 @@ def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
 def _with_parameters(
     hook: str, wanted: Sequence[str], taken: Sequence[str], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """An adapter with all parameters of the spec around `call`, which takes some.
+    """Make an adapter with all parameters of the spec for `call`, which takes some.
 
     The adapter is generated, because it stands in every step: a closure with *args costs four times
     as much.
@@ -229,7 +229,7 @@ class Hooks:
         self._plugins = tuple(plugins)
 
     def implementations(self, hook: str) -> list[Implementation]:
-        """The implementations of the hook, bottom layer first."""
+        """Return the implementations of the hook, bottom layer first."""
         return [
             Implementation(plugin.name, plugin.layer, plugin.methods[hook])
             for plugin in self._plugins
@@ -237,11 +237,11 @@ class Hooks:
         ]
 
     def below_layer(self, layer: int) -> Hooks:
-        """The same hooks, answered by the layers below `layer`."""
+        """Return the same hooks, answered by the layers below `layer`."""
         return Hooks(self._binder, [plugin for plugin in self._plugins if plugin.layer < layer])
 
     def step(self, hook: str) -> Callable[..., Any] | None:
-        """The callable of a hook; None if all its implementations are marked `no_op`."""
+        """Return the callable of a hook; None if all implementations are `no_op`."""
         implementations = self.implementations(hook)
         if self._binder.specs[hook].kind == "owner":
             implementations = implementations[-1:]

@@ -42,17 +42,17 @@ class CatalogEntry:
 
 
 def catalog_entries() -> tuple[CatalogEntry, ...]:
-    """The plugins of this repository, installed or not."""
+    """Return the plugins of this repository, installed or not."""
     return tuple(CatalogEntry(**{**row, "keys": tuple(row["keys"])}) for row in _data()["plugins"])
 
 
 def catalog_entry(name: str) -> CatalogEntry | None:
-    """The plugin of this repository with that name, installed or not."""
+    """Return the plugin of this repository with that name, installed or not."""
     return next((plugin for plugin in catalog_entries() if plugin.name == name), None)
 
 
 def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:
-    """An error text for a name that no plugin of the slot has, with its remedy."""
+    """Write the error for a name that no plugin of the slot has."""
     record, entry = discovery.get(name), catalog_entry(name)
     installed = [record.name for record in discovery.of(slot)]
     if record is not None:
@@ -65,7 +65,7 @@ def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:
 
 
 def install_hint(path: str) -> str:
-    """The command that installs a package of this repository.
+    """Return the command that installs a package of this repository.
 
     No package of ours is on an index yet, so anybody could take its name there. Until the packages
     are published, a hint names a folder of a clone. Only this function decides so.
@@ -76,7 +76,7 @@ def install_hint(path: str) -> str:
 
 
 def renamed_flag(spelling: str) -> str | None:
-    """A remedy for another launcher's flag, such as `--num_processes`."""
+    """Return a remedy for another launcher's flag, such as `--num_processes`."""
     name = spelling.replace("_", "-")
     flags: dict[str, str] = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
@@ -84,7 +84,7 @@ def renamed_flag(spelling: str) -> str | None:
 
 
 def _option_of_family(name: str) -> str | None:
-    """The dotted flag of the option that a flag such as --fsdp_offload_params set."""
+    """Name the dotted flag that replaces one such as --fsdp_offload_params."""
     for prefix, family in _data()["families"].items():
         plugin = catalog_entry(family["plugin"])
         if plugin is None or not name.startswith(prefix):
@@ -108,7 +108,7 @@ def _data() -> dict[str, Any]:
 
 
 def strategy_hint(discovery: Discovery) -> str:
-    """A remedy for `strategy: auto` without a strategy: name or install one."""
+    """Write the remedy for `strategy: auto` without a strategy."""
     names = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
     if names:
         verb = "is" if len(names) == 1 else "are"
@@ -117,7 +117,7 @@ def strategy_hint(discovery: Discovery) -> str:
 
 
 def unknown_device(asked: str, discovery: Discovery) -> str:
-    """An error text for a device that neither a plugin nor torch knows, else empty."""
+    """Write the error for a device that neither a plugin nor torch knows."""
     kind = asked.partition(":")[0]
     record = discovery.get(kind)
     if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):

@@ -29,7 +29,7 @@ class Implementation:
 
 
 def wrap(hook: str, methods: Sequence[Implementation], position: int) -> Callable[..., Any]:
-    """A wrapper hook: all refine the argument at `position`, the first innermost."""
+    """Make a wrapper hook: all refine the argument at `position`, first innermost."""
 
     def refine(*arguments: Any) -> Any:
         values = list(arguments)

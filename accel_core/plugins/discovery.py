@@ -100,17 +100,17 @@ class Discovery:
     records: tuple[Record, ...]
 
     def get(self, name: str) -> Record | None:
-        """The record of that name, if any; core's own if another package claims its name."""
+        """Return the record of a name, if any; core's own wins a clash."""
         records = [record for record in self.records if record.name == name]
         return min(records, key=lambda record: record.fault == "conflict", default=None)
 
     def of(self, slot: str) -> tuple[Record, ...]:
-        """The records of one slot, highest priority first, then by name."""
+        """Return the records of one slot, highest priority first, then by name."""
         records = [record for record in self.records if record.slot == slot]
         return tuple(sorted(records, key=lambda record: (-_priority(record), record.name)))
 
     def usable(self, slot: str) -> list[tuple[Card, Record]]:
-        """The plugins that `auto` may select, best first: with a priority, not shadowed."""
+        """Return the plugins that `auto` may select, best first, without shadowed ones."""
         usable = [
             (record.card, record)
             for record in self.of(slot)
@@ -121,14 +121,14 @@ class Discovery:
 
 
 def offering(word: str) -> str:
-    """A remedy that names the usable strategies with a capability word."""
+    """Return a remedy that names the usable strategies with a capability word."""
     usable = [record for record in discover().of("strategy") if record.status == "available"]
     able = [record.name for record in usable if record.card and word in record.card.offers]
     return f"choose a strategy that can: {', '.join(able)}" if able else "no strategy here can"
 
 
 def plugin_status(name: str) -> str:
-    """The status of a plugin here: "available", "unavailable", ..., or "missing"."""
+    """Return a plugin's status: "available", "unavailable", ..., or "missing"."""
     record = discover().get(name)
     return "missing" if record is None else record.status
 
@@ -259,7 +259,7 @@ def _summary(error: BaseException) -> str:
 
 
 def implementation(record: Record) -> Callable[..., Any]:
-    """The class that the card names, or the function that makes an instance.
+    """Return the class that the card names, or the function that makes an instance.
 
     Raises:
         PluginError: it names none, the import failed, or it cannot be called as `Plugin(config, run)`.
@@ -317,13 +317,13 @@ def load(record: Record, path: str) -> Any:
 
 
 def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:
-    """The variables that the plugin's vendor library needs."""
+    """Return the variables that the plugin's vendor library needs."""
     helper, nothing = launch_helper(record), dict[str, str]()
     return helper.launch_environment(config, world) if hasattr(helper, "launch_environment") else nothing
 
 
 def launch_helper(record: Record) -> Any:
-    """An instance of the card's light `launch` class, if the plugin is available."""
+    """Make the card's light `launch` class if the plugin is available."""
     if record.card is None or record.card.launch is None or record.status != "available":
         return None
     return load(record, record.card.launch)()

@@ -33,7 +33,6 @@ LONG: frozenset[str] = frozenset(
         "accel_testing",
         "checkpoint",
         "cli",
-        "config",
         "contract",
         "data",
         "errors",
