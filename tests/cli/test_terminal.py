@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from command import ACCEL, accel, clean_environment
+from accel_command import ACCEL, accel, clean_environment
 
 pty = pytest.importorskip("pty", exc_type=ImportError)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
