@@ -139,7 +139,7 @@ class Ranks:
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """True if any rank called `set_trigger` since the last check. Collective."""
+        """Return True if any rank called `set_trigger` since the last check. Collective."""
         flag = torch.tensor([int(self._triggered)])
         self._triggered = False
         return bool(self.run.collectives("control").all_reduce(flag, "max").item())
@@ -153,7 +153,7 @@ class Ranks:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block before all others.
+        """Let the main process run the block before all others.
 
         Collective.
         """
@@ -162,7 +162,7 @@ class Ranks:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each node runs the block before the others.
+        """Let the first process of each node run the block before the others.
 
         Collective.
         """

@@ -69,7 +69,7 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
 
 
 def _is_a_task() -> bool:
-    """True if a scheduler started this process itself, without an agent.
+    """Return True if a scheduler started this process itself, without an agent.
 
     Workers of an agent all see the same devices.
     """

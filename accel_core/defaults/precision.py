@@ -192,7 +192,7 @@ class Float16(_Autocast):
             del self._stepped[scaler]
 
     def _accumulating(self, scaler: GradScaler) -> bool:
-        """True if a unit that shares the scaler is inside a window.
+        """Return True if a unit that shares the scaler is inside a window.
 
         A new scale would apply to a part of that window only.
         """

@@ -21,7 +21,7 @@ else:
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
-    """The logger `name`, logging on the main process unless a call says otherwise.
+    """Return the logger `name`, which logs on the main process by default.
 
     Args:
         name: as for `logging.getLogger`.

@@ -59,7 +59,7 @@ class StaticRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous: nodes keep their numbers. Port 0 is a free port."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called once per attempt; the first time it waits for all nodes."""
+        """Meet the nodes of an attempt; the first time, wait for all of them."""
         if self._store is None:
             place, others = f"{self.master_addr}:{self.master_port}", range(self.world_size)
             missing = [0] if self.rank else [node for node in others if node != self.rank]
@@ -97,7 +97,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     """torch's dynamic rendezvous: nodes come and go, and are numbered anew each time."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called once per attempt."""
+        """Meet the nodes of an attempt."""
         self._bootstrap_store_info = None  # torch would keep that of a first node that is gone
         return super().next_rendezvous()
 
@@ -266,7 +266,7 @@ class Agent(LocalElasticAgent):
         return f"accel/failed/{self._remaining_restarts}"
 
     def _another_failed(self, nodes: int) -> bool:
-        """True if another node failed in this attempt, or was stopped."""
+        """Return True if another node failed in this attempt, or was stopped."""
         if nodes == 1 or self._store is None:
             return False
         if self._listener is None or self._listener.attempt != self._attempt:

@@ -14,31 +14,13 @@ ROOMS = sorted(path for path in (ROOT / "accel_core").iterdir() if path.is_dir()
 PACKAGES = [ROOT / "accel_core" / "errors.py", *ROOMS, *sorted(ROOT.glob("*/*/src/accel_*"))]
 RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
 NOT_YET: frozenset[str] = frozenset(
-    [
-        "accel_compat",
-        "checkpoint",
-        "cli",
-        "contract",
-        "data",
-        "runtime",
-        "training",
-    ]
+    ["accel_compat", "checkpoint", "cli", "contract", "data", "runtime", "training"]
 )
 """Rooms and packages whose docstrings are not rewritten yet."""
 
 
 LONG: frozenset[str] = frozenset(
-    [
-        "accel_compat",
-        "accel_testing",
-        "checkpoint",
-        "cli",
-        "contract",
-        "data",
-        "errors",
-        "runtime",
-        "training",
-    ]
+    ["accel_compat", "accel_testing", "checkpoint", "cli", "contract", "data", "runtime", "training"]
 )
 """Rooms and packages with longer first lines."""
 
