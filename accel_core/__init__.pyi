@@ -41,7 +41,7 @@ from accel_core.contract.state import leaf_of as leaf_of
 from accel_core.contract.state import whole as whole
 from accel_core.contract.unit import StepOutput as StepOutput
 from accel_core.contract.unit import Unit as Unit
-from accel_core.contract.unit import Window as Window
+from accel_core.contract.window import Window as Window
 from accel_core.contract.world import Collectives as Collectives
 from accel_core.contract.world import Topology as Topology
 from accel_core.contract.world import World as World

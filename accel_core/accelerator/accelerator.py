@@ -17,9 +17,9 @@ from accel_core.data.skipping import skip_first_batches
 from accel_core.errors import ConfigError
 from accel_core.runtime.explain import explain
 from accel_core.runtime.run import Run
-from accel_core.runtime.tracking import sort_out
+from accel_core.runtime.tracking import split_trackers
+from accel_core.training.accumulation import Accumulation
 from accel_core.training.prepare import prepare
-from accel_core.training.step import Accumulation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,7 +127,7 @@ class Accelerator(Ranks, Training, States):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
             )
-        given["log_with"], own_trackers = sort_out(log_with)
+        given["log_with"], own_trackers = split_trackers(log_with)
         given["device"] = "cpu" if cpu else device
         settings = {path: given.get(name) for name, path in PATHS.items()}
         for name, options in (strategies or {}).items():
@@ -157,9 +157,7 @@ class Accelerator(Ranks, Training, States):
             raise ConfigError(
                 f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches per step"
             )
-        self.run.accumulation_steps = steps
-        for unit in self.run.units:
-            unit.window.resize(steps, at_once=self.run.accumulation is None)
+        self.run.set_accumulation_steps(steps)
 
     @property
     def project_dir(self) -> str | None:
@@ -291,14 +289,10 @@ class Accelerator(Ranks, Training, States):
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
         """
         run = self.run
-        run.drop_accumulations()
         run.release_units()
-        for held in (run.units, run.trained, run.optimizers, run.prepared, run.loaders, run.registered):
-            held.clear()
-        run.homes.forget()
+        run.forget_prepared()
         if run.saver is not None:
             run.saver.free()
-        run.windows = ()
         self._accumulations.clear()
         run.hooks.empty_cache()
         return [None] * len(objects)
@@ -380,7 +374,8 @@ class Accelerator(Ranks, Training, States):
         Raises:
             ConfigError: torch cannot record one of its `activities` here.
         """
-        self.run.profiles |= profile_handler is None
+        if profile_handler is None:
+            self.run.note_profile()
         return profiling(self.run, profile_handler or self.run.config.profile)
 
     # -- the end ---------------------------------------------------------------------------------

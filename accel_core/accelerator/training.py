@@ -12,14 +12,15 @@ from accel_core.data.uneven import check_unit
 from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError
 from accel_core.training import step
-from accel_core.training.step import Accumulation
+from accel_core.training.accumulation import Accumulation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.contract.config import AutocastKwargs
-    from accel_core.contract.unit import StepOutput, Unit, Window
+    from accel_core.contract.unit import StepOutput, Unit
+    from accel_core.contract.window import Window
     from accel_core.runtime.run import Run
 
 __all__ = ["Training"]
@@ -229,35 +230,17 @@ class Training:
             _check_items(items)
         self.run.require_alive()
         (unit,) = self._units([model])
-        window = unit.window
-        before = window.snapshot()
-        unit.finishes |= items is not None
-        self.run.windows = (window,)
+        self.run.use_window(unit.window)
         if self.run.world.size > 1:
-            check_unit(self.run, unit, trains=not forward_only)
-        done = False
-        try:
-            window.begin_whole(items)
-            output: StepOutput = unit.steps.forward_backward(
-                unit,
-                iter(batches),
-                _for_model(unit, model, forward_loss),
-                microbatches,
-                forward_only,
-            )
-            done = not forward_only
-        finally:
-            if done:  # as after the window's last `backward`: its gradients wait for a step
-                window.end_whole()
-            else:  # maybe in the midst of a window
-                window.restore(before)
-        if done:
-            unit.reduced.clear()
-            unit.unscaled.clear()
-            unit.waiting.update(unit.optimizers)
-            if items is not None:
-                step.note_undivided([unit])
-        return output
+            check_unit(self.run, unit, "forward" if forward_only else "backward", trains=not forward_only)
+        return step.run_window(
+            unit,
+            batches,
+            _for_model(unit, model, forward_loss),
+            microbatches=microbatches,
+            forward_only=forward_only,
+            items=items,
+        )
 
     @contextmanager
     def join_uneven_inputs(
@@ -278,12 +261,11 @@ class Training:
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.run.loaders:
-                    stack.enter_context(loader.dealing(even=even_batches))
+                    stack.enter_context(loader.padding(even=even_batches))
             if units:
                 stack.enter_context(units[0].hooks.join(units, even_batches))
             for unit in units:
-                unit.joined = True
-                stack.callback(setattr, unit, "joined", False)
+                stack.enter_context(unit.step_state.uneven_inputs())
             yield
 
     def _units(self, models: Iterable[nn.Module]) -> list[Unit]:
@@ -308,7 +290,7 @@ class Training:
                 "clipping: no parameters were given; a generator that an optimizer has read is empty\n"
                 "pass model.parameters(), or a list"
             )
-        units = self.run.homes.units_of(listed)
+        units = self.run.parameters.units_of(listed)
         if len(units) == 1:
             (unit,) = units
             if unit is not None:

@@ -169,8 +169,8 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     unit = run.unit_of_model(model)
     if unit is None:
         unit = run.make_unit("unprepared", "single")
-        unit.models, unit.wrapped = [model], [model]
-        unit.record_aliases()
+        unit.add_models([model], [model])
+        unit.wrapped.append(model)
     unit.drop_cut_ties()
     pairs = zip(unit.models, unit.wrapped, strict=True)
     return unit, next(number for number, pair in enumerate(pairs) if model in pair)

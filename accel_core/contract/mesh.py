@@ -1,4 +1,4 @@
-"""The device mesh: dimensions that plugins declare, put together by arithmetic, and what follows for data."""
+"""The device mesh: dimensions that plugins declare, arranged by arithmetic, and the data each rank reads."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class MeshDim:
 def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
     """The dimensions outermost first, none of size -1, their product `ranks`.
 
-    Two equal ones count once. What is left where none splits samples and none is -1 is `dp_replicate`:
-    ranks that no dimension speaks of read different data, as they do without a mesh.
+    Two equal ones count once. If none splits samples and none is -1, the remaining ranks form `dp_replicate`:
+    ranks that no dimension describes read different data, as they do without a mesh.
 
     Raises:
         ConfigError: the product is not `ranks`, or two have one name or position; shows every factor.
@@ -152,7 +152,7 @@ class Mesh:
         return self.index(*(dim.name for dim in self.dims if not dim.alike))
 
     def topology(self) -> Topology:
-        """Who reads what: ranks that differ only in `tokens` and `model` dimensions read the same."""
+        """The topology: ranks that differ only in `tokens` and `model` dimensions read the same data."""
         samples, parts = self.names("samples"), self.names("samples", "tokens")
         return Topology(
             reader=self.index(*samples),
@@ -165,5 +165,5 @@ class Mesh:
     def _joined(self, names: Sequence[str]) -> str:
         """The name of the collectives along these dimensions."""
         real = [dim.name for dim in self.dims if dim.size > 1]
-        mine = [name for name in real if name in names]
-        return "world" if mine == real else "+".join(mine) or "alone"
+        along = [name for name in real if name in names]
+        return "world" if along == real else "+".join(along) or "alone"

@@ -9,18 +9,19 @@ from accel_core.contract.unit import UnitRun
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
     from accel_core.contract.mesh import Mesh
-    from accel_core.contract.unit import Unit, Window
+    from accel_core.contract.unit import Unit
+    from accel_core.contract.window import Window
 
 __all__ = ["Run", "current", "live", "live_runs"]
 
 
 class Run(UnitRun, Protocol):
-    """What one `Accelerator` owns: config, stack, device, world and units.
+    """Everything that one `Accelerator` owns: config, stack, device, world and units.
 
     Plugins are built with it: `Plugin(config, run)`.
     """
@@ -54,10 +55,22 @@ class Run(UnitRun, Protocol):
         """The unit of a model, given the user's module or what `prepare` returned for it."""
 
     def proxy_of(self, optimizer: object) -> Any:
-        """What `prepare` returned for an optimizer, or None."""
+        """The proxy that `prepare` returned for an optimizer, or None."""
 
-    def absorb(self, unit: Unit, other: Unit) -> None:
-        """Join two units that an optimizer spans."""
+    def add_unit(self, unit: Unit, merged: Sequence[Unit], optimizers: Iterable[tuple[Any, Any]]) -> None:
+        """Count a unit that was built among the run's, in the place of those merged into it."""
+
+    def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
+        """Remember what `prepare` returns."""
+
+    def use_strategy(self, alias: str) -> None:
+        """Have later calls of `prepare` that name no strategy use this one."""
+
+    def begin_accumulation(self, accumulation: Any) -> None:
+        """Make this the innermost `accumulate` that is entered."""
+
+    def end_accumulation(self, accumulation: Any) -> None:
+        """Return to the `accumulate` around this one."""
 
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""

@@ -1,4 +1,4 @@
-"""A unit: what `prepare` makes and per-step hooks are bound for; and its window of micro-batches."""
+"""A unit: what `prepare` makes, and what per-step hooks are bound for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import define, field, frozen
 
-from accel_core.errors import AccelError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -24,152 +22,20 @@ if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh
     from accel_core.contract.stack import Stack
+    from accel_core.contract.window import Window
     from accel_core.contract.world import Collectives, Topology, World
     from accel_core.errors import CollectiveError
 
-__all__ = ["StepOutput", "Unit", "UnitRun", "Window", "own_name"]
+__all__ = ["StepOutput", "Unit", "UnitRun", "own_name"]
 
 _WRAPPERS: Final = {
     "_orig_mod": "torch._dynamo.",
     "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",
 }
 """What torch.compile and activation checkpointing put into the names of what they wrap -> where they live."""
+_LISTS: Final = ("given", "models", "wrapped", "optimizers", "schedulers", "detach")
+"""Lists with an entry per object of the unit."""
 _WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
-
-
-class Window:
-    """The micro-batches of one optimizer step, counted by core alone. Only its methods write it.
-
-    index: 0-based number of the current micro-batch in the window; -1 before the first.
-    size: micro-batches a window has, unless the loader ends earlier.
-    boundary: whether the current micro-batch is the window's last.
-    fresh: whether the micro-batch's gradients may still be to come: it is entered, and neither a backward
-        nor clipping nor a step of ours has been called, and it is not left.
-    items: what this rank's micro-batches hold so far, where losses are sums over items; else None.
-    number: of the window, counted from 1 for what comes before the first.
-
-    The states of a micro-batch, and what the calls of an optimizer do in them:
-
-        micro-batch         state       step        zero_grad
-        the only one        any         applies     clears
-        the first           fresh       nothing     clears, unless it did since the last window's boundary
-        the first           not fresh   nothing     nothing
-        one in the middle   any         nothing     nothing
-        the last            fresh       applies     nothing: it stands before the forward
-        the last            not fresh   applies     clears
-    """
-
-    __slots__ = ("_left", "_next", "boundary", "fresh", "index", "items", "number", "size")
-
-    def __init__(self, size: int = 1) -> None:
-        self.index = -1
-        self.size = self._next = size
-        self.boundary = True
-        self.fresh = True
-        self.items: Tensor | float | None = None
-        self.number = 1
-        self._left: tuple[int, int] | None = None
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which micro-batch is the current one: the window's number, and its index in that."""
-        return self.number, self.index
-
-    def end_loop(self, place: tuple[int, int]) -> None:
-        """Note that a loop over a loader is over that found the window at this place."""
-        if self.place != place:  # it trained
-            self._left = self.place
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the loop is over that the current micro-batch was in."""
-        return self._left == self.place
-
-    @property
-    def divisor(self) -> int:
-        """What losses of micro-batches are divided by: their number, where they are means."""
-        return self.size if self.items is None else 1
-
-    def enter(self, last: bool, items: Tensor | float | None) -> None:
-        """Begin the next micro-batch: of this window, or after its boundary of a new one.
-
-        Raises AccelError, and changes nothing, where some micro-batches count items and others do not.
-        """
-        if self.boundary:
-            self.index, self.size, self.items = 0, self._next, items
-            self.number += 1
-        else:
-            if items is not None or self.items is not None:
-                self._count(items)
-            self.index += 1
-        self.boundary = last or self.index + 1 >= self.size
-        self.fresh = True
-
-    def _count(self, items: Tensor | float | None) -> None:
-        if items is None or self.items is None:
-            raise AccelError(
-                "accumulate was told the items of some micro-batches of a window, and not of others\n"
-                "give items= to each (0 where there are none), or to none"
-            )
-        self.items = self.items + items
-
-    def ran(self) -> None:
-        """Note that what is called from now on comes after the current micro-batch's backward."""
-        self.fresh = False
-
-    def begin_whole(self, items: Tensor | float | None) -> None:
-        """Begin a window that is run as a whole; `items` are those of all its micro-batches."""
-        self.index, self.size, self.boundary, self.items = -1, self._next, False, items
-        self.number += 1
-
-    def fill(self, count: int) -> None:
-        """Be at the last of `count` micro-batches."""
-        self.index, self.size, self.boundary = count - 1, count, True
-
-    def end_whole(self) -> None:
-        """End a window that was run as a whole; the next one has the size that is set."""
-        self.size = self._next
-        self.fresh = False
-
-    def begin_anew(self) -> None:
-        """Be before the first micro-batch of a window."""
-        self.index, self.size, self.boundary, self.fresh, self.items = -1, self._next, True, True, None
-
-    def mark_last(self, last: bool) -> None:
-        """Make the current micro-batch the window's last, or not."""
-        self.boundary = last
-
-    def resize(self, size: int, *, at_once: bool) -> None:
-        """Give windows this size from the next one on, which begins at once where none is entered."""
-        self._next = size
-        if self.boundary and at_once:
-            self.size = size
-
-    def drop_items(self) -> None:
-        """Hold none, as losses outside of any window do."""
-        self.items = None
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """What `restore` takes."""
-        return self.index, self.size, self.boundary, self.fresh, self.items, self.number
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        """Be what the window was when this snapshot was taken; a size that was set meanwhile stays."""
-        self.index, self.size, self.boundary, self.fresh, self.items, self.number = state
-
-    def cleared(self, before: int) -> int:
-        """The number of the window that has no older gradients if `zero_grad` clears now; 0: it must not.
-
-        before: that number as of the optimizer's last `zero_grad`. The table is in the class's docstring.
-        """
-        if self.boundary:
-            if not self.fresh:
-                return self.number + 1
-            return self.number if self.index <= 0 else 0
-        return self.number if self.fresh and self.index == 0 and before < self.number else 0
-
-    def __repr__(self) -> str:
-        return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
 
 
 @frozen(kw_only=True)
@@ -200,8 +66,8 @@ class UnitRun(Protocol):
     ended: bool
     mark_step: Callable[..., Any] | None
     """The device's per-step hook of that name; None where nothing is to be marked."""
-    homes: Any
-    """Parameter -> its unit and its name in it."""
+    parameters: Any
+    """Parameter -> its unit and its name in it (`ParameterIndex`)."""
     accumulation: Any
     """The innermost `accumulate` that is entered."""
     trackers: Any
@@ -263,9 +129,13 @@ class Unit:
     run: UnitRun
     strategy: str
     plugin: Any
+    strategy_owns_backward: bool = False
+    """True if the strategy implements `backward` itself, so that no other unit can share a loss."""
     hooks: Hooks
     steps: Steps
     window: Window
+    step_state: Any
+    """The gradients' state in the current step; core's own (`training/step_state`)."""
     mesh: Mesh | None = None
     given: list[nn.Module] = field(factory=list)
     models: list[nn.Module] = field(factory=list)
@@ -275,8 +145,6 @@ class Unit:
     optimizers: list[Optimizer] = field(factory=list)
     schedulers: list[Any] = field(factory=list)
     scaler: GradScaler | None = None
-    backward_is_strategys: bool = False
-    """Whether the strategy implements `backward` itself, so that no other unit can share a loss."""
     aliases: dict[str, str] = field(factory=dict)
     """Tied weights: alias -> the name under which the weight is kept."""
     tied: set[str] = field(factory=set)
@@ -286,46 +154,31 @@ class Unit:
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
     stream: Any = None
-    """What its forwards draw random numbers from, where the process's own streams will not do."""
-    finishes: bool = field(init=False)
-    """Whether a step is more than torch's: somebody reduces, unscales, steps, follows or marks it."""
-    gathers: bool = False
-    """Whether a forward alone needs all ranks; a strategy under which it does says so in `wrap_model`."""
-    joined: bool = False
-    """Whether ranks may run out of batches now."""
-    silent: int = 0
-    """How many contexts are entered in which gradients are not reduced, `accumulate` aside."""
-    reduced: dict[Optimizer | None, Any] = field(factory=dict)
-    """The optimizers with reduced gradients that they have yet to apply or drop; None: a unit without any.
-    Of several that a loop trains by the loss's own backward: which gradients these are."""
-    undivided: tuple[int, Any] | None = None
-    """The number of the window whose gradients are still to be divided by its items, and which they are."""
-    unscaled: set[Optimizer] = field(factory=set)
-    """The optimizers that were unscaled in this window."""
-    waiting: set[Optimizer] = field(factory=set)
-    """The optimizers with gradients of this unit's own losses that they have yet to apply or drop."""
-
-    def __attrs_post_init__(self) -> None:
-        steps = self.steps
-        more = (
-            steps.reduce_gradients,
-            steps.unscale,
-            steps.optimizer_step,
-            steps.after_step,
-            self.run.mark_step,
-        )
-        self.finishes = any(hook is not None for hook in more)
+    """Source of random numbers for its forwards, where ranks must not use the process's own streams."""
+    forward_is_collective: bool = False
+    """True if a forward alone needs all ranks; see `set_forward_is_collective`."""
 
     @property
     def pending(self) -> bool:
-        """Whether there are gradients that no optimizer step has applied, nor `zero_grad` dropped.
+        """True while there are gradients that no step has applied and no `zero_grad` has dropped.
 
         A loss that several units share counts for each of them inside a window only: at its boundary
         nobody but the user knows whose it is.
         """
-        window = self.window
-        inside = not window.boundary and (window.index > 0 or not window.fresh)
-        return inside or bool(self.waiting)
+        return self.window.is_begun or bool(self.step_state.with_gradients)
+
+    @property
+    def is_in_no_sync(self) -> bool:
+        """True inside a context in which gradients are not reduced, `accumulate` aside."""
+        return bool(self.step_state.no_sync_depth)
+
+    def use_scaler(self, scaler: GradScaler | None) -> None:
+        """Scale losses by this scaler from now on."""
+        self.scaler = scaler
+
+    def set_forward_is_collective(self, value: bool = True) -> None:
+        """Declare that a forward alone needs all ranks; for strategies, in `wrap_model` or `prepare_unit`."""
+        self.forward_is_collective = value
 
     def whole_window(
         self, batches: Iterator[Any], microbatches: int | None
@@ -345,12 +198,10 @@ class Unit:
             yield taken
 
     def begin_anew(self) -> None:
-        """Be before a window's first micro-batch, without gradients: so is what a checkpoint holds."""
+        """Return to before a window's first micro-batch, without gradients, as in a checkpoint."""
         self.window.begin_anew()
         self.run.drop_accumulations()
-        self.waiting.clear()
-        self.reduced.clear()
-        self.unscaled.clear()
+        self.step_state.clear()
         for optimizer in self.optimizers:
             clear = self.steps.zero_grad
             optimizer.zero_grad() if clear is None else clear(self, optimizer, True)
@@ -368,6 +219,46 @@ class Unit:
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 yield self.qualify(number, name), parameter
 
+    # -- while it is prepared ---------------------------------------------------------------------
+
+    def add_models(self, originals: Sequence[nn.Module], inner: Iterable[nn.Module]) -> range:
+        """Take models in, not wrapped yet, and find their tied weights; returns their numbers."""
+        numbers = range(len(self.models), len(self.models) + len(originals))
+        self.given.extend(originals)
+        self.models.extend(inner)
+        if originals:
+            self.record_aliases()
+        return numbers
+
+    def configure(self, config: Any) -> None:
+        """Take the strategy's options, completed."""
+        self.config = config
+
+    def use_stream(self, stream: Any) -> None:
+        """Draw the random numbers of forwards from this stream."""
+        self.stream = stream
+
+    def merge(self, other: Unit) -> None:
+        """Take over the models of a unit without optimizers."""
+        self.given.extend(other.given)
+        self.models.extend(other.models)
+        self.wrapped.extend(other.wrapped)
+        self.renamed.update(other.renamed)
+        self.detach.extend(other.detach)
+        other.stream = self.stream
+        self.record_aliases()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state that `restore` takes."""
+        lists = {name: list(getattr(self, name)) for name in _LISTS}
+        return {**lists, "renamed": dict(self.renamed), "config": self.config, "scaler": self.scaler}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Return to the state of this snapshot; what plugins did to the objects stays done."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.record_aliases()
+
     def record_aliases(self) -> None:
         """Find tied weights: the first name of each keeps it, later names are aliases."""
         first: dict[nn.Parameter, str] = {}
@@ -376,10 +267,16 @@ class Unit:
             if first.setdefault(parameter, name) != name:
                 self.aliases[name] = first[parameter]
 
+    def record_ties(self) -> None:
+        """Find the aliases that are one parameter still, once the models are wrapped."""
+        now = dict(self.all_names())
+        owners = {alias: now.get(owner) for alias, owner in self.aliases.items() if alias in now}
+        self.tied = {alias for alias, owner in owners.items() if now[alias] is owner}
+
     def drop_cut_ties(self) -> None:
         """Forget the ties of weights that were one when they were prepared, and are two by now."""
         now = dict(self.all_names()) if self.tied else {}
-        for alias in [each for each in self.tied if each in now and self.aliases.get(each) in now]:
+        for alias in [name for name in self.tied if name in now and self.aliases.get(name) in now]:
             if now[alias] is not now[self.aliases[alias]]:
                 self.tied.discard(alias)
                 del self.aliases[alias]

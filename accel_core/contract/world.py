@@ -1,4 +1,4 @@
-"""Who takes part in a run: the world of processes, and the topology of data over it."""
+"""The world of processes that take part in a run, and the topology of data over it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ current_operation: Final[ContextVar[object]] = ContextVar("current_operation", d
 """The operation that this thread uses collectives for. Its `str` names it where they fail."""
 
 LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Of schedulers that start each rank as a task: its number on its node."""
+"""Variables of schedulers that start each rank as a task: the task's number on its node."""
 LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -35,7 +35,7 @@ LOCAL_SIZES: Final = (
     "MPI_LOCALNRANKS",
     "SLURM_NTASKS_PER_NODE",
 )
-"""Of launchers and schedulers: how many ranks there are on its node."""
+"""Variables of launchers and schedulers: the number of ranks on the node."""
 
 
 @frozen(kw_only=True)
@@ -119,7 +119,7 @@ class World:
         )
 
     def first_of_disk(self, *, each_node: bool) -> bool:
-        """Whether this rank writes for all that see its disk: that of its node, or one for all."""
+        """Return whether this rank writes for all that see its disk: that of its node, or one for all."""
         return (self.local_rank if each_node else self.rank) == 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,12 +127,12 @@ class World:
 
 
 def _with_slurms(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """With how many tasks Slurm has on this node: one entry of 2(x3),1, which lists all nodes of the step."""
+    """Add the number of Slurm's tasks on this node, from a list of all nodes such as 2(x3),1."""
     listed, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
-    counts = [count for count, times in found for _ in range(int(times or 1))]
-    here = node.isdecimal() and int(node) < len(counts)
-    return {**environment, "SLURM_NTASKS_PER_NODE": counts[int(node)]} if here else environment
+    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
+    counts = [count for count, times in entries for _ in range(int(times or 1))]
+    is_listed = node.isdecimal() and int(node) < len(counts)
+    return {**environment, "SLURM_NTASKS_PER_NODE": counts[int(node)]} if is_listed else environment
 
 
 def _local_rank_name(environment: Mapping[str, str]) -> str:
@@ -147,7 +147,7 @@ def _torchruns_id(environment: Mapping[str, str]) -> str | None:
 
 @frozen(kw_only=True)
 class Topology:
-    """Who reads which data, and who reduces which loss. Never derived from rank and world size.
+    """This rank's part of the data and of the loss. Never derived from rank and world size.
 
     `reader` of `readers` is this process's share of the data; several ranks may have the same
     reader (tensor parallel). `losses`: how many ranks have a loss of their own, each the mean over
@@ -163,7 +163,7 @@ class Topology:
 
 
 class Collectives(Protocol):
-    """What core asks of a group of ranks. All ranks of the group call, in the same order."""
+    """Collectives that core needs of a group of ranks. All ranks of the group call, in the same order."""
 
     rank: int
     size: int
@@ -185,13 +185,13 @@ class Collectives(Protocol):
         """Overwrite `tensor` with that of the group's rank `source`, in place."""
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
-        """Every rank's picklable value, in rank order."""
+        """The picklable values of all ranks, in rank order."""
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The picklable value of the group's rank `source`."""
 
     def barrier(self) -> None:
-        """Return once every rank of the group is here."""
+        """Return once every rank of the group has called this."""
 
 
 TASK_COUNTS: Final = (
@@ -204,7 +204,7 @@ TASK_COUNTS: Final = (
 )
 
 TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
-"""Of launchers that tell tasks no count: any but 0 is one of several."""
+"""Variables of launchers that tell tasks no count: a number other than 0 is one of several tasks."""
 
 
 def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
@@ -223,9 +223,9 @@ def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> Non
     if tasks[1] == nodes if tasks else rank is None or nodes > 1:
         return
     found = f"{tasks[1]} tasks ({tasks[0]})" if tasks else f"several tasks ({rank}={numbers[rank or '']})"
-    each = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
+    would = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
     raise LaunchError(
-        f"the scheduler started {found}, and each would {each}: WORLD_SIZE is not set\n"
+        f"the scheduler started {found}, and each would {would}: WORLD_SIZE is not set\n"
         "start one task per node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
         "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
     )

@@ -1,3 +1,3 @@
-"""Data: one global order, dealt to readers, which knows where it stands."""
+"""Data: one global order, shared out to readers, with a position that can be saved."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One process reads for all: round by round, every reader is handed its batch.
+"""Read in one process for all: round by round, every reader is handed its batch.
 
-Batches may be anything that pickles. Their tensors travel as they lie in memory, beside the pickle.
+Batches may be anything that pickles. Their tensors travel as raw memory beside the pickle.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import io
 import pickle
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.data.position import Drawn, Progress
-from accel_core.data.sharding import COMPLETE
+from accel_core.data.sharding import NO_PADDING, batched
 from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.tensor_bytes import bytes_of, name_of, tensor_from
 from accel_core.errors import CollectiveError
@@ -24,7 +25,7 @@ from accel_core.errors import CollectiveError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["SOURCE", "Round", "dispatched"]
+__all__ = ["SOURCE", "dispatched", "rounds_of_iterable", "rounds_of_samples"]
 
 SOURCE: Final = 0
 """The rank that reads."""
@@ -33,74 +34,96 @@ _LENGTH: Final = 8
 
 @frozen
 class Round:
-    """What readers take together.
+    """The batches that readers take together.
 
-    batches: of each reader that has one; packed, while it travels. real: samples that are no padding,
-    or COMPLETE. following: readers that have a batch in the next round. drawn: as in `Progress`.
+    batches: of each reader that has one; packed, while the round travels. real_samples: those that are not
+    padding, or NO_PADDING. following: readers that have a batch in the next round. drawn: as in `Progress`.
     """
 
     batches: Sequence[Any] = ()
-    real: int = COMPLETE
+    real_samples: int = NO_PADDING
     following: int = 0
     drawn: Drawn = None
     failure: str | None = None
 
 
-def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
-    """This reader's batches. `rounds`: on the rank that reads; pin: put tensors into pinned memory.
+def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) -> Iterator[Round]:
+    """The rounds of map-style data, from the batches of all readers in turn."""
+    first = progress.count + 1
+    for number, group in enumerate(batched(batches, readers), start=first):
+        following = 0 if number == progress.total else progress.readers_with_batch.get(number + 1, readers)
+        real_samples = progress.padded.get(number, NO_PADDING)
+        yield Round(group, real_samples, following, progress.drawn if number == first else None)
 
-    Collective, each time. What reading fails with is raised there, and told to all other ranks.
+
+def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Round]:
+    """The rounds of an iterable dataset, from (shares, state of the loader after them).
+
+    Its end is known only by reading one ahead.
+    """
+    end: Any = (([], NO_PADDING), None)
+    for ((batches, real_samples), state), ((following, _), _) in pairwise(chain(stated, [end])):
+        progress.state = state
+        yield Round(batches, real_samples, len(following))
+
+
+def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
+    """This reader's batches. Each of them is collective.
+
+    rounds: on the rank that reads. pin: put tensors into pinned memory.
+    An error while reading is raised on the rank that reads, and told to all other ranks.
 
     Raises:
         CollectiveError: on those ranks.
     """
     reader, number, following = run.topology.reader, progress.count, run.topology.readers
     while following:
-        found = _receive(run) if rounds is None else _read(run, rounds)
-        following = found.following
-        progress.drawn = progress.drawn if found.drawn is None else found.drawn
-        if reader >= len(found.batches):
-            continue  # this reader has run out, though others have not; or there is nothing at all
+        current = _receive(run) if rounds is None else _read(run, rounds)
+        following = current.following
+        progress.drawn = progress.drawn if current.drawn is None else current.drawn
+        if reader >= len(current.batches):
+            continue  # this reader has run out, others may not have
         number += 1
         progress.following = following
-        if found.real != COMPLETE:
-            progress.padded[number] = found.real
+        if current.real_samples != NO_PADDING:
+            progress.padded[number] = current.real_samples
         if reader >= following:
             progress.total = number
-        batch = found.batches[reader]
+        batch = current.batches[reader]
         yield _unpacked(*batch, pin=pin) if rounds is None else batch
 
 
 def _read(run: Run, rounds: Iterator[Round]) -> Round:
     try:
-        found = next(rounds, Round())
-        message = _packed(found)
-    except Exception as error:  # whatever a dataset raises: the others wait, and have to be told
-        told = "".join(traceback.format_exception_only(error)).strip()  # a worker's has its traceback in it
+        current = next(rounds, Round())
+        message = _packed(current)
+    except Exception as error:  # a dataset may raise anything, and the other ranks wait to be told
+        # A worker's error carries its traceback in its text: the last line says what it was.
+        told = "".join(traceback.format_exception_only(error)).strip()
         _send(run, _packed(Round(failure=told.splitlines()[-1])))
         raise
     _send(run, message)
-    return found
+    return current
 
 
 def _receive(run: Run) -> Round:
     memory = _send(run, None).numpy().data
     start = _LENGTH + int.from_bytes(memory[:_LENGTH], "little")
-    found: Round = pickle.loads(memory[_LENGTH:start])  # noqa: S301 - of our own rank
-    if found.failure is not None:
+    current: Round = pickle.loads(memory[_LENGTH:start])  # noqa: S301 - of our own rank
+    if current.failure is not None:
         raise CollectiveError(
-            f"dispatch_batches: rank {SOURCE}, which reads for all, has failed with {found.failure}\n"
+            f"dispatch_batches: rank {SOURCE}, which reads for all, has failed with {current.failure}\n"
             f"see the traceback of rank {SOURCE}",
             operation="dispatch_batches",
         )
-    return evolve(found, batches=[(memory[start:], *packed) for packed in found.batches])
+    return evolve(current, batches=[(memory[start:], *packed) for packed in current.batches])
 
 
-def _packed(found: Round) -> Tensor:
+def _packed(current: Round) -> Tensor:
     """(b,) uint8: the length of a pickled round; that round, its batches as (pickle, places); memory."""
     memory: list[memoryview] = []
     batches, size = [], 0
-    for batch in found.batches:
+    for batch in current.batches:
         pickler = _Pickler(stream := io.BytesIO())
         pickler.dump(batch)
         places = []
@@ -109,7 +132,7 @@ def _packed(found: Round) -> Tensor:
             memory.append(bytes_of(tensor))
             size += len(memory[-1])
         batches.append((stream.getvalue(), places))
-    head = pickle.dumps(evolve(found, batches=batches))
+    head = pickle.dumps(evolve(current, batches=batches))
     return torch.frombuffer(
         bytearray().join([len(head).to_bytes(_LENGTH, "little"), head, *memory]), dtype=torch.uint8
     )
@@ -124,7 +147,7 @@ def _unpacked(memory: memoryview, batch: bytes, places: Sequence[Any], *, pin: b
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but plain tensors, which it collects."""
+    """Pickles everything but plain tensors, which it collects."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

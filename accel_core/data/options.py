@@ -1,16 +1,19 @@
-"""What the `data` section of a run means for one of the user's loaders."""
+"""The plan of a loader: what the `data` section of a run means for one of the user's loaders."""
 
 from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
+from attrs import frozen
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
-from accel_core.data.sampler import IndexFeed, ShareCollate, ShareWorker
-from accel_core.data.sharding import Deal
-from accel_core.data.shuffling import Draw
+from accel_core.data.sampler import ShardedSampler, ShareCollate, ShareWorker
+from accel_core.data.sharding import Sharding
+from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
 from accel_core.distributed.exchange import collective_call
 from accel_core.errors import ConfigError
@@ -20,111 +23,189 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
 
-__all__ = [
-    "check",
-    "cuts",
-    "deal_of",
-    "dispatches",
-    "draw_of",
-    "feed_of",
-    "inner_of",
-    "is_iterable",
-    "kind_of",
-    "refuse_recut",
-    "shards_of",
-    "shared",
-]
+__all__ = ["LoaderPlan", "plan_loader"]
 
 
-def is_iterable(loader: DataLoader[Any]) -> bool:
-    """Whether its dataset has no indices."""
-    return isinstance(loader.dataset, IterableDataset)
+@frozen(kw_only=True, eq=False)
+class LoaderPlan:
+    """The way in which one of the user's loaders is read.
+
+    kind: the way in which its position is told (see `Position`).
+    inner: a loader of the user's class, with our order in place of its own.
+    sharding: the way in which its batches are shared out. shuffle: the source of their order.
+    sampler: what took the place of its (batch) sampler, for map-style data. One for the loader's life:
+        workers that persist keep the first that they were given.
+    dispatches: one process reads for all. reads: this process reads, for itself or for all.
+    synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
+    """
+
+    kind: Kind
+    inner: DataLoader[Any]
+    _sharding: Sharding
+    shuffle: Shuffle
+    sampler: ShardedSampler | None
+    dispatches: bool
+    reads: bool
+    synchronized: tuple[str, ...]
+
+    @property
+    def sharding(self) -> Sharding:
+        """As planned, or as `PreparedLoader.padding` has it now."""
+        return self._sharding if self.sampler is None else self.sampler.sharding
+
+    @property
+    def is_sharded_iterable(self) -> bool:
+        """True if the inner loader's dataset gives this reader's share of an iterable one."""
+        return isinstance(self.inner.dataset, ShardedIterable)
+
+    @property
+    def persists(self) -> bool:
+        """True if workers live on from epoch to epoch."""
+        return self.inner.num_workers > 0 and self.inner.persistent_workers
+
+    @property
+    def units_per_round(self) -> int:
+        """Units of the position per round: samples, batches or rounds, by kind."""
+        if self.kind == "indexed":
+            return self.sharding.samples or 1
+        return 1 if self.kind == "stateful" else self.sharding.batches
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        """The generators that the user gave, by role."""
+        roles = {"loader": self.inner.generator, "order": self.shuffle.generator}
+        return {role: given for role, given in roles.items() if isinstance(given, torch.Generator)}
+
+    @property
+    def length(self) -> int | None:
+        """Items of the order per epoch, where known."""
+        try:
+            return len(self.shuffle.items) if self.sampler is not None else None
+        except TypeError:  # a sampler without a length
+            return None
+
+    def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
+        """An attribute of the user's loader as `inner` has it; `batches`: the loader makes batches."""
+        if self.is_sharded_iterable and name == "collate_fn":
+            return ShareCollate(value, single=not batches)
+        return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
+
+    def check_unchanged(self, loader: DataLoader[Any]) -> None:
+        """Refuse a batch sampler that was changed after `prepare`, which has taken over what it said then."""
+        if loader.batch_sampler is None or not _cuts(loader):
+            return
+        prepared = {
+            "batch_size": self.sharding.batch_size,
+            "drop_last": self.sharding.drop_last,
+            "sampler": self.shuffle.items,
+        }
+        for name, value in prepared.items():
+            now = getattr(loader.batch_sampler, name)
+            if now is not value and (name == "sampler" or now != value):
+                raise ConfigError(
+                    f"the {name} of this dataloader's batch sampler was {value!r} when it was prepared, and"
+                    f" is {now!r} now: that has no effect\n"
+                    f"set {name} before prepare, or prepare a DataLoader that has the new one"
+                )
 
 
-def cuts(loader: DataLoader[Any]) -> bool:
-    """Whether its batches are its sampler, cut: by torch's BatchSampler, or torchdata's copy of that."""
+def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
+    """The plan by which this rank reads the loader. All ranks.
+
+    Raises:
+        ConfigError: the settings cannot be had for this loader; the message names the setting.
+    """
+    data, control = run.config.data, run.collectives("control")
+    iterable = isinstance(loader.dataset, IterableDataset)
+    # Iterables by default: each process might read another random one.
+    wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
+    dispatches = wanted and control.size > 1
+    _check(loader, run, iterable=iterable, dispatches=dispatches)
+    cuts = _cuts(loader)
+    sharding = _sharding(loader, run, iterable=iterable)
+    shuffle = Shuffle(
+        items=_items(loader),
+        agree=None if dispatches or control.size == 1 else _agreement(run, loader),
+        follows=control.rank > 0,
+        seedable=data.use_seedable_sampler,
+        data_seed=data.data_seed,
+    )
+    wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
+    inner = stateful(loader) if wants_torchdata else copy.copy(loader)
+    inner.__dict__["_iterator"] = None
+    kind: Kind = "replay" if iterable else "indexed" if loader.batch_sampler is None or cuts else "batches"
+    kind, sampler = "stateful" if is_stateful(inner) else kind, None
+    if not iterable:
+        single = loader.batch_sampler is None
+        size = loader.batch_sampler.batch_size if cuts else None  # type: ignore[union-attr]
+        sampler = ShardedSampler(
+            shuffle=shuffle,
+            sharding=sharding,
+            batch_size=1 if single else size,
+            single=single,
+            everyone=dispatches,
+        )
+        inner.__dict__["sampler" if single else "batch_sampler"] = sampler
+    elif sharding.readers > 1 or dispatches:
+        inner.__dict__.update(_shards(loader, sharding, everyone=dispatches, stateful=kind == "stateful"))
+    return LoaderPlan(
+        kind=kind,
+        inner=inner,
+        sharding=sharding,
+        shuffle=shuffle,
+        sampler=sampler,
+        dispatches=dispatches,
+        reads=not dispatches or control.rank == SOURCE,
+        # On what the order is drawn from ("generator") the readers agree anyway.
+        synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
+    )
+
+
+def _cuts(loader: DataLoader[Any]) -> bool:
+    """Return whether torch's BatchSampler, or torchdata's copy of it, cuts the order into batches."""
     batches = loader.batch_sampler
     made_by = type(batches).__module__.partition(".")[0]
     return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")
 
 
-def dispatches(loader: DataLoader[Any], run: Run) -> bool:
-    """Whether one process reads for all. Iterables by default: each process may read another random one."""
-    wanted = run.config.data.dispatch_batches
-    return (is_iterable(loader) if wanted is None else wanted) and run.collectives("control").size > 1
+def _items(loader: DataLoader[Any]) -> Any:
+    """The source of the order: a batch sampler of the user's own does not use `loader.sampler`."""
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return loader.batch_sampler.sampler if _cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
 
 
-def deal_of(loader: DataLoader[Any], run: Run) -> Deal:
-    """How its batches are shared out."""
-    data, topology = run.config.data, run.topology
-    batches = loader if is_iterable(loader) else loader.batch_sampler
+def _sharding(loader: DataLoader[Any], run: Run, *, iterable: bool) -> Sharding:
+    batches = loader if iterable else loader.batch_sampler
     size = 1 if batches is None else getattr(batches, "batch_size", None)
-    return Deal(
-        reader=topology.reader,
-        readers=topology.readers,
-        batch_size=1 if size is None and batches is loader else size,
-        split=data.split_batches,
-        even=data.even_batches,
+    return Sharding(
+        reader=run.topology.reader,
+        readers=run.topology.readers,
+        batch_size=1 if size is None and iterable else size,
+        split=run.config.data.split_batches,
+        even=run.config.data.even_batches,
         drop_last=bool(getattr(batches, "drop_last", False)),
     )
 
 
-def draw_of(loader: DataLoader[Any], run: Run) -> Draw:
-    """What its order is drawn from."""
-    data, control = run.config.data, run.collectives("control")
-    control_rank = control.rank  # not `control`: it would keep the process group alive beyond the run
-    agrees = control.size > 1 and not dispatches(loader, run)
+def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
+    """A function that gives the bytes of the world's first rank."""
+    leads = run.collectives("control").rank == 0  # not the object: it would keep the process group alive
     doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
 
-    def agree(mine: Tensor) -> Tensor:
+    def agree(state: Tensor) -> Tensor:
         with collective_call(run, "world", doing, None, objects=True) as call:
-            return call.one_payload(mine if control_rank == 0 else None, 0).clone()
+            return call.one_payload(state if leads else None, 0).clone()
 
-    return Draw(
-        items=_items(loader),
-        agree=agree if agrees else None,
-        follows=control_rank > 0,
-        seedable=data.use_seedable_sampler,
-        data_seed=data.data_seed,
-    )
+    return agree
 
 
-def _items(loader: DataLoader[Any]) -> Any:
-    # Of a batch sampler that the user made, `loader.sampler` knows nothing.
-    if loader.batch_sampler is None:
-        return loader.sampler
-    return loader.batch_sampler.sampler if cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
-
-
-def refuse_recut(loader: DataLoader[Any], draw: Draw, deal: Deal) -> None:
-    """Refuse a batch sampler that was changed after `prepare`, which has taken over what it said then."""
-    if loader.batch_sampler is None or not cuts(loader):
-        return
-    then = {"batch_size": deal.batch_size, "drop_last": deal.drop_last, "sampler": draw.items}
-    for name, value in then.items():
-        now = getattr(loader.batch_sampler, name)
-        if now is not value and (name == "sampler" or now != value):
-            raise ConfigError(
-                f"the {name} of this dataloader's batch sampler was {value!r} when it was prepared, and is"
-                f" {now!r} now: that has no effect\n"
-                f"set {name} before prepare, or prepare a DataLoader that has the new one"
-            )
-
-
-def feed_of(loader: DataLoader[Any], draw: Draw, deal: Deal, everyone: bool) -> IndexFeed:
-    """What takes the place of its (batch) sampler; `everyone`: this process reads for all."""
-    single = loader.batch_sampler is None
-    size = loader.batch_sampler.batch_size if cuts(loader) else None  # type: ignore[union-attr]
-    return IndexFeed(draw=draw, deal=deal, batch_size=1 if single else size, single=single, everyone=everyone)
-
-
-def shards_of(loader: DataLoader[Any], deal: Deal, everyone: bool, stateful: bool) -> dict[str, Any]:
+def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stateful: bool) -> dict[str, Any]:
     """The attributes with which a loader of an iterable dataset gives this reader's share."""
     dataset: Any = loader.dataset
+    size = loader.batch_size or 1
     return {
-        "dataset": ShardedIterable(
-            dataset, deal, loader.batch_size or 1, everyone=everyone, stateful=stateful
-        ),
+        "dataset": ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful),
         "batch_size": None,
         "batch_sampler": None,
         "drop_last": False,
@@ -133,34 +214,8 @@ def shards_of(loader: DataLoader[Any], deal: Deal, everyone: bool, stateful: boo
     }
 
 
-def shared(loader: DataLoader[Any], name: str, value: Any) -> Any:
-    """An attribute of the user's loader, as the one that gives shares of an iterable dataset has it."""
-    if name == "collate_fn":
-        return ShareCollate(value, single=loader.batch_size is None)
-    return ShareWorker(value) if name == "worker_init_fn" else value
-
-
-def inner_of(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
-    """A loader like it, to be changed; torchdata's, if that is wanted.
-
-    Raises:
-        ConfigError: torchdata's cannot be had.
-    """
-    wanted = run.config.data.use_stateful_dataloader and not is_stateful(loader)
-    return stateful(loader) if wanted else copy.copy(loader)
-
-
-def kind_of(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
-    """How its position is told; `inner`: what `inner_of` made of it."""
-    if is_stateful(inner):
-        return "stateful"
-    if is_iterable(loader):
-        return "replay"
-    return "indexed" if loader.batch_sampler is None or cuts(loader) else "batches"
-
-
-def check(loader: DataLoader[Any], run: Run) -> None:
-    """Raises ConfigError: the settings cannot be had for this loader; the message names the setting."""
+def _check(loader: DataLoader[Any], run: Run, *, iterable: bool, dispatches: bool) -> None:
+    """Refuse settings that cannot be had for this loader."""
     data, readers = run.config.data, run.topology.readers
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
@@ -174,7 +229,7 @@ def check(loader: DataLoader[Any], run: Run) -> None:
             "this dataloader has in_order=False: batches that come in any order can neither be counted for a"
             " resume nor told from padding\nleave in_order unset, or use the DataLoader without preparing it"
         )
-    if dispatches(loader, run) and is_iterable(loader) and loader.num_workers > 1 and not data.even_batches:
+    if dispatches and iterable and loader.num_workers > 1 and not data.even_batches:
         raise ConfigError(
             "data.even_batches=False: several workers each read this iterable dataset for all processes, and"
             " none knows which batch is a process's last\n"
@@ -182,7 +237,7 @@ def check(loader: DataLoader[Any], run: Run) -> None:
         )
     if not data.split_batches or readers == 1:
         return
-    size = loader.batch_size if is_iterable(loader) else getattr(loader.batch_sampler, "batch_size", None)
+    size = loader.batch_size if iterable else getattr(loader.batch_sampler, "batch_size", None)
     if size is None or size % readers:
         raise ConfigError(
             f"data.split_batches=True splits each batch between {readers} readers, but this"

@@ -1,4 +1,4 @@
-"""Where a loader stands in its data: what is saved, and what it takes to go on from there."""
+"""Position of a loader in its data: as saved, and while an iteration runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, Literal
 
 from attrs import Factory, asdict, define, field, frozen
 
-from accel_core.data.sharding import LAST, UNSHARED, Deal
+from accel_core.data.sharding import LAST_ROUND, PARTIAL_ROUND, Sharding
 from accel_core.errors import AccelError, CheckpointError
 
 __all__ = ["Cursor", "Drawn", "Kind", "Position", "Progress"]
 
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
-"""What an epoch's order was drawn from: a seed, a generator's state (base64), or nothing."""
+"""Source of an epoch's order: a seed, a generator's state (base64), or nothing."""
 
 
 @frozen(kw_only=True)
 class Position:
-    """A loader's place in its data, JSON-able. Counts what was handed to the user, not what was prefetched.
+    """A loader's position, JSON-able. It counts what was handed to the user, not what was prefetched.
 
     kind: `indexed` counts samples of the order: any number of readers and workers goes on from it.
         `batches` counts the user's own batch sampler's batches: any number of readers and workers.
@@ -53,39 +53,40 @@ class Position:
     left: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of what JSON can hold; `state` is as its loader gave it."""
-        found = asdict(self, recurse=False)
-        return {**found, "generators": dict(self.generators), "dealt": list(self.dealt)}
+        """A dict of values that JSON can hold; `state` is as its loader gave it."""
+        fields = asdict(self, recurse=False)
+        return {**fields, "generators": dict(self.generators), "dealt": list(self.dealt)}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], here: Position) -> Position:
-        """The position that `saved` describes, for a loader that is at `here` now.
+    def from_json(cls, saved: Mapping[str, Any], current: Position) -> Position:
+        """The position that `saved` describes, for a loader that is at `current` now.
 
         Raises:
             CheckpointError: the loader has changed in a way that its kind does not survive.
         """
-        found = cls(**{**saved, "dealt": tuple(saved["dealt"])})
-        if found.kind != here.kind:
+        position = cls(**{**saved, "dealt": tuple(saved["dealt"])})
+        if position.kind != current.kind:
             raise CheckpointError(
-                f"a dataloader was saved as {found.kind!r}, but the one prepared here is {here.kind!r}\n"
+                f"a dataloader was saved as {position.kind!r}, but the one prepared here is"
+                f" {current.kind!r}\n"
                 "prepare the loaders in the order in which they were saved"
             )
-        midway = found.consumed > 0
-        if midway and found.length != here.length:
+        midway = position.consumed > 0
+        if midway and position.length != current.length:
             raise CheckpointError(
-                f"a dataloader was saved in the middle of an epoch of {found.length}, but here an epoch has"
-                f" {here.length}\nresume with the dataset and sampler that it was saved with"
+                f"a dataloader was saved in the middle of an epoch of {position.length}, but here an epoch"
+                f" has {current.length}\nresume with the dataset and sampler that it was saved with"
             )
-        if midway and not _goes_on(found, here):
+        if midway and not _goes_on(position, current):
             raise CheckpointError(
-                f"a {found.kind!r} dataloader was saved mid-epoch with (batches a round, batch size, workers)"
-                f" = {found.dealt}, here they are {here.dealt}\n"
+                f"a {position.kind!r} dataloader was saved mid-epoch with (batches a round, batch size,"
+                f" workers) = {position.dealt}, here they are {current.dealt}\n"
                 "resume with the same, or at the start of an epoch"
             )
-        return found
+        return position
 
-    def is_over(self, deal: Deal) -> bool:
-        """Whether nothing of its epoch is left, where rounds are dealt like this."""
+    def is_over(self, deal: Sharding) -> bool:
+        """Return whether nothing of its epoch is left, where rounds are shared out like this."""
         if self.ended or self.length is None or not self.consumed or self.kind == "stateful":
             return self.ended
         left = self.length - self.consumed
@@ -93,11 +94,11 @@ class Position:
         return left < (a_round if deal.drop_last else 1)
 
 
-def _goes_on(found: Position, here: Position) -> bool:
-    if found.kind in ("indexed", "batches") or found.dealt == here.dealt:
+def _goes_on(saved: Position, current: Position) -> bool:
+    if saved.kind in ("indexed", "batches") or saved.dealt == current.dealt:
         return True
-    (_, size, workers), (_, new_size, new_workers) = found.dealt, here.dealt
-    return found.kind == "replay" and size == new_size and max(workers, new_workers) <= 1
+    (_, size, workers), (_, new_size, new_workers) = saved.dealt, current.dealt
+    return saved.kind == "replay" and size == new_size and max(workers, new_workers) <= 1
 
 
 @define(eq=False)
@@ -107,9 +108,10 @@ class Progress:
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
     workers, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
-    padded: number of a batch -> real samples in its round, or UNSHARED or LAST, where it is not COMPLETE.
-    takers: number of a round -> readers that have a batch in it, where not all do (told to one that
-        reads for all).
+    padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND; NO_PADDING is left
+        out.
+    readers_with_batch: number of a round -> readers that have a batch in it, where not all do and this
+        process reads for all.
     following: readers that have a batch in the next round, where the reading process tells; -1 elsewhere.
     term: as in `Cursor`.
     """
@@ -123,24 +125,24 @@ class Progress:
     count: int = 0
     total: int = -1
     padded: dict[int, int] = field(factory=dict)
-    takers: dict[int, int] = field(factory=dict)
+    readers_with_batch: dict[int, int] = field(factory=dict)
     following: int = -1
     term: int = 0
 
     @property
     def is_unshared(self) -> bool:
-        """Whether not every reader has a batch like the one that the user holds."""
-        return bool(self.padded) and self.padded.get(self.count) == UNSHARED
+        """True while the user holds a batch of a round in which some readers have none."""
+        return bool(self.padded) and self.padded.get(self.count) == PARTIAL_ROUND
 
     @property
     def is_last_of_all(self) -> bool:
-        """Whether every reader has a batch like the one that the user holds, and none has another."""
-        return self.padded.get(self.count) == LAST
+        """True while the user holds a batch of a round that all readers share, and that none follows."""
+        return self.padded.get(self.count) == LAST_ROUND
 
 
 @define(eq=False)
 class Cursor:
-    """Where a loader and its views stand. All that asks where the user is asks here.
+    """Position of a loader and its views while iterations run: the only source of what the user holds.
 
     progress: the iteration that handed out the last batch of those that go on; else the one broken off
         last, or the planned one. planned: the iteration that begins next, if it is known.
@@ -158,18 +160,18 @@ class Cursor:
 
     @property
     def epoch(self) -> int:
-        """Of the iteration that goes on, else of the next one."""
+        """The number of the iteration that goes on, else of the next one."""
         if self.running:
             return self.progress.epoch
         return self.following if self.planned is None else self.planned.epoch
 
     def plan(self, progress: Progress) -> None:
-        """Let this be the next iteration."""
+        """Make this the next iteration."""
         self.progress = self.planned = progress
         self.following = progress.epoch
 
     def begin(self, skip: int) -> Progress:
-        """The next iteration, from its unit `skip` on if that is not 0."""
+        """Begin the next iteration, from its unit `skip` on if that is not 0."""
         progress, self.planned = self.planned or Progress(epoch=self.following), None
         progress.start, progress.term = skip or progress.start, self.term
         self.following = max(self.following, progress.epoch + 1)
@@ -177,14 +179,14 @@ class Cursor:
         return progress
 
     def hold(self, progress: Progress) -> None:
-        """The user is handed a batch of this iteration."""
+        """Note that the user is handed a batch of this iteration."""
         if progress in self.running:
             self.running.remove(progress)
         self.running.append(progress)
         self.progress = progress
 
     def leave(self, progress: Progress, *, finished: bool) -> None:
-        """This iteration is over, or broken off."""
+        """Note that this iteration is over, or was left early."""
         if progress in self.running:
             self.running.remove(progress)
         if self.progress is not progress:
@@ -200,6 +202,6 @@ class Cursor:
         self.running.clear()
 
     def check(self, progress: Progress) -> None:
-        """Raises AccelError: this iteration cannot go on."""
+        """Raise AccelError if this iteration cannot go on."""
         if progress.term != self.term:
             raise AccelError(self.ended_by)

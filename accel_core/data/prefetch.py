@@ -1,4 +1,4 @@
-"""Batches on their way to the device: the next one moves while the user has this one."""
+"""Move batches to the device: the next one moves while the user holds this one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from accel_core.data.sharding import with_last
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["Mover", "mover"]
+__all__ = ["Mover", "batch_mover"]
 
 Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
 
 
-def mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover | None:
-    """What is done to the batches of a loader; None where nothing is.
+def batch_mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover | None:
+    """The function that moves a loader's batches; None where they stay as they are.
 
-    moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: they lie
-    in pinned memory, from which a copy need not be waited for (torch reuses it only after the copy).
+    moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: batches
+    are in pinned memory, so that nothing waits for a copy (torch reuses that memory only after the copy).
     """
     device, mark, refine = run.device, run.mark_step, run.hooks.step("place_batch")
     moves = moves and device.type != "cpu"
@@ -40,12 +40,12 @@ def mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover 
 
     def place(batches: Iterator[Any]) -> Iterator[Any]:
         unit = run.units[0] if len(run.units) == 1 else None
-        found = batches if start is None else start(batches)
-        mine = None if "batch" in getattr(found, "marks", ()) else mark
-        for batch in found:
+        moved = batches if start is None else start(batches)
+        mark_batch = None if "batch" in getattr(moved, "marks", ()) else mark
+        for batch in moved:
             placed = batch if refine is None else refine(unit, batch, device)
-            if mine is not None:
-                mine("batch")
+            if mark_batch is not None:
+                mark_batch("batch")
             yield placed
 
     return place
@@ -56,7 +56,7 @@ def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, ba
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    """A stream beside the one that computes; None where the device has none."""
+    """A stream beside the one that computes; None where the device has no streams."""
     if torch.accelerator.current_accelerator() != torch.device(device.type):
         return None
     try:
@@ -67,7 +67,7 @@ def _stream(device: torch.device) -> torch.Stream | None:
 
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:
     def start(batch: Any) -> tuple[Any, torch.Event]:
-        # Batches that the user has let go leave their memory to this one: what still reads them comes first.
+        # This batch may get memory of one that the user has dropped: kernels that still read it come first.
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
         with stream:
             return move(batch), stream.record_event()

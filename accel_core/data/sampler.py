@@ -1,4 +1,4 @@
-"""What stands between the user's DataLoader and its data: index batches, or an iterable's samples."""
+"""Replacements for a DataLoader's sampler, collate function and worker initializer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from attrs import define, field, frozen
 from torch.utils.data import get_worker_info
 
 from accel_core.data.position import Progress
-from accel_core.data.sharding import COMPLETE, Deal, cut
-from accel_core.data.shuffling import Draw
+from accel_core.data.sharding import NO_PADDING, Sharding, batched
+from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import Shares
 
-__all__ = ["IndexFeed", "ShareCollate", "ShareWorker"]
+__all__ = ["ShardedSampler", "ShareCollate", "ShareWorker"]
 
 
 @define(eq=False, kw_only=True)
-class IndexFeed:
-    """Takes the place of a DataLoader's (batch) sampler: this reader's index batches, epoch by epoch.
+class ShardedSampler:
+    """This reader's index batches, epoch by epoch, in the place of a DataLoader's (batch) sampler.
 
-    It reads one round ahead, on indices alone, and so knows the last batch before it is fetched.
+    It reads one round of indices ahead, and so knows the last batch before that is fetched.
     batch_size: samples to cut the order into; None where the order is one of batches already.
     """
 
-    draw: Draw
-    deal: Deal
+    shuffle: Shuffle
+    sharding: Sharding
     batch_size: int | None
     single: bool = False
     """The loader does not batch: it takes an index where others take a list of indices."""
@@ -36,42 +36,42 @@ class IndexFeed:
     """The next iteration starts where it says, and writes to it."""
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self.progress, self.deal)
+        return self._batches(self.progress, self.sharding)
 
     def __len__(self) -> int:
-        items = len(self.draw.items)
+        items = len(self.shuffle.items)
         if self.batch_size is None:
-            return self.deal.length(items)
-        batches = items // self.batch_size if self.deal.drop_last else -(-items // self.batch_size)
-        return self.deal.length(batches, items)
+            return self.sharding.length(items)
+        batches = items // self.batch_size if self.sharding.drop_last else -(-items // self.batch_size)
+        return self.sharding.length(batches, items)
 
-    def _batches(self, progress: Progress, deal: Deal) -> Iterator[Any]:
-        head, batches = self._opened(progress, deal)
+    def _batches(self, progress: Progress, sharding: Sharding) -> Iterator[Any]:
+        head, batches = self._opened(progress, sharding)
         number, held = 0, list[Any]()
-        for shares, real in deal.shares(batches, head, everyone=self.everyone):
+        for shares, real_samples in sharding.shares(batches, head, everyone=self.everyone):
             number += 1
-            if real != COMPLETE:
-                progress.padded[number] = real
-            if self.everyone and len(shares) < deal.readers:
-                progress.takers[number] = len(shares)
+            if real_samples != NO_PADDING:
+                progress.padded[number] = real_samples
+            if self.everyone and len(shares) < sharding.readers:
+                progress.readers_with_batch[number] = len(shares)
             yield from held
             held = [share[0] for share in shares] if self.single else shares
         progress.total = number
         yield from held
 
-    def _opened(self, progress: Progress, deal: Deal) -> tuple[list[Any], Iterator[Any]]:
-        """(what the padding is taken from, the batches of the order)."""
+    def _opened(self, progress: Progress, sharding: Sharding) -> tuple[list[Any], Iterator[Any]]:
+        """(the items that padding is taken from, the batches of the order)."""
         size = self.batch_size
         if size is not None:
-            head, items = self.draw.open(progress, deal.wanted)
-            return head, cut(items, size, drop_last=deal.drop_last)
-        head, batches = self.draw.open(progress, deal.wanted and deal.batches)
-        return head if deal.batch_size is None else list(chain(*head)), batches
+            head, items = self.shuffle.open(progress, sharding.wanted)
+            return head, batched(items, size, drop_last=sharding.drop_last)
+        head, batches = self.shuffle.open(progress, sharding.wanted and sharding.batches)
+        return head if sharding.batch_size is None else list(chain(*head)), batches
 
 
 @frozen
 class ShareCollate:
-    """Collates the samples of shares as the user's loader would, and passes their real number on."""
+    """Collates the samples of shares as the user's loader would, and passes on how many are real."""
 
     collate: Callable[[Any], Any]
     single: bool
@@ -83,14 +83,15 @@ class ShareCollate:
 
 @frozen
 class ShareWorker:
-    """Initializes a worker as the user's loader would: what it finds as its dataset is the user's own."""
+    """Initializes a worker as the user's loader would: it sees the user's own dataset."""
 
     initialize: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
-        """In the worker, before it reads."""
+        """Initialize the worker. Called in the worker, before it reads."""
         info = get_worker_info()
-        assert info is not None  # and it refuses plain assignments
+        assert info is not None
+        # A WorkerInfo refuses plain assignments.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self.initialize is not None:
             self.initialize(worker)

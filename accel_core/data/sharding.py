@@ -1,4 +1,4 @@
-"""The global order and how it is dealt to readers: pure functions, no torch.
+"""The global order and how it is shared out to readers: pure functions, no torch.
 
 One epoch is one order of samples, cut into batches. A *round* is what all readers take together:
 `readers` batches, or one batch that they split. Reader r takes batch (or slice) r of each round, so
@@ -13,21 +13,21 @@ from typing import Final, TypeVar
 
 from attrs import frozen
 
-__all__ = ["COMPLETE", "LAST", "UNSHARED", "Deal", "cut", "opening", "with_last"]
+__all__ = ["LAST_ROUND", "NO_PADDING", "PARTIAL_ROUND", "Sharding", "batched", "split_head", "with_last"]
 
 T = TypeVar("T")
 
-COMPLETE: Final = -1
-"""Said of a round that holds no padding."""
-UNSHARED: Final = -2
-"""Said of a round in which not every reader has a batch."""
-LAST: Final = -3
-"""Said of a complete round that none follows, where readers may run out at different times."""
+NO_PADDING: Final = -1
+"""Mark of a round that holds no padding."""
+PARTIAL_ROUND: Final = -2
+"""Mark of a round in which some readers have no batch."""
+LAST_ROUND: Final = -3
+"""Mark of a complete round that none follows, where readers may run out at different times."""
 
 
 @frozen(kw_only=True)
-class Deal:
-    """How rounds are dealt. Picklable, so that DataLoader workers can deal too.
+class Sharding:
+    """The way in which rounds are shared out. Picklable, so that DataLoader workers can do it too.
 
     reader, readers: whose share, of how many (the topology's).
     batch_size: samples of a batch; None where batches vary (a batch sampler of the user's own).
@@ -66,41 +66,44 @@ class Deal:
         """([this reader's batch], real samples in its round) of each round it takes part in.
 
         everyone: the batches of all readers that take part, instead.
-        The second is COMPLETE, UNSHARED or LAST, unless the round is padded. `head`: the first `wanted`
-        samples of the order (without a batch size: batches).
+        head: the first `wanted` samples of the order (without a batch size: batches).
+        The second is NO_PADDING, PARTIAL_ROUND or LAST_ROUND, unless the round is padded.
         """
         if self.readers == 1:
-            yield from (([batch], COMPLETE) for batch in batches)
+            yield from (([batch], NO_PADDING) for batch in batches)
             return
-        mine = slice(None) if everyone else slice(self.reader, self.reader + 1)
-        for group, last in with_last(cut(batches, self.batches)):
+        own = slice(None) if everyone else slice(self.reader, self.reader + 1)
+        for group, last in with_last(batched(batches, self.batches)):
             self._check(group)
-            dealt, real = self._whole(group), COMPLETE
-            if (last or self.split) and not self._complete(group):
+            shares, real_samples = self._slices(group[0]) if self.split else group, NO_PADDING
+            if (last or self.split) and not self._is_complete(group):
                 if self.drop_last:
                     continue
                 if self.even:
-                    dealt, real = self._padded(group, head), sum(map(len, group))
-                else:
-                    real = UNSHARED if len(dealt) < self.readers else LAST if last else COMPLETE
+                    shares, real_samples = self._padded(group, head), sum(map(len, group))
+                elif len(shares) < self.readers:
+                    real_samples = PARTIAL_ROUND
+                elif last:
+                    real_samples = LAST_ROUND
             elif last and not self.even:
-                real = LAST
-            if share := dealt[mine]:
-                yield share, real
+                real_samples = LAST_ROUND
+            if share := shares[own]:
+                yield share, real_samples
 
     def length(self, batches: int, samples: int | None = None) -> int:
-        """How many shares this reader gets of `batches` batches (of `samples` samples, where known)."""
-        whole, over = divmod(batches, self.batches)
+        """Number of shares that this reader gets of so many batches (of so many samples, where known)."""
+        rounds, over = divmod(batches, self.batches)
         if self.split:
             short = samples is not None and self.batch_size is not None and samples % self.batch_size
             misses_out = short and not (self.even or self.drop_last) and short <= self.reader * self._slice
             return batches - bool(misses_out)
         if not over or self.drop_last:
-            return whole
-        return whole + (self.even or self.reader < over)
+            return rounds
+        return rounds + (self.even or self.reader < over)
 
     @property
     def _slice(self) -> int:
+        """Samples that one reader takes of a complete round."""
         assert self.batch_size is not None
         return self.batch_size // self.readers if self.split else self.batch_size
 
@@ -112,25 +115,26 @@ class Deal:
                 "let it state the largest size, or leave split_batches unset"
             )
 
-    def _complete(self, group: Sequence[Sequence[T]]) -> bool:
+    def _is_complete(self, group: Sequence[Sequence[T]]) -> bool:
         return len(group) == self.batches and (self.batch_size is None or len(group[-1]) == self.batch_size)
-
-    def _whole(self, group: list[Sequence[T]]) -> list[Sequence[T]]:
-        return self._slices(group[0]) if self.split else group
 
     def _slices(self, samples: Sequence[T]) -> list[Sequence[T]]:
         return [samples[start : start + self._slice] for start in range(0, len(samples), self._slice)]
 
     def _padded(self, group: list[Sequence[T]], head: Sequence[T]) -> list[Sequence[T]]:
+        """A batch for each reader, out of a round that is not complete.
+
+        Where batches have a size, samples are added; else whole batches, from the start of the order, or
+        (where batches are larger than their sampler states) from the round itself.
+        """
         samples = list(chain(*group))
-        if self.samples is None:
-            return list(islice(chain(group, cycle(head)), self.readers))  # type: ignore[arg-type]
-        if len(samples) > self.samples:  # batches are not of the size that their sampler states
-            return list(islice(cycle(group), self.readers))
-        return self._slices(list(islice(chain(samples, cycle(head or samples)), self.samples)))
+        if self.samples is not None and len(samples) <= self.samples:
+            return self._slices(list(islice(chain(samples, cycle(head or samples)), self.samples)))
+        more = head if self.samples is None else group
+        return list(islice(chain(group, cycle(more)), self.readers))  # type: ignore[arg-type]
 
 
-def cut(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:
+def batched(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:
     """Runs of `size` items; the last may be shorter, unless it is dropped."""
     iterator = iter(items)
     while len(run := list(islice(iterator, size))) == size:
@@ -152,7 +156,7 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     yield item, True
 
 
-def opening(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iterator[T]]:
+def split_head(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iterator[T]]:
     """(the first `count` items, all items but the first `skip`).
 
     Reads at least one item here and now: that is when samplers draw.

@@ -1,4 +1,4 @@
-"""What an epoch's order is drawn from: agreed by all readers, recorded, and drawn again on resume.
+"""Source of an epoch's order: agreed by all readers, recorded, and drawn again on resume.
 
 Seeds and states are drawn where plain PyTorch draws them, so that one process sees the same order
 and the same generators afterwards.
@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accel_core.data.position import Progress
-from accel_core.data.sharding import opening
+from accel_core.data.sharding import split_head
 
-__all__ = ["Draw", "decode", "encode", "unmoved"]
+__all__ = ["Shuffle", "decode", "encode", "preserve_rng"]
 
 _MODULUS = 2**63  # seeds travel as int64
 
 
 @frozen(kw_only=True)
-class Draw:
-    """How the epochs of one loader get their orders.
+class Shuffle:
+    """The way in which the epochs of one loader get their orders.
 
     items: the sampler (or the user's batch sampler) that the order comes from.
     agree: gives the bytes (uint8, on the CPU) of the world's first rank; None in a world of one.
@@ -48,11 +48,11 @@ class Draw:
         Collective where the order is random. Sets `progress.drawn`.
         """
         if type(self.items) is SequentialSampler:
-            return opening(self.items, wanted, progress.start)
+            return split_head(self.items, wanted, progress.start)
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
-            return opening(self._seeded(progress), wanted, progress.start)
-        with self._pinned(progress):
-            return opening(list(self.items) if self._at_once else self.items, wanted, progress.start)
+            return split_head(self._seeded(progress), wanted, progress.start)
+        with self._drawing(progress):
+            return split_head(list(self.items) if self._at_once else self.items, wanted, progress.start)
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -65,10 +65,10 @@ class Draw:
 
     @property
     def _at_once(self) -> bool:
-        # torch's samplers draw while they run, RandomSampler even at its end. From a generator that may
-        # have other users, all of that has to happen at one moment, or a resume could not repeat it.
-        known = isinstance(self.items, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-        return known and self.generator is not None
+        # torch's samplers draw while they run, RandomSampler even at its end. The user's generator may have
+        # other users, so all drawing has to happen at one moment, or a resume could not repeat it.
+        is_torchs = isinstance(self.items, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        return is_torchs and self.generator is not None
 
     def _seeded(self, progress: Progress) -> Iterable[int]:
         if progress.drawn is None:
@@ -89,12 +89,23 @@ class Draw:
     def _agreed(self, seed: int) -> int:
         if self.agree is None:
             return seed
-        sent = torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
-        return int.from_bytes(self.agree(sent).numpy().tobytes(), "little")
+        own = torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
+        return int.from_bytes(self.agree(own).numpy().tobytes(), "little")
 
     @contextmanager
-    def _pinned(self, progress: Progress) -> Iterator[None]:
-        """The sampler draws from the epoch's own state; who must not be moved by that is put back."""
+    def _drawing(self, progress: Progress) -> Iterator[None]:
+        """Inside, the sampler draws from the epoch's own state.
+
+        The generator that it draws from is afterwards put back, or left where drawing has moved it:
+
+            generator        epoch                          afterwards
+            torch's default  new, seedable                  put back: the seed comes from elsewhere
+            torch's default  new, this rank follows         put back: dropout goes on from the rank's own
+            torch's default  new, else                      left: so does plain torch
+            torch's default  resumed                        put back: its streams have moved on since
+            the user's       resumed, drawn at once         put back, likewise
+            the user's       any other                      left: the sampler may go on drawing from it
+        """
         own = self.generator
         generator = own or torch.default_generator
         before = generator.get_state()
@@ -112,14 +123,11 @@ class Draw:
         except BaseException:
             generator.set_state(before)
             raise
-        # Ranks that follow keep their own default stream (dropout needs it); a resumed epoch is drawn
-        # once more, though its streams have moved on since. Other people's samplers may go on drawing
-        # from the generator they own, and leave it where that leads.
         if own is None:
-            restored = progress.resumed or self.seedable or self.follows
+            put_back = progress.resumed or self.seedable or self.follows
         else:
-            restored = progress.resumed and self._at_once
-        if restored:
+            put_back = progress.resumed and self._at_once
+        if put_back:
             generator.set_state(before)
 
 
@@ -138,8 +146,8 @@ def decode(text: str) -> Tensor:
 
 
 @contextmanager
-def unmoved(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
-    """Generators, and torch's default one, are afterwards as they were before."""
+def preserve_rng(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
+    """Leave generators, and torch's default one, as they were before."""
     held = [torch.default_generator, *generators.values()]
     states = [generator.get_state() for generator in held]
     try:

@@ -1,4 +1,4 @@
-"""Loaders and datasets that know their own position: torchdata's, and whatever has the two methods."""
+"""Loaders and datasets that know their own position: torchdata's, and others with the same two methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.data.sharding import Deal, cut, opening
+from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import install_hint
 
@@ -17,7 +17,7 @@ __all__ = ["ShardedIterable", "Shares", "StatefulShares", "is_stateful", "statef
 
 
 def is_stateful(thing: object) -> bool:
-    """Whether it can say where it is, and go on from there."""
+    """Return whether it has both methods: to tell its position, and to go on from one."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
@@ -47,7 +47,7 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 class StatefulShares(Iterator["Shares"]):
     """The shares of an iterable dataset that knows its position, or whose iterator does.
 
-    A share is given out after the next round was read; its state is from before that.
+    A share is handed out after the next round was read; its state is from before that.
     """
 
     def __init__(self, sharded: ShardedIterable, source: Iterator[Any]) -> None:
@@ -60,11 +60,11 @@ class StatefulShares(Iterator["Shares"]):
         if self._shares is None:
             self._shares = self._sharded.share(self._samples(), ())
         share = next(self._shares)
-        self._state = self._states.popleft() if self._sharded.deal.readers > 1 else None
+        self._state = self._states.popleft() if self._sharded.sharding.readers > 1 else None
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the dataset and its iterator, after the last share."""
+        """The state of the dataset and its iterator, after the last share."""
         state: dict[str, Any] = self._state or self._now()
         return state
 
@@ -80,8 +80,8 @@ class StatefulShares(Iterator["Shares"]):
         self._states.clear()
 
     def _samples(self) -> Iterator[Any]:
-        deal = self._sharded.deal
-        per_round = deal.batches * self._sharded.batch_size
+        sharding = self._sharded.sharding
+        per_round = sharding.batches * self._sharded.batch_size
         for number, sample in enumerate(self._source, start=1):
             yield sample
             if number % per_round == 0:
@@ -102,7 +102,7 @@ def _state(thing: Any) -> Any:
 
 
 Shares: TypeAlias = tuple[list[Any], int]
-"""Batches of one round, and how many samples of the round are real (see `Deal.shares`)."""
+"""Batches of one round, and the number of its real samples (see `Sharding.shares`)."""
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -114,9 +114,15 @@ class ShardedIterable(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], deal: Deal, batch_size: int, *, everyone: bool, stateful: bool
+        self,
+        dataset: IterableDataset[Any],
+        sharding: Sharding,
+        batch_size: int,
+        *,
+        everyone: bool,
+        stateful: bool,
     ) -> None:
-        self.dataset, self.deal, self.batch_size = dataset, deal, batch_size
+        self.dataset, self.sharding, self.batch_size = dataset, sharding, batch_size
         self.everyone, self.stateful, self.skip = everyone, stateful, 0
 
     def __iter__(self) -> Iterator[Shares]:
@@ -124,10 +130,10 @@ class ShardedIterable(IterableDataset[Any]):
         source = iter(self.dataset)
         if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
             return StatefulShares(self, source)
-        head, samples = opening(source, self.deal.wanted, skip * self.batch_size)
+        head, samples = split_head(source, self.sharding.wanted, skip * self.batch_size)
         return self.share(samples, head)
 
     def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
         """The shares of these samples."""
-        batches = cut(samples, self.batch_size, drop_last=self.deal.drop_last)
-        return self.deal.shares(batches, head, everyone=self.everyone)
+        batches = batched(samples, self.batch_size, drop_last=self.sharding.drop_last)
+        return self.sharding.shares(batches, head, everyone=self.everyone)

@@ -119,7 +119,7 @@ class Base(BaseState):
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "compile":
             compiled = compile_model(model, self.run.config.compile, unit.hooks.compile_options())
-            unit.detach += [partial(run_eagerly, module) for module in compiled]
+            unit.detach.extend(partial(run_eagerly, module) for module in compiled)
         return model
 
     @implements(hooks.place_model)

@@ -33,7 +33,7 @@ from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from accel_core.contract.run import Run
+    from accel_core.contract.unit import UnitRun
 
 __all__ = ["CollectiveCall", "collective_call"]
 
@@ -63,7 +63,7 @@ class CollectiveCall:
     """
 
     def __init__(
-        self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+        self, run: UnitRun, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
     ) -> None:
         self.run, self.dim, self.operation, self.tree, self.at = run, dim, operation, tree, at
         self.refusal = ""
@@ -259,7 +259,7 @@ class CollectiveCall:
 
 @contextmanager
 def collective_call(
-    run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+    run: UnitRun, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
     """Give a `CollectiveCall`, with gradients off.
 

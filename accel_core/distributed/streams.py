@@ -71,7 +71,7 @@ class Stream:
             self._inside = False
 
 
-def fork(run: Run, unit: Unit) -> Stream | None:
+def fork(unit: Unit) -> Stream | None:
     """Return a new unit's stream, if its mesh asks for one.
 
     Collective.
@@ -79,9 +79,9 @@ def fork(run: Run, unit: Unit) -> Stream | None:
     number = None if unit.mesh is None else unit.mesh.stream()
     if number is None:
         return None
-    with collective_call(run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
+    with collective_call(unit.run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
         seed: int = call.one_object(torch.initial_seed(), 0)
-    return Stream(run.device, unit.name, number, seed)
+    return Stream(unit.run.device, unit.name, number, seed)
 
 
 def forward_context(

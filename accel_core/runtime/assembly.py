@@ -1,4 +1,4 @@
-"""How the plugins of a stack become instances, and these the hooks of a run and of its units."""
+"""Make the instances of a stack's plugins, and from these the hooks of a run and of its units."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ __all__ = [
 
 
 _users: Counter[str] = Counter()
-"""Of the variables that runs of this process have set: how many runs use them."""
+"""Variable that runs of this process have set -> number of runs that use it."""
 
 
 def apply_launch_environment(run: Run) -> list[str]:
-    """Set what vendor libraries read at import, until the run ends; others' settings win and are told."""
+    """Set variables that vendor libraries read at import, until the run ends.
+
+    Settings that exist already win; the result lists them.
+    """
     notes = []
     for chosen in run.stack.members():
         for name, value in environment_of(chosen.record, run.config, run.world).items():
@@ -50,7 +53,7 @@ def apply_launch_environment(run: Run) -> list[str]:
 
 
 def restore_environment(run: Run) -> None:
-    """Take back what `apply_launch_environment` set, unless another run uses it."""
+    """Unset what `apply_launch_environment` set, unless another run uses it."""
     while run.environment:
         name = run.environment.pop()
         _users[name] -= 1
@@ -59,13 +62,13 @@ def restore_environment(run: Run) -> None:
 
 
 class Assembly:
-    """The instances of a run's plugins, by name or alias: one a (plugin, config).
+    """The instances of a run's plugins, by name or alias: one per (plugin, config).
 
-    Making one makes them, but for strategies, which are made on first use.
+    They are made with it; strategies on first use.
 
     Raises:
-        ConfigError: two are called alike.
-        PluginError: one says that it cannot be used here, or cannot be made.
+        ConfigError: two have the same name.
+        PluginError: a plugin cannot be used here, or cannot be made.
     """
 
     def __init__(self, run: Run, trackers: Sequence[GeneralTracker]) -> None:
@@ -83,14 +86,14 @@ class Assembly:
         self._upper += [self._guest(tracker) for tracker in trackers]
 
     def hooks_of(self, alias: str) -> Hooks:
-        """The hooks with strategy `alias`, which is made on first use: one instance a (plugin, config)."""
+        """The hooks with strategy `alias`, which is made on first use."""
         if alias not in self._strategies:
             chosen = self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias)
             self._strategies[alias] = self._instance(chosen, alias)
         return self._binder.hooks([*self._lower, self._strategies[alias], *self._upper])
 
     def check_duties(self, hooks: Hooks) -> None:
-        """Hooks override each other by layer; a duty has one owner."""
+        """Refuse two owners of one duty: only hooks override each other, by layer."""
         owner: dict[str, str] = {}
         for claim in hooks.implementations("owns"):
             for duty in claim.call(self._run.config):
@@ -175,7 +178,7 @@ def _late_strategy(run: Run, alias: str) -> Chosen:
 
 
 def check_refusals(run: Run) -> None:
-    """Raises ConfigError: a plugin of the stack does not go with the rest, or with the config."""
+    """Refuse a stack or config that one of its plugins refuses."""
     reasons = run.hooks.refuse(run.config)
     if reasons:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run does, in words: why this stack, and what a step and an epoch are, once objects are prepared."""
+"""A run in words: the reasons for its stack, and its steps and epochs, once objects are prepared."""
 
 from __future__ import annotations
 

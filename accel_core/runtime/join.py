@@ -1,9 +1,8 @@
-"""How the processes of a run come together: one process group, one stack, one config."""
+"""Bring the processes of a run together: one process group, one stack, one config."""
 
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,49 +24,44 @@ if TYPE_CHECKING:
 
     from accel_core.contract.mesh import Mesh
     from accel_core.contract.run import Run
+    from accel_core.contract.world import World
 
-__all__ = ["join", "leave"]
+__all__ = ["agree_on_run", "join_world", "leave_world"]
 
 
-def join(run: Run) -> None:
-    """Join the process group, which is made if there is none, and agree on the run's id. Collective.
+def join_world(run: Run) -> tuple[int, World]:
+    """Join the process group, which is made if there is none. Collective.
+
+    Returns the number of the group, and the world with a store of its own.
 
     Raises:
-        ConfigError: the ranks differ in stack or config, or the group there is cannot be used.
+        ConfigError: the group there is cannot be used.
         LaunchError: it cannot be made.
         AccelError: this process is a child of a rank, not one.
     """
-    run.run_id = run.world.run_id or uuid.uuid4().hex
-    if run.world.size == 1:
-        return
     if get_worker_info() is not None or shared.is_a_parents:
         raise AccelError(
             f"an Accelerator of {run.world.size} processes cannot be made in a child of one of them, such as"
             " a DataLoader's worker: the others would wait for it\n"
             "make it in the main process, and pass on what is needed, such as accelerator.process_index"
         )
-    asked = run.config.process_group.backend
-    # Who names a backend is not refused for lack of the device's own.
-    backends = dict({run.device.type: asked} if asked else run.hooks.communication_backend(run.device))
+    options = run.config.process_group
+    # A backend that is named is not refused for lack of the device's own.
+    named = {run.device.type: options.backend} if options.backend else None
+    backends = dict(named or run.hooks.communication_backend(run.device))
     backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
     if dist.is_initialized():
         _check_group(run, backends)
-    options = run.config.process_group
-    run.group = shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
-    store = _get_default_store()
+    group = shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
-    clones: Any = store  # torch's stub lacks `clone`
-    run.world = evolve(run.world, store=PrefixStore(prefix, clones.clone()))
-    serves = run.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch.start(PrefixStore(prefix, clones.clone()), run.world, serves=serves)
-    try:
-        _compare_ranks(run)
-    except ConfigError:
-        leave(run)
-        raise
+    store: Any = _get_default_store()  # torch's stub lacks `clone`
+    world = evolve(run.world, store=PrefixStore(prefix, store.clone()))
+    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    watch.start(PrefixStore(prefix, store.clone()), world, serves=serves)
+    return group, world
 
 
-def leave(run: Run) -> None:
+def leave_world(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     if run.world.size > 1:
         watch.stop()
@@ -89,10 +83,10 @@ def _groups_of(meshes: Iterable[Mesh]) -> set[dist.ProcessGroup]:
 def _check_group(run: Run, backends: Mapping[str, str]) -> None:
     """A group that this process already has must carry this run's tensors too."""
     kind = run.device.type
-    found = dist.get_backend_config(dist.group.WORLD)
-    if f"{kind}:{backends[kind]}" not in found.split(","):
+    carried = dist.get_backend_config(dist.group.WORLD)
+    if f"{kind}:{backends[kind]}" not in carried.split(","):
         raise ConfigError(
-            f"this process already has a process group ({found}) that does not carry {kind} tensors by"
+            f"this process already has a process group ({carried}) that does not carry {kind} tensors by"
             f" {backends[kind]}, as this run needs\n"
             f"make that group with backend '{kind}:{backends[kind]}', or end the run that uses it first"
         )
@@ -116,23 +110,25 @@ def _timeout_of(device: torch.device) -> timedelta | None:
     return found
 
 
-def _compare_ranks(run: Run) -> None:
-    """Refuse a world whose ranks chose or were given different things; agree on the run's id."""
+def agree_on_run(run: Run) -> str:
+    """The id of the run, the same on all ranks. Collective.
+
+    Raises:
+        ConfigError: the ranks differ in stack or config.
+    """
     control = run.collectives("control")
-    mine = (run.run_id, str(run.stack), run.resolved.digest())
-    ranks = control.all_gather_object(mine)
-    run.run_id = run.world.run_id or ranks[0][0]
+    ranks = control.all_gather_object((run.run_id, str(run.stack), run.resolved.digest()))
     if len({rank[1:] for rank in ranks}) == 1:
-        return
+        return run.world.run_id or ranks[0][0]
     stacks = [rank[1] for rank in ranks]
     if len(set(stacks)) > 1:
-        different, found = "stack", stacks
+        different, values = "stack", stacks
     else:
         trees = [dict(flat(tree)) for tree in control.all_gather_object(run.resolved.tree)]
         paths = sorted({path for tree in trees for path in tree})
         different = next(path for path in paths if len({repr(tree.get(path)) for tree in trees}) > 1)
-        found = [repr(tree.get(different)) for tree in trees]
-    listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(found))
+        values = [repr(tree.get(different)) for tree in trees]
+    listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(values))
     raise ConfigError(
         f"the ranks of this world do not agree on {different}: {listed}\n"
         "start all nodes with the same config, packages and Accelerator(...) arguments"

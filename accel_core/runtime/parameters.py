@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,56 +11,47 @@ if TYPE_CHECKING:
 
     from accel_core.contract.unit import Unit
 
-    _Known = tuple[weakref.ref[nn.Parameter], Unit, str]
+    _Entry = tuple[weakref.ref[nn.Parameter], Unit, str]
 
-__all__ = ["Homes"]
+__all__ = ["ParameterIndex"]
 
 
-class Homes:
-    """Which unit a parameter belongs to, and under which name; by identity, old and new ones."""
+class ParameterIndex:
+    """Parameter -> its unit and its name there, by identity; of parameters that were replaced as well."""
 
     def __init__(self) -> None:
-        self._units: dict[int, Unit] = {}
-        self._names: dict[int, str] = {}
-        self._alive: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._entries: dict[int, _Entry] = {}
 
-    def add(self, parameter: nn.Parameter, unit: Unit, name: str) -> None:
-        """Remember that `parameter` is, or was, `name` of `unit`."""
-        key = id(parameter)
-        self._units[key], self._names[key] = unit, name
-        self._alive[key] = weakref.ref(parameter, lambda _: self._drop(key))
-
-    def settle(self, unit: Unit) -> None:
-        """Remember all parameters that the unit has now."""
-        for name, parameter in unit.all_names():
-            self.add(parameter, unit, name)
+    def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Remember the parameters that have, or had, these names in the unit."""
+        for name, parameter in named:
+            self._entries[id(parameter)] = weakref.ref(parameter, self._forget(id(parameter))), unit, name
 
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
         """Their units; None among them for what no prepared model has."""
-        return set(map(self._units.get, map(id, parameters)))
+        entries = (self._entries.get(id(parameter)) for parameter in parameters)
+        return {None if entry is None else entry[1] for entry in entries}
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The canonical name of a parameter that has a unit."""
-        return self._names[id(parameter)]
+        return self._entries[id(parameter)][2]
 
-    def copy(self) -> list[_Known]:
-        """What is known now, for `restore`."""
-        return [(alive, self._units[key], self._names[key]) for key, alive in self._alive.items()]
+    def snapshot(self) -> list[_Entry]:
+        """The state that `restore` takes."""
+        return list(self._entries.values())
 
-    def restore(self, known: Iterable[_Known]) -> None:
-        """Know what was known when this copy was made, and nothing else."""
-        self.forget()
-        for alive, unit, name in known:
+    def restore(self, entries: Iterable[_Entry]) -> None:
+        """Return to the state of this snapshot."""
+        self.clear()
+        for alive, unit, name in entries:
             parameter = alive()
             if parameter is not None:
-                self.add(parameter, unit, name)
+                self.add(unit, [(name, parameter)])
 
-    def forget(self) -> None:
-        """Drop everything."""
-        for key in list(self._alive):
-            self._drop(key)
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._entries.clear()
 
-    def _drop(self, key: int) -> None:
-        # Another object may get the number of one that is gone.
-        for table in (self._units, self._names, self._alive):
-            table.pop(key, None)
+    def _forget(self, key: int) -> Callable[[object], object]:
+        # Another object may get the id of one that is gone.
+        return lambda _: self._entries.pop(key, None)

@@ -1,4 +1,4 @@
-"""How a config becomes a running stack: what one `Accelerator` owns.
+"""A run: everything that one `Accelerator` owns, from its config to its units.
 
 A run is not global: several, with different stacks, may live in one process. What is global to
 the process (torch's process group) is shared between them and counted.
@@ -10,21 +10,25 @@ import atexit
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from attrs import evolve
 
 from accel_core.checkpoint import unheard
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import unused_profile_options
 from accel_core.contract.run import live_runs
 from accel_core.contract.stack import Stack
-from accel_core.contract.unit import Unit, Window
+from accel_core.contract.unit import Unit
+from accel_core.contract.window import Window
 from accel_core.contract.world import Collectives, World, check_scheduler_tasks
 from accel_core.distributed.watch import lost_peer
 from accel_core.errors import AccelError, CheckpointError, CollectiveError, ConfigError
-from accel_core.plugins.binding import Hooks, Steps
+from accel_core.plugins.binding import LAYERS, Hooks, Steps
 from accel_core.plugins.discovery import discover
 from accel_core.runtime.assembly import (
     Assembly,
@@ -34,10 +38,11 @@ from accel_core.runtime.assembly import (
     check_refusals,
     restore_environment,
 )
-from accel_core.runtime.join import join, leave
-from accel_core.runtime.parameters import Homes
+from accel_core.runtime.join import agree_on_run, join_world, leave_world
+from accel_core.runtime.parameters import ParameterIndex
 from accel_core.runtime.selection import choose
 from accel_core.runtime.tracking import Trackers
+from accel_core.training.step_state import StepState
 
 if TYPE_CHECKING:
     import torch
@@ -51,13 +56,13 @@ if TYPE_CHECKING:
     from accel_core.contract.mesh import Mesh
     from accel_core.data.loader import PreparedLoader
     from accel_core.runtime.tracking import GeneralTracker
+    from accel_core.training.accumulation import Accumulation
     from accel_core.training.proxies import PreparedOptimizer
-    from accel_core.training.step import Accumulation
 
 __all__ = ["Run"]
 
 PATIENCE_SECONDS: Final = 60.0
-"""How long a process that failed waits for its last save."""
+"""Seconds that a process that failed waits for its last save."""
 
 
 class Run:
@@ -97,9 +102,9 @@ class Run:
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
         self.prepared: list[Any] = []
         """Wrapped models, optimizers and schedulers, in the order in which `prepare` was given them."""
-        self.homes = Homes()
+        self.parameters = ParameterIndex()
         self.windows: Sequence[Window] = ()
-        """Those of the innermost `accumulate`, or of the one entered last."""
+        """The windows of the innermost `accumulate`, or of the one entered last."""
         self._no_window = Window()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
@@ -121,13 +126,12 @@ class Run:
         """Micro-batches of the windows of units made from now on."""
         self.iteration = self.config.project.iteration
         """How many states were saved, this run's ancestors' included."""
-        self.profiles = False
-        """Whether section `profile` was used."""
+        self._profile_is_used = False
         self.environment: list[str] = []
         try:
             self.environment_notes = apply_launch_environment(self)
             self._join(trackers)
-        except BaseException:  # a plugin's, of any kind: the caller may make another run
+        except BaseException:  # a plugin may raise anything, and the caller may make another run
             restore_environment(self)
             raise
 
@@ -140,15 +144,22 @@ class Run:
         self.hooks.set_affinity(self.world)
         check_device(self)
         self.mark_step = self.hooks.step("mark_step")
-        join(self)
+        self.run_id = self.world.run_id or uuid.uuid4().hex
+        if self.world.size > 1:
+            self.group, self.world = join_world(self)
+            try:
+                self.run_id = agree_on_run(self)
+            except ConfigError:
+                leave_world(self)
+                raise
         try:
             self._start([chosen.name for chosen in self.stack.trackers] + [own.name for own in trackers])
         except BaseException:
-            leave(self)
+            leave_world(self)
             raise
 
     def _start(self, trackers: Sequence[str]) -> None:
-        """What takes a process group."""
+        """Set up everything that needs the process group."""
         self.mesh = self._mesh_of(self.hooks)
         self.topology = self.hooks.data_topology(self.mesh, self.world)
         self.trackers = Trackers(self, trackers)
@@ -181,14 +192,37 @@ class Run:
         return self.windows[-1] if self.windows else self._no_window
 
     def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
-        """What to raise instead of an error of torch's own collectives, with the ranks that were lost.
+        """An error that names the lost ranks, for an error of torch's own collectives; None for other errors.
 
-        operation: for the message, such as "forward". None: that is no error of a lost connection.
+        operation: for the message, such as "forward".
         """
         return lost_peer(self, operation, error)
 
+    def begin_accumulation(self, accumulation: Accumulation) -> None:
+        """Make this the innermost `accumulate` that is entered."""
+        self.accumulation, self.windows = accumulation, accumulation.windows or self.windows
+
+    def end_accumulation(self, accumulation: Accumulation) -> None:
+        """Return to the `accumulate` around this one."""
+        self.accumulation = outer = accumulation.outer
+        if outer is not None:
+            self.windows = outer.windows
+
+    def use_window(self, window: Window) -> None:
+        """Make this the window used last."""
+        self.windows = (window,)
+
+    def set_accumulation_steps(self, steps: int, *, inside: bool = False) -> None:
+        """Set the micro-batches per window: of every unit, from its next window on.
+
+        inside: of the windows that are entered as well.
+        """
+        self.accumulation_steps = steps
+        for window in {self.window, *(unit.window for unit in self.units)}:
+            window.resize(steps, current=inside or (self.accumulation is None and window.boundary))
+
     def drop_accumulations(self) -> None:
-        """Be in no `accumulate`: Ctrl-C may have kept one from ending."""
+        """End every `accumulate`: Ctrl-C may have kept one from ending."""
         while self.accumulation is not None:
             self.accumulation.drop()
 
@@ -206,16 +240,17 @@ class Run:
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
         _require_new(name, taken)
         hooks = self.hooks_of(alias)
-        plugin = self.plugins[alias]
-        window = Window(self.accumulation_steps)
+        steps, owner = Steps(hooks), hooks.implementations("backward")[-1]
         return Unit(
             name=name,
             run=self,
             strategy=alias,
-            plugin=plugin,
+            plugin=self.plugins[alias],
+            strategy_owns_backward=owner.layer == LAYERS["strategy"],
             hooks=hooks,
-            steps=Steps(hooks),
-            window=window,
+            steps=steps,
+            window=Window(self.accumulation_steps),
+            step_state=StepState.of(steps, self.mark_step),
             mesh=self._mesh_for(alias, hooks),
         )
 
@@ -235,28 +270,66 @@ class Run:
     def unit_of_model(self, model: nn.Module) -> Unit | None:
         """The unit of a model, given the user's module or what `prepare` returned for it."""
         for unit in self.units:
-            if any(model is known for known in (*unit.wrapped, *unit.models, *unit.given)):
+            if any(model is member for member in (*unit.wrapped, *unit.models, *unit.given)):
                 return unit
         return None
 
     def proxy_of(self, optimizer: object) -> PreparedOptimizer | None:
-        """What `prepare` returned for an optimizer; itself, if it is such a proxy."""
+        """The proxy that `prepare` returned for an optimizer, or the proxy given; None for others."""
         for given, proxy in self.optimizers:
             if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
                 return proxy
         return None
 
-    def absorb(self, unit: Unit, other: Unit) -> None:
-        """Join two units that an optimizer spans; `other` has none."""
-        unit.given += other.given
-        unit.models += other.models
-        unit.renamed |= other.renamed
-        unit.wrapped += other.wrapped
-        unit.detach += other.detach
-        other.stream = unit.stream
-        unit.record_aliases()
-        self.units.remove(other)
-        self.homes.settle(unit)
+    def add_unit(
+        self,
+        unit: Unit,
+        merged: Sequence[Unit],
+        optimizers: Iterable[tuple[Optimizer, PreparedOptimizer]],
+    ) -> None:
+        """Count a unit that was built among the run's, in the place of those merged into it.
+
+        optimizers: (the user's, what `prepare` returns for it) of those that are new.
+        """
+        if unit not in self.units:
+            self.units.append(unit)
+        for other in merged:
+            self.units.remove(other)
+        self.optimizers.extend(optimizers)
+        self.trained = [trained for trained in self.units if trained.optimizers]
+
+    def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
+        """Remember what `prepare` returns."""
+        self.loaders += [loader for loader in loaders if loader not in self.loaders]
+        new = [thing for thing in objects if not any(thing is other for other in self.prepared)]
+        self.prepared += [thing for thing in new if thing is not None and thing not in self.loaders]
+
+    def forget_prepared(self) -> None:
+        """Forget all that was prepared or registered."""
+        lists = (self.units, self.trained, self.optimizers, self.prepared, self.loaders, self.registered)
+        for held in lists:
+            held.clear()
+        self.parameters.clear()
+
+    def note_profile(self) -> None:
+        """Note that section `profile` was used; the end of the run warns if it never was."""
+        self._profile_is_used = True
+
+    def reconfigure(self, **changes: Any) -> None:
+        """Change the config from now on: of steps and of objects prepared later."""
+        self.config = evolve(self.config, **changes)
+
+    def use_device(self, device: torch.device) -> None:
+        """Put what is prepared from now on onto this device."""
+        self.device = device
+
+    def use_strategy(self, alias: str) -> None:
+        """Have later calls of `prepare` that name no strategy use this one."""
+        self.stack = evolve(self.stack, default=alias)
+
+    def keep_apart(self, models: Iterable[nn.Module]) -> None:
+        """Leave the weights of these prepared models, and of no others, out of saved states."""
+        self.apart = list(models)
 
     def end(self, *, failed: bool = False) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent.
@@ -269,7 +342,7 @@ class Run:
         """
         if self.ended:
             return
-        if not (failed or self.profiles or self.world.rank):
+        if not (failed or self._profile_is_used or self.world.rank):
             sys.stderr.writelines(f"accel: {note}\n" for note in unused_profile_options(self.resolved))
         problems: list[BaseException] = []
         try:
@@ -286,7 +359,7 @@ class Run:
         steps += [observer.call for observer in self.hooks.implementations("run_ended")]
         steps += [partial(_release, unit) for unit in self.units]
         if not failed:
-            steps.append(partial(leave, self))
+            steps.append(partial(leave_world, self))
         steps.append(partial(restore_environment, self))
         for step in steps:
             try:
@@ -299,9 +372,11 @@ class Run:
             raise problems[0]
 
     def release_units(self) -> None:
-        """Let each plugin drop what binds units to devices and groups."""
+        """Let each plugin drop what binds units to devices and groups. None is in a step any more."""
+        self.drop_accumulations()
         for unit in self.units:
             _release(unit)
+        self.windows = ()
 
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""
@@ -312,7 +387,7 @@ class Run:
         return meshes
 
     def require_alive(self) -> None:
-        """Raises AccelError after `end_training`."""
+        """Raise AccelError after `end_training`."""
         if self.ended:
             _ended()
 

@@ -1,4 +1,4 @@
-"""Choosing the plugins of a run: explicit beats automatic and fails loudly; `auto` says why."""
+"""Choose the plugins of a run: explicit beats automatic and fails loudly; `auto` gives reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     extensions += [given for given in chooser.by_object("extension") if given.name not in config.extensions]
     default = config.strategy
     if default not in aliases:
-        offered = frozenset[str]().union(*(each.card.offers for each in (device, *extensions)))
+        offered = frozenset[str]().union(*(plugin.card.offers for plugin in (device, *extensions)))
         chosen = chooser.strategy(default, processes, offered)
         default = chosen.name
         aliases[default] = chosen
@@ -174,7 +174,7 @@ def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
 def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> Iterator[str]:
     """Notes on unused sections of a file; a flag or variable of such a plugin is an error."""
     used = {chosen.name for chosen in stack.members()} | {resolved.config.launch.launcher}
-    used -= {each.name for alias, each in stack.strategies.items() if alias != each.name}
+    used -= {chosen.name for alias, chosen in stack.strategies.items() if alias != chosen.name}
     problems = []
     for record, given, setting in unused_sections(resolved, used | set(stack.strategies), discovery):
         about = f"{given.origin}: {record.slot} {record.name} is not in this run ({stack})"

@@ -1,4 +1,4 @@
-"""Experiment trackers: what is logged goes to each tracker of the run, on the ranks where it logs."""
+"""Experiment trackers: logged values go to each tracker of the run, on the ranks where it logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.plugins.combining import Implementation
 
-__all__ = ["GeneralTracker", "Trackers", "sort_out"]
+__all__ = ["GeneralTracker", "Trackers", "split_trackers"]
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -66,16 +66,16 @@ class GeneralTracker:
             self.finish()
 
 
-def sort_out(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker]]:
-    """Names (None where none were given) and trackers of one's own, of what `log_with` may hold."""
+def split_trackers(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker]]:
+    """Split `log_with` into names (None: nothing was given) and trackers of the user's own."""
     given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
-    own = [each for each in given if isinstance(each, GeneralTracker)]
-    names = [each for each in given if not isinstance(each, GeneralTracker)]
+    own = [tracker for tracker in given if isinstance(tracker, GeneralTracker)]
+    names = [name for name in given if not isinstance(name, GeneralTracker)]
     return None if log_with is None or (own and not names) else names, own
 
 
 class Trackers:
-    """The trackers of a run, as this rank sees them: where nobody logs, calls do nothing."""
+    """The trackers of a run, as this rank sees them: on a rank where none logs, calls do nothing."""
 
     def __init__(self, run: Run, names: Sequence[str]) -> None:
         self.run = run
@@ -92,10 +92,10 @@ class Trackers:
                 f"init_trackers({project!r}): the trackers of this run have been started already\n"
                 "call it once, or make another Accelerator for another project"
             )
-        known = masked(_settings(config))
-        for each in self._here("tracking_started"):
-            each.call(project, known, options.get(each.plugin, {}))
-        self._loggers = [(each.plugin, each.call) for each in self._here("log")]
+        settings = masked(_settings(config))
+        for hook in self._here("tracking_started"):
+            hook.call(project, settings, options.get(hook.plugin, {}))
+        self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank."""
@@ -106,15 +106,15 @@ class Trackers:
             self._check(options, "log_kwargs")
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
-        read = _read(values)  # once: each tensor is a wait for the device
+        read = _read(values)  # once, since reading a tensor waits for the device
         for name, log in self._loggers:
             log(dict(read), step, options.get(name, {}))
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """A tracker, or what it wraps; on a rank where it does not log, what takes any call."""
+        """A tracker, or the object that it wraps; where it does not log, one that takes any call."""
         self._check([name], "get_tracker")
         self._require_start()
-        tracker = next((each for each in self.started if each is self.run.plugins[name]), None)
+        tracker = next((own for own in self.started if own is self.run.plugins[name]), None)
         if tracker is None:
             return _Silence()
         return getattr(tracker, "tracker", tracker) if unwrap else tracker
@@ -127,8 +127,8 @@ class Trackers:
 
     def _here(self, hook: str) -> list[Implementation]:
         main, plugins = self.run.world.rank == 0, self.run.plugins
-        found = self.run.hooks.implementations(hook)
-        return [it for it in found if main or not getattr(plugins[it.plugin], "main_process_only", True)]
+        every = self.run.hooks.implementations(hook)
+        return [one for one in every if main or not getattr(plugins[one.plugin], "main_process_only", True)]
 
     def _require_start(self) -> None:
         self.run.require_alive()
@@ -148,10 +148,10 @@ class Trackers:
 
 
 class _Silence:
-    """Stands for a tracker on a rank where it does not log, so that scripts need not ask for the rank."""
+    """Replaces a tracker on a rank where it does not log, so that scripts need not ask for the rank."""
 
     def __getattr__(self, name: str) -> _Silence:
-        if name.startswith("__"):  # what Python asks an object about itself
+        if name.startswith("__"):  # Python's own questions to an object
             raise AttributeError(name)
         return self
 
@@ -171,7 +171,7 @@ def _settings(config: Any) -> dict[str, Any]:
 def _read(value: Any) -> Any:
     """Numbers for tensors of one element, in nested mappings; the rest as it is."""
     if isinstance(value, Mapping):
-        return {str(key): _read(each) for key, each in value.items()}
+        return {str(key): _read(inner) for key, inner in value.items()}
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return value.item() if isinstance(value, np.generic) else value

@@ -1,8 +1,8 @@
-"""How a model's forward comes under the stack's autocast contexts: by a method of the module, `forward`.
+"""Run a model's forward under the stack's autocast contexts, by a method `forward` of the module itself.
 
 The method is bound to this one module: a deep copy of the model (EMA) has its own, a pickle has the class's.
-Hooks would not do: torch runs none when a forward ends by KeyboardInterrupt or another exception that is
-no `Exception`, and autocast would stay on for all that follows.
+Forward hooks are not enough: torch runs none when a forward ends by KeyboardInterrupt or another exception
+that is not an `Exception`, and autocast would stay on afterwards.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ Factory = Callable[[], AbstractContextManager[Any]]
 def attach(
     model: nn.Module, factory: Factory | None, outputs_to_fp32: str | None
 ) -> Callable[[], None] | None:
-    """Enter `factory()` around each forward of `model`; the result takes it off again.
+    """Enter `factory()` around each forward of `model`; the function returned undoes it.
 
-    outputs_to_fp32: a device type; outputs under its autocast are converted to float32. None: none are.
+    outputs_to_fp32: a device type; outputs under its autocast are converted to float32. None: no outputs are.
     """
     if factory is None:
         return None
     before, forward = model.__dict__.get("forward"), _function(model)
 
-    def compilable(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # a frame that compilers look at, where `forward` is torch's own
+    # Compilers skip frames of torch's own code: this one is ours, whatever class the model is of.
+    def compilable(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    # Contexts may do anything, which no compiler follows: they are entered around what is compiled.
+    # No compiler can follow a plugin's contexts: they are entered around the code that is compiled.
     converted = torch.compiler.disable(convert_to_fp32)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -53,11 +52,11 @@ def attach(
                 output = converted(output)
         return output
 
-    under_contexts.__name__ = "forward"  # by this name a pickle finds the class's
-    model.__dict__["forward"] = mine = MethodType(under_contexts, model)
+    under_contexts.__name__ = "forward"  # by this name a pickle finds the class's method
+    model.__dict__["forward"] = bound = MethodType(under_contexts, model)
 
     def detach() -> None:
-        if model.__dict__.get("forward") is mine:
+        if model.__dict__.get("forward") is bound:
             del model.__dict__["forward"]
             if before is not None:
                 model.__dict__["forward"] = before
@@ -66,7 +65,7 @@ def attach(
 
 
 def _function(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward, as a function of the module too: a copy of the model runs its own weights."""
+    """The model's forward as a function of the module, so that a copy of the model runs its own weights."""
     bound: Any = model.forward
     if isinstance(bound, MethodType) and bound.__self__ is model:
         return bound.__func__

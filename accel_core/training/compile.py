@@ -1,4 +1,4 @@
-"""`torch.compile` in its phase, in place: the model stays the user's object, its state keeps its names."""
+"""`torch.compile` in place: the model stays the user's object, and its state keeps its names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["compile_model", "inside", "run_eagerly", "uncompiled"]
 
 
 def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> list[nn.Module]:
-    """Have the model's forward compiled when it is first run; with regions, its repeated blocks'.
+    """Have the model's forward compiled when it is first run; with regions, that of its repeated blocks.
 
-    `offered` is what plugins say of options that the config leaves open. What comes compiled stays as it
-    is: a model, or a block of it. Returns the modules that are compiled now and were not before.
+    offered: plugins' values for options that the config leaves open. Modules that are compiled already stay
+    as they are. Returns the modules that are compiled now and were not before.
     """
     options = {**offered, **config.to_kwargs()}
     options.pop("use_regional_compilation", None)
@@ -52,13 +52,13 @@ def _framed(module: nn.Module) -> Callable[..., Any]:
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The module in what `torch.compile(model)` returned; any other as it is."""
+    """The module inside the result of `torch.compile(model)`; any other module as it is."""
     compiled = type(model).__module__.startswith("torch._dynamo.")
     return model._modules["_orig_mod"] or model if compiled else model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model itself if nothing in it is compiled; else a view that shares its tensors and runs eagerly."""
+    """The model if nothing in it is compiled; else a view that shares its tensors and runs eagerly."""
     model = inside(model)
     return _eager(model, {}) if any(map(_is_compiled, model.modules())) else model
 
@@ -82,7 +82,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Blocks of one class in a list, the outermost: the first is compiled, the others reuse that."""
+    """The outermost lists' blocks of one class: one is compiled, and the others reuse its code."""
     for child in module.children():
         blocks = list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         if len(blocks) > 1 and len(set(map(type, blocks))) == 1:

@@ -19,10 +19,10 @@ __all__ = ["carry", "has_state"]
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Whether the optimizer holds what a new one would not: it has stepped, or has loaded a state.
+    """Return whether the optimizer has stepped or loaded a state.
 
-    Some optimizers make the state of each parameter with themselves, as torch's Adagrad does. Such a state
-    counts no `step` yet, and can be made again.
+    Some optimizers, such as torch's Adagrad, make the state of each parameter when they are made. Such a
+    state counts no `step` yet, and can be made again.
     """
     return any(_has_stepped(state) for state in optimizer.state.values())
 
@@ -30,7 +30,7 @@ def has_state(optimizer: Optimizer) -> bool:
 def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
     """Note the state of an optimizer whose models are not wrapped yet; call the result once they are.
 
-    Where wrapping has replaced, cut or moved parameters, their state is then where and cut as they are.
+    Where wrapping has replaced, split or moved parameters, the result splits and moves their state likewise.
 
     Raises:
         AccelError: the state has no values yet, as it is on the meta device.

@@ -1,4 +1,4 @@
-"""What `prepare` returns for optimizers and schedulers: thin objects that know their unit's window."""
+"""The results of `prepare` for optimizers and schedulers: thin objects that know their unit's window."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["PreparedOptimizer", "PreparedScheduler"]
 class PreparedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` whose `step` and `zero_grad` do nothing inside a window.
 
-    Everything else is the inner optimizer's. A copy or pickle of it is one of the inner optimizer.
+    Everything else is the inner optimizer's. Its copies and pickles are those of the inner optimizer.
     """
 
-    cleared: int
-    """What `Window.cleared` said at the last `zero_grad`."""
+    clean_from: int
+    """The number of the first window of which there may be gradients."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
-        cleared = unit.window.number + 1  # what there is of gradients may be of the next window
-        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, cleared=cleared)
+        clean_from = unit.window.number + 1  # gradients that exist already may be of the next window
+        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=clean_from)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
@@ -39,11 +39,12 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window still has to apply them."""
-        self.__dict__["cleared"] = step.zero_grad(self.unit, self.optimizer, set_to_none, self.cleared)
+        own = self.__dict__
+        own["clean_from"] = step.zero_grad(self.unit, self.optimizer, set_to_none, self.clean_from)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step at a boundary was skipped (overflow under a loss scale)."""
+        """True if the last step at a boundary was skipped (overflow under a loss scale)."""
         return not self.applied
 
     @property
@@ -75,15 +76,16 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The inner optimizer's, of parameters that its unit has.
+        """Add a group to the inner optimizer, of parameters that its unit has.
 
-        Raises AccelError, and adds nothing, where it has not.
+        Raises:
+            AccelError: the unit lacks one of them. Nothing is added.
         """
         self.optimizer.add_param_group(param_group)
         unit, parameters = self.unit, self.param_groups[-1]["params"]
-        if None in unit.run.homes.units_of(parameters) and unit.run.world.size == 1:
-            unit.run.homes.settle(unit)  # nobody has to reduce what was added to its models since
-        if None in unit.run.homes.units_of(parameters):
+        if None in unit.run.parameters.units_of(parameters) and unit.run.world.size == 1:
+            unit.run.parameters.add(unit, unit.all_names())  # alone it reduces nothing: later ones may join
+        if None in unit.run.parameters.units_of(parameters):
             del self.param_groups[-1]
             raise AccelError(
                 f"add_param_group: a parameter for the {type(self.optimizer).__name__} was not in its models"
@@ -92,7 +94,7 @@ class PreparedOptimizer(Optimizer):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Its own, and methods that others patch (`step`), stay here; all else would do nothing here.
+        # Its own attributes, and methods that are patched (`step`), stay here; others take effect inside.
         own = name in self.__dict__ or hasattr(type(self), name) or "optimizer" not in self.__dict__
         super().__setattr__(name, value) if own else setattr(self.optimizer, name, value)
 
@@ -111,9 +113,9 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler(LRScheduler):
     """A learning-rate scheduler that steps once per applied optimizer step.
 
-    Inside a window, and after a skipped step, `step` does nothing; after the loop over a prepared loader, so
-    once an epoch, it steps though the loop has left a window open. With `adjust_scheduler=False` it
-    steps in each micro-batch, with `step_scheduler_with_optimizer=False` it is left to the user.
+    Inside a window, and after a skipped step, `step` does nothing. After the loop over a prepared loader
+    (once per epoch) it steps even if the loop left a window open. With `adjust_scheduler=False` it steps in
+    each micro-batch; with `step_scheduler_with_optimizer=False` the user decides.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The order of a step, over a unit's bound hooks. Only this module counts micro-batches.
+"""The order of a step, over a unit's bound hooks.
 
 forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -> after -> zero
 """
@@ -6,7 +6,7 @@ forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,178 +16,72 @@ from accel_core.data.uneven import check_unit
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.unit import Unit, UnitRun
+    from accel_core.contract.unit import StepOutput, Unit, UnitRun
 
 __all__ = [
-    "Accumulation",
     "backward",
     "clip_norm",
     "clip_value",
-    "note_undivided",
     "quiet",
+    "run_window",
     "step",
     "unscale",
     "zero_grad",
 ]
 
 
-class Accumulation:
-    """The context of `accumulate(*models)`: one micro-batch of these units' windows.
-
-    Made once for a set of models and entered each micro-batch; nests with others.
-    items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
-    batch: what `step_context` is given; None: it is not entered.
-    """
-
-    def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
-        self.run = run
-        self.units = tuple(units)
-        self.trained = tuple(unit for unit in units if unit.optimizers) or self.units
-        options = run.config.accumulation
-        self._ends_with_loader = options.sync_with_dataloader
-        self._windows = tuple(unit.window for unit in units)
-        self._quiet = () if options.sync_each_batch else tuple(_quiet(self.units, models))
-        self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
-        simple = len(self._windows) == 1 and not self._quiet and not self._surrounded
-        self._alone = self._windows[0] if simple else None
-        self.items: Tensor | float | None = None
-        self.batch: Any = None
-        self._outer: Accumulation | None = None
-        self._entered = False
-        """Only so that a second `__exit__` is noticed: `run.accumulation` is the one that counts."""
-        self._contexts: ExitStack | None = None
-        self._silence: ExitStack | None = None
-
-    def __enter__(self) -> None:
-        run, items = self.run, self.items
-        if run.accumulation is not None:
-            self._end_others()
-        active = run.active_loaders
-        last = bool(active) and self._ends_with_loader and active[-1].last
-        self._outer, run.accumulation, self._entered = run.accumulation, self, True
-        try:
-            if self._alone is not None:
-                self._alone.enter(last, items)
-            else:
-                self._enter_all(last, items)
-            if items is not None:
-                for unit in self.units:
-                    unit.finishes = True  # from now on: a step at least divides by the items
-            if self._windows:
-                run.windows = self._windows
-        except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
-            self.drop()
-            raise
-
-    def _end_others(self) -> None:
-        """End those of the same units: Ctrl-C has kept one from ending, or its `__exit__` will complain."""
-        found, shared = self.run.accumulation, None
-        while found is not None:
-            if found is self or not set(found.units).isdisjoint(self.units):
-                shared = found
-            found = found._outer
-        while shared is not None and (inner := self.run.accumulation) is not None:
-            inner._entered = False
-            inner.drop()
-            if inner is shared:
-                return
-
-    def _enter_all(self, last: bool, items: Tensor | float | None) -> None:
-        before = [window.snapshot() for window in self._windows]
-        try:
-            for window in self._windows:
-                window.enter(last, items)
-            if self._quiet or self._surrounded:
-                self._surround()
-        except BaseException:
-            for window, state in zip(self._windows, before, strict=True):
-                window.restore(state)
-            raise
-
-    def _surround(self) -> None:
-        self._end_contexts()  # that Ctrl-C has left
-        self._contexts = contexts = ExitStack()
-        contexts.callback(self._end_silence)
-        self.follow_windows()
-        for unit in self._surrounded if self.batch is not None else ():
-            contexts.enter_context(unit.steps.step_context(unit, self.batch))
-
-    def follow_windows(self) -> None:
-        """Have each unit reduce gradients if this micro-batch is its window's last, else not."""
-        self._end_silence()
-        self._silence = silence = ExitStack()
-        for unit, models in self._quiet:
-            if not unit.window.boundary:
-                silence.enter_context(unit.steps.no_sync(unit, models))
-
-    def _end_silence(self) -> None:
-        if self._silence is not None:
-            self._silence.close()
-            self._silence = None
-
-    def _end_contexts(self, *error: Any) -> None:
-        if self._contexts is not None:
-            self._contexts.__exit__(*error or (None, None, None))
-            self._contexts = None
-
-    def drop(self) -> None:
-        """Be entered no more, without a word to windows and contexts of what happened inside."""
-        self.run.accumulation, self.batch = self._outer, None
-        if self._outer is not None:
-            self.run.windows = self._outer._windows
-        self._end_contexts()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        entered, outer, self._entered = self._entered, self._outer, False
-        self.run.accumulation, self.batch = outer, None
-        if outer is not None:
-            self.run.windows = outer._windows
-        try:
-            for window in self._windows:
-                window.ran()
-        finally:
-            if self._contexts is not None:
-                self._end_contexts(kind, error, trace)
-        if not entered and kind is None:
-            raise AccelError(
-                "accumulate was entered within accumulate of the same models: both were counted\n"
-                "enter it once a micro-batch"
-            )
-
-
-def _quiet(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
-    return [
-        (unit, [wrapped for wrapped in unit.wrapped if wrapped in models] or unit.wrapped)
-        for unit in units
-        if unit.steps.no_sync is not None
-    ]
-
-
 @contextmanager
 def quiet(unit: Unit, models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, these models of the unit do not reduce gradients."""
-    with ExitStack() as stack:
-        if unit.steps.no_sync is not None:
-            stack.enter_context(unit.steps.no_sync(unit, models))
-        unit.silent += 1
-        try:
-            yield
-        finally:
-            unit.silent -= 1
+    """Keep these models of the unit from reducing gradients."""
+    no_sync = nullcontext() if unit.steps.no_sync is None else unit.steps.no_sync(unit, models)
+    with no_sync, unit.step_state.no_sync():
+        yield
+
+
+# -- forward and backward -----------------------------------------------------------------------------
+
+
+def run_window(
+    unit: Unit,
+    batches: Iterable[Any],
+    forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
+    *,
+    microbatches: int | None,
+    forward_only: bool,
+    items: Tensor | float | None,
+) -> StepOutput:
+    """Run forward and backward of one window as a whole, by the unit's strategy."""
+    window, state, trained = unit.window, unit.step_state, False
+    before = window.snapshot()
+    if items is not None:
+        state.expect_items()
+    try:
+        window.begin_whole(items)
+        output: StepOutput = unit.steps.forward_backward(
+            unit, iter(batches), forward_loss, microbatches, forward_only
+        )
+        trained = not forward_only
+    finally:
+        if trained:  # as after the window's last `backward`: its gradients wait for a step
+            window.end_whole()
+        else:  # maybe in the midst of a window
+            window.restore(before)
+    if trained:
+        state.begin_window()
+        state.with_gradients.update(unit.optimizers)
+        if items is not None:
+            _note_undivided([unit])
+    return output
 
 
 def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, Any]) -> None:
-    """Gradients of `loss` for the units it trains.
+    """Compute the gradients of `loss` for the units it trains.
 
-    Inside a window a mean is divided by the window's size; a sum over items waits for the boundary.
+    Inside a window a mean is divided by the window's size; a sum over items is divided at the boundary.
 
     Raises:
         AccelError: nothing requires a gradient, or several strategies want to do it.
@@ -196,36 +90,35 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
     if run.world.size > 1:
-        for each in units:
-            check_unit(run, each, trains=True)
-    doing = units[0] if len(units) == 1 else _one_of(run, units)
-    if doing is not None and accumulation is not None and (window := doing.window).size != 1:
+        for loss_unit in units:
+            check_unit(run, loss_unit, "backward", trains=True)
+    owner = units[0] if len(units) == 1 else _owner(run, units)
+    if owner is not None and accumulation is not None and (window := owner.window).size != 1:
         loss = loss / window.size if window.items is None else loss
     if len(units) == 1:
-        units[0].waiting.update(units[0].optimizers)
-    for each in units:
-        each.window.ran()
-        if each.finishes:
-            each.reduced.clear()
-            each.unscaled.clear()  # of a window that ended without a step
+        units[0].step_state.with_gradients.update(units[0].optimizers)
+    for loss_unit in units:
+        loss_unit.window.note_backward()
+        if loss_unit.step_state.needs_finish:
+            loss_unit.step_state.begin_window()
             if accumulation is None:
-                each.window.drop_items()
+                loss_unit.window.drop_items()
     try:
-        if doing is None or doing.steps.backward is None:
+        if owner is None or owner.steps.backward is None:
             loss.backward(**options)
         else:
-            doing.steps.backward(doing, loss, doing.window.boundary, options)
+            owner.steps.backward(owner, loss, owner.window.boundary, options)
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
     if accumulation is not None and accumulation.items is not None:
-        note_undivided(units)
+        _note_undivided(units)
     if run.mark_step is not None:
         run.mark_step("backward")
 
 
 def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
-    """Raise instead of torch's own error where ours says more."""
+    """Raise an error of ours instead of torch's where it says more."""
     if not loss.requires_grad:
         raise AccelError(
             "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
@@ -240,12 +133,12 @@ def _tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
         raise lost from error
 
 
-def _one_of(run: Run, units: Sequence[Unit]) -> Unit | None:
-    """The unit whose strategy does the backward of a loss that several units share; None of none."""
+def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
+    """The unit whose strategy does the backward of a loss that several units share; None without units."""
     if not units:
         run.require_alive()
         return None
-    owners = [unit for unit in units if unit.backward_is_strategys]
+    owners = [unit for unit in units if unit.strategy_owns_backward]
     if len(owners) > 1:
         names = ", ".join(f"{unit.name} ({unit.strategy})" for unit in owners)
         raise AccelError(
@@ -253,106 +146,71 @@ def _one_of(run: Run, units: Sequence[Unit]) -> Unit | None:
             "say whose loss this is: accelerator.backward(loss, model=...)"
         )
     for unit in units[1:]:
-        unit.scaler = units[0].scaler  # one loss has one scale
+        unit.use_scaler(units[0].scaler)  # one loss has one scale
     return owners[0] if owners else units[0]
 
 
+# -- at the boundary ----------------------------------------------------------------------------------
+
+
 def unscale(unit: Unit) -> None:
-    """Reduce and unscale the unit's gradients, once a window."""
-    if unit.finishes:
+    """Reduce and unscale the unit's gradients, once per window."""
+    state = unit.step_state
+    if state.needs_finish:
         _reduce(unit)
         if unit.steps.unscale is not None:
             for optimizer in unit.optimizers:
-                if optimizer not in unit.unscaled:
-                    unit.unscaled.add(optimizer)
+                if optimizer not in state.unscaled:
+                    state.unscaled.add(optimizer)
                     unit.steps.unscale(unit, optimizer)
 
 
 def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
-    """Reduce once a window; again before a step of an optimizer that has applied what was reduced.
+    """Reduce once per window; again before a step of an optimizer that has applied what was reduced.
 
-    A loop that calls the loss's own backward says nothing of a new window. With one optimizer it steps once
-    in each; of several, one may have been left out: its gradients are looked at.
+    A loop that calls the loss's own backward never announces a new window. With one optimizer each step is
+    a window; of several optimizers one may have been left out, so its gradients are compared.
     """
-    if _is_reduced(unit, optimizer):
+    state = unit.step_state
+    if state.is_reduced(optimizer):
         return
-    unit.unscaled.clear()
+    state.unscaled.clear()
     if unit.window.items is not None:
-        _refuse_edited(unit)
-        unit.hooks.reduce_gradients(unit, _of_all(unit.run, unit.window.items))
+        state.refuse_edited(unit.window, unit.named_parameters())
+        unit.hooks.reduce_gradients(unit, _items_of_all_ranks(unit.run, unit.window.items))
     elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
-    by_hand = len(unit.optimizers) > 1 and not unit.waiting
-    unit.reduced = {each: _held(each) if by_hand else None for each in unit.optimizers} or {None: None}
+    state.note_reduced(unit.optimizers)
 
 
-def _is_reduced(unit: Unit, optimizer: Optimizer | None) -> bool:
-    asked = [*unit.reduced] if optimizer is None else [optimizer]
-    return bool(asked) and all(
-        each in unit.reduced and unit.reduced[each] in (None, each and _held(each)) for each in asked
-    )
-
-
-def _look_again(unit: Unit) -> None:
-    """Note gradients that were changed since they were reduced as those that were reduced."""
-    for each, held in unit.reduced.items():
-        if held is not None and each is not None:
-            unit.reduced[each] = _held(each)
-
-
-def _held(optimizer: Optimizer) -> list[tuple[int, int] | None]:
-    return _versions(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def note_undivided(units: Iterable[Unit]) -> None:
-    """Remember the gradients of windows that count items, as they are after a backward at the boundary."""
+def _note_undivided(units: Iterable[Unit]) -> None:
+    """Note the gradients of windows that count items, after a backward at their boundary."""
     for unit in units:
         if unit.window.boundary:
-            unit.undivided = unit.window.number, _versions(unit.named_parameters().values())
+            unit.step_state.note_undivided(unit.window, unit.named_parameters().values())
 
 
-def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int] | None]:
-    gradients = [parameter.grad for parameter in parameters]
-    return [None if each is None else (id(each), each._version) for each in gradients]
-
-
-def _refuse_edited(unit: Unit) -> None:
-    noted, unit.undivided = unit.undivided, None
-    if noted is None or noted[0] != unit.window.number:
-        return
-    parameters = unit.named_parameters()
-    found = dict(zip(parameters, _versions(parameters.values()), strict=True))
-    edited = [name for (name, now), before in zip(found.items(), noted[1], strict=True) if now != before]
-    if edited:
-        raise AccelError(
-            f"accumulate(items=...): the gradient of {edited[0]} was changed after backward, where gradients"
-            " are still sums, yet to be divided by the items of the window\n"
-            "call accelerator.unscale_gradients() before changing them: it divides; or clip_grad_norm_ of"
-            " the accelerator, to clip"
-        )
-
-
-def _of_all(run: UnitRun, items: Tensor | float) -> Tensor:
-    """The items of all ranks. Those with the same loss count once: hence a mean, not a sum."""
+def _items_of_all_ranks(run: UnitRun, items: Tensor | float) -> Tensor:
+    """The items of all ranks. Ranks with the same loss count once: hence a mean, not a sum."""
     dtype = torch.float64 if "float64" in run.stack.device.card.offers else torch.float32  # counts are exact
     if isinstance(items, torch.Tensor):
-        mine = items.detach().to(run.device, dtype, non_blocking=True, copy=True)
+        count = items.detach().to(run.device, dtype, non_blocking=True, copy=True)
     else:
-        mine = torch.full((), items, dtype=dtype, device=run.device)
-    total: Tensor = run.collectives("world").all_reduce(mine, "mean") * run.topology.losses
+        count = torch.full((), items, dtype=dtype, device=run.device)
+    total: Tensor = run.collectives("world").all_reduce(count, "mean") * run.topology.losses
     return total
 
 
 def clip_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor | None:
-    """Clip at a window's boundary; None inside it, where gradients are partial."""
-    unit.window.ran()
+    """Clip at a window's boundary; do nothing inside it, where gradients are partial."""
+    unit.window.note_backward()
     if not unit.window.boundary:
         return None
     clip, norm = unit.steps.clip_grad_norm, None
     try:
-        if unit.finishes:
+        if unit.step_state.needs_finish:
             unscale(unit)
         if clip is None:
             norm = clip_grad_norm_(parameters, max_norm, norm_type)
@@ -361,41 +219,40 @@ def clip_norm(
     except RuntimeError as error:
         _tell_lost(unit.run, "clip_grad_norm_", error)
         raise
-    _look_again(unit)
+    unit.step_state.note_edited()
     return norm
 
 
 def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp at a window's boundary; nothing inside it."""
+    """Clamp at a window's boundary; do nothing inside it."""
     if unit.window.boundary:
         unscale(unit)
         unit.hooks.clip_grad_value(unit, parameters, value)
-        _look_again(unit)
+        unit.step_state.note_edited()
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-    """Apply the optimizer, at a window's boundary; whether it was applied."""
-    unit.window.ran()
+    """Apply the optimizer, at a window's boundary; return whether it was applied."""
+    unit.window.note_backward()
     if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
         raise AccelError(
             f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
             " micro-batches: it would step with the last one's alone\n"
             "give it the whole batch without accumulate, or an optimizer that needs no closure"
         )
-    if not unit.finishes:
+    state, steps = unit.step_state, unit.steps
+    if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
-        unit.waiting.discard(optimizer)  # last: a closure computes gradients
+        state.with_gradients.discard(optimizer)  # last: a closure computes gradients
         return True
-    steps = unit.steps
     try:
         _reduce(unit, optimizer)
         applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
     except RuntimeError as error:
         _tell_lost(unit.run, "step", error)
         raise
-    unit.waiting.discard(optimizer)
-    unit.reduced.pop(optimizer, None)
-    unit.unscaled.add(optimizer)  # a scaler unscales what it steps
+    state.drop(optimizer)
+    state.unscaled.add(optimizer)  # a scaler unscales what it steps
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:
@@ -403,19 +260,19 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     return applied
 
 
-def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, cleared: int) -> int:
-    """Clear gradients, unless a window has gradients of earlier micro-batches still to apply.
+def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, clean_from: int) -> int:
+    """Clear gradients, unless their window still has to apply them: `Window` has the table.
 
-    So `zero_grad` may stand before the forward or after the step: both mean the same. `cleared` is what
-    the optimizer's last call gave; `Window` has the table.
+    So `zero_grad` may stand before the forward or after the step, with the same effect.
+
+    clean_from: number of the first window of which there may be gradients, as the last call returned it.
     """
-    window = unit.window.cleared(cleared)
-    if not window:
-        return cleared
-    unit.waiting.discard(optimizer)
-    unit.reduced.pop(optimizer, None)
+    window = unit.window
+    if not window.clears(clean_from):
+        return clean_from
+    unit.step_state.drop(optimizer)
     if unit.steps.zero_grad is None:
         optimizer.zero_grad(set_to_none)
     else:
         unit.steps.zero_grad(unit, optimizer, set_to_none)
-    return window
+    return window.clean_from

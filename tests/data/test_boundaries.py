@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from accel_core import Accelerator, AccelError, Topology, skip_first_batches
 from accel_core.data.loader import prepare_loader
 from accel_core.data.position import Progress
-from accel_core.data.shuffling import Draw, unmoved
+from accel_core.data.shuffling import Shuffle, preserve_rng
 
 EPOCHS = 3
 
@@ -224,7 +224,7 @@ def history(ops, **options):
     old_view, found = skip_first_batches(loader, 1), []
     for op in ops:
         reader = {"view": skip_first_batches(loader, 2), "old view": old_view}.get(op, loader)
-        with loader.dealing(even=op not in ("uneven", "old view")):
+        with loader.padding(even=op not in ("uneven", "old view")):
             if op == "loaded":
                 loader.load_state_dict(loader.state_dict())
             for batch in reader if op != "loaded" else ():
@@ -292,8 +292,8 @@ def test_a_sampler_that_raises_leaves_the_generators_as_they_were():
 
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no samples"):
-        Draw(items=Broken(), seedable=True, data_seed=1).open(Progress(), 0)
-    with pytest.raises(RuntimeError, match="no samples"), unmoved({}):
+        Shuffle(items=Broken(), seedable=True, data_seed=1).open(Progress(), 0)
+    with pytest.raises(RuntimeError, match="no samples"), preserve_rng({}):
         next(iter(Broken()))
     assert torch.equal(torch.get_rng_state(), before)
 

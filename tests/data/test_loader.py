@@ -448,4 +448,4 @@ def test_an_option_of_a_loader_class_of_the_users_own_can_be_set():
 def test_no_random_stream_is_shared_unless_it_is_asked_for():
     assert RunConfig().rng_types == ()
     (run,) = world(rng_types=("generator",))
-    assert prepare_loader(numbers(4)(0), run)._synchronized == ()
+    assert prepare_loader(numbers(4)(0), run)._plan.synchronized == ()

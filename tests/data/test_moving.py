@@ -144,7 +144,7 @@ def test_what_workers_read_for_a_device_that_torch_pins_for_is_pinned_and_not_wa
         device="meta", move=lambda batch, device, non_blocking: waits.append(not non_blocking), **asked
     )
     loaders = [prepare_loader(DataLoader(Numbers(4), 2, num_workers=workers), run) for workers in (1, 0)]
-    assert [loader._inner.pin_memory for loader in loaders] == [not asked, False]
+    assert [loader._plan.inner.pin_memory for loader in loaders] == [not asked, False]
     for loader in loaders:
         list(loader._move(iter(["batch"])))
     assert waits == [bool(asked), True]

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_core.data.sharding import COMPLETE, UNSHARED, Deal, cut, opening, with_last
+from accel_core.data.sharding import NO_PADDING, PARTIAL_ROUND, Sharding, batched, split_head, with_last
 
 
 def dealt(length, batch_size, readers, **rule):
     """The shares of each reader, as [(batch, real samples in its round)]."""
     found = []
     for reader in range(readers):
-        deal = Deal(reader=reader, readers=readers, batch_size=batch_size, **rule)
-        head, items = opening(range(length), deal.wanted, 0)
-        shares = deal.shares(cut(items, batch_size, drop_last=deal.drop_last), head)
+        deal = Sharding(reader=reader, readers=readers, batch_size=batch_size, **rule)
+        head, items = split_head(range(length), deal.wanted, 0)
+        shares = deal.shares(batched(items, batch_size, drop_last=deal.drop_last), head)
         found.append([(batch, real) for (batch,), real in shares])
     return found
 
@@ -40,7 +40,7 @@ def test_a_short_last_round_is_filled_from_the_start_of_the_order():
     first, second = dealt(11, 4, 2)
     assert batches(first) == [[0, 1, 2, 3], [8, 9, 10, 0]]
     assert batches(second) == [[4, 5, 6, 7], [1, 2, 3, 4]]
-    assert [real for _, real in second] == [COMPLETE, 3]
+    assert [real for _, real in second] == [NO_PADDING, 3]
 
 
 def test_a_dataset_shorter_than_the_world_wraps_round_more_than_once():
@@ -62,13 +62,13 @@ def test_drop_last_leaves_out_the_round_that_is_not_complete():
 
 
 def test_one_reader_is_never_padded():
-    assert dealt(5, 4, 1) == [[([0, 1, 2, 3], COMPLETE), ([4], COMPLETE)]]
+    assert dealt(5, 4, 1) == [[([0, 1, 2, 3], NO_PADDING), ([4], NO_PADDING)]]
 
 
 def test_batches_without_a_size_are_padded_by_whole_batches():
     own = [[0], [1, 2], [3, 4, 5]]
     for reader, expected in enumerate([[[0], [3, 4, 5]], [[1, 2], [0]]]):
-        deal = Deal(reader=reader, readers=2, batch_size=None)
+        deal = Sharding(reader=reader, readers=2, batch_size=None)
         assert [batch for (batch,), _ in deal.shares(own, own[: deal.wanted])] == expected
 
 
@@ -83,7 +83,7 @@ def test_with_last_marks_the_last_item_only(items):
 
 
 def test_opening_keeps_the_start_of_the_order_for_padding_when_it_skips():
-    head, rest = opening(range(6), 2, 4)
+    head, rest = split_head(range(6), 2, 4)
     assert (head, list(rest)) == ([0, 1], [4, 5])
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_lost_and_nothing_comes_twice_but_padding(
         together = [sample for batch, _ in shares for sample in batch]
         real = {real for _, real in shares}
         assert len(real) == 1
-        assert real == {UNSHARED} if len(shares) < readers else UNSHARED not in real
+        assert real == {PARTIAL_ROUND} if len(shares) < readers else PARTIAL_ROUND not in real
         order += together if max(real) < 0 else together[: max(real)]
     per_round = slice_size * readers
     complete = length // per_round * per_round
@@ -115,7 +115,7 @@ def test_nothing_is_lost_and_nothing_comes_twice_but_padding(
         assert len({len(shares) for shares in every}) == 1
     number_of_batches = length // batch_size if drop_last else -(-length // batch_size)
     for reader, shares in enumerate(every):
-        deal = Deal(
+        deal = Sharding(
             reader=reader, readers=readers, batch_size=batch_size, split=split, even=even, drop_last=drop_last
         )
         assert deal.length(number_of_batches, length) == len(shares)

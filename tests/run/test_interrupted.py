@@ -78,8 +78,10 @@ class Script:
             "garbage collection": gc.isenabled(),
             "operation": current_operation.get(),
             "active loaders": list(run.active_loaders),
-            "units": [(unit.silent, unit.joined) for unit in run.units],
-            "deals": [loader._feed and loader._feed.deal for loader in run.loaders],
+            "units": [
+                (unit.step_state.no_sync_depth, unit.step_state.allows_uneven_inputs) for unit in run.units
+            ],
+            "shardings": [loader._plan.sharding for loader in run.loaders],
             "training": [module.training for module in self.model.modules()],
             "hooks": [list(module._forward_pre_hooks) for module in self.model.modules()],
         }

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from training_problems import batches, net
 
 from accel_core import AccelError, GradScalerKwargs
-from accel_core.training.step import _of_all
+from accel_core.training.step import _items_of_all_ranks
 from accel_testing import run_processes
 
 
@@ -243,4 +243,4 @@ def test_more_items_than_float32_counts_are_counted_exactly(accelerator_of):
     accelerator = accelerator_of()
     accelerator.prepare(net())
     for items in (2**24 + 1, torch.tensor(2**24 + 1)):
-        assert _of_all(accelerator.run, items).item() == 2**24 + 1
+        assert _items_of_all_ranks(accelerator.run, items).item() == 2**24 + 1

@@ -103,7 +103,7 @@ def test_units_that_could_not_be_joined_are_whole_again(accelerator):
         accelerator.prepare(joining)
     assert accelerator.run.units == [first, second]
     assert (first.given, second.given) == ([a], [b])
-    assert accelerator.run.homes.units_of(b.parameters()) == {second}
+    assert accelerator.run.parameters.units_of(b.parameters()) == {second}
     del first.hooks.wrap_optimizer
     assert accelerator.prepare(joining).unit.models == [a, b]
 
@@ -130,8 +130,8 @@ def test_a_model_that_could_not_join_a_unit_is_not_known(accelerator):
     unit.hooks.wrap_optimizer = refusing
     with pytest.raises(ValueError, match="not this one"):
         accelerator.prepare(second, optimizer)
-    assert accelerator.run.homes.units_of(first.parameters()) == {unit}
-    assert accelerator.run.homes.units_of(second.parameters()) == {None}
+    assert accelerator.run.parameters.units_of(first.parameters()) == {unit}
+    assert accelerator.run.parameters.units_of(second.parameters()) == {None}
 
 
 def test_a_loader_that_cannot_be_had_is_refused_before_anything_is_prepared(accelerator_of):

@@ -192,7 +192,7 @@ def _check(unit: Unit) -> None:
             if model.static_graph:
                 state["awaited"] = ["none"] * len(state["awaited"])
             if state["late"] or last not in (None, _READY):
-                if not unit.silent:
+                if not unit.is_in_no_sync:
                     model.refuse(last)
                 model.late.clear()
             model.refuse_unfinished()

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from attrs import evolve
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
@@ -53,7 +52,7 @@ def select(run: Run, name: str) -> None:
     if name not in run.stack.strategies:
         known = ", ".join(run.stack.strategies)
         raise ConfigError(f"select({name!r}): this run has the strategies {known}\nadd it under strategies:")
-    run.stack = evolve(run.stack, default=name)
+    run.use_strategy(name)
 
 
 class DeepSpeed(SharedSequences, EngineState):
@@ -125,7 +124,7 @@ class DeepSpeed(SharedSequences, EngineState):
             if new and unit in self._units:
                 self.release(unit)
             raise
-        unit.gathers = engine.zero_optimization_partition_weights()
+        unit.set_forward_is_collective(engine.zero_optimization_partition_weights())
         if unit.wrapped:
             # The user holds the engine of an earlier `prepare`: it becomes the new one.
             held: Any = unit.wrapped[0]

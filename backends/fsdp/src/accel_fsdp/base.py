@@ -65,7 +65,7 @@ class FullyShardedDataParallel:
 
     def join(self, unit: Unit) -> None:
         """Find the ranks that share the unit's models. Collective."""
-        unit.gathers = True
+        unit.set_forward_is_collective()
         if self._mesh is None and unit.mesh is not None:
             self._mesh, self._replica_groups = dims.sharding(unit.mesh), dims.replica_groups(unit.mesh)
         elif self._mesh is None:

@@ -165,7 +165,7 @@ class Megatron(MegatronState):
         engine.unit = unit
         self.engines[unit] = engine
         unit.wrapped.append(engine)
-        unit.gathers = True
+        unit.set_forward_is_collective()
 
     @implements(hooks.wrap_scheduler)
     def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:

@@ -87,7 +87,7 @@ def _place(run: Run) -> None:
         return
     import torch
 
-    run.device = torch.device(kind, int(number))
+    run.use_device(torch.device(kind, int(number)))
     if kind != "cpu":
         torch.accelerator.set_device_index(int(number))
 

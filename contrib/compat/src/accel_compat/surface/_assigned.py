@@ -70,20 +70,20 @@ class Assignable(States):
         }
         before, self._heeded = self._heeded, copy.deepcopy(now)
         changed = {name for name, value in now.items() if name in before and before[name] != value}
-        config = self.run.config
+        config, changes = self.run.config, dict[str, Any]()
         if "data" in changed:
-            config = evolve(config, data=evolve(config.data, **vars(self.dataloader_config)))
+            changes["data"] = evolve(config.data, **vars(self.dataloader_config))
         if "ddp" in changed and self.ddp_handler is not None and "ddp" in self.run.plugins:
             plugin: Any = self.run.plugins["ddp"]
             plugin.config = self.ddp_handler.to_ours()
         if "autocast" in changed and self.autocast_handler is not None:
             given = {name: getattr(self.autocast_handler, name) for name in ("enabled", "cache_enabled")}
-            config = evolve(config, autocast=evolve(config.autocast, **given))
+            changes["autocast"] = evolve(config.autocast, **given)
         if "rng_types" in changed:
-            config = evolve(config, rng_types=tuple(str(kind) for kind in self.rng_types or ()))
+            changes["rng_types"] = tuple(str(kind) for kind in self.rng_types or ())
         if "device_placement" in changed:
-            config = evolve(config, device_placement=self.device_placement)
-        self.run.config = config
+            changes["device_placement"] = self.device_placement
+        self.run.reconfigure(**changes)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Assignable(States):
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, value: bool) -> None:
-        self.run.config = evolve(self.run.config, step_scheduler_with_optimizer=value)
+        self.run.reconfigure(step_scheduler_with_optimizer=value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -139,10 +139,7 @@ class Assignable(States):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.run.accumulation_steps = steps
-        for window in (self.run.window, *(unit.window for unit in self.run.units)):
-            window.resize(steps, at_once=True)
-            window.size = steps  # the one that is entered has it too
+        self.run.set_accumulation_steps(steps, inside=True)
         if self.run.accumulation is None:
             self.step = self.step
         GradientState.of(self.run).plugin_kwargs["num_steps"] = steps
@@ -159,8 +156,7 @@ class Assignable(States):
                 'native_amp = True with mixed_precision "no": there is no dtype to compute in\n'
                 'make it Accelerator(mixed_precision="bf16")'
             )
-        config = self.run.config
-        self.run.config = evolve(config, autocast=evolve(config.autocast, enabled=value))
+        self.run.reconfigure(autocast=evolve(self.run.config.autocast, enabled=value))
 
     @property
     def scaler(self) -> Any:
@@ -177,7 +173,7 @@ class Assignable(States):
                 'make it Accelerator(mixed_precision="fp16"), and assign the scaler after `prepare`'
             )
         for unit in scaled if value is not None else ():
-            unit.scaler = value
+            unit.use_scaler(value)
         self.__dict__["_scaler"] = value
 
     # -- what there is -----------------------------------------------------------------------------
@@ -196,7 +192,7 @@ class Assignable(States):
         there = [model for unit in self.run.units for model in unit.wrapped]
         _refuse_strangers("_models", models, there)
         self._apart = [model for model in there if not _among(model, models)]
-        self.run.apart = self._apart
+        self.run.keep_apart(self._apart)
 
     @property
     def _dataloaders(self) -> list[Any]:
@@ -248,7 +244,8 @@ class Assignable(States):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects and give device memory back; as many None as arguments."""
-        self._apart = self.run.apart = []
+        self._apart = []
+        self.run.keep_apart([])
         return super().free_memory(*objects)
 
     clear = free_memory

@@ -40,7 +40,7 @@ class _Prepared(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if not isinstance(instance, PreparedLoader):
             return super().__instancecheck__(instance)
-        dispatches = instance._run.config.data.dispatch_batches or instance._dispatches
+        dispatches = instance._run.config.data.dispatch_batches or instance._plan.dispatches
         kind = "DataLoaderDispatcher" if dispatches else "DataLoaderShard"
         return cls.__name__ in (kind, "DataLoaderStateMixin", "DataLoaderAdapter")
 

@@ -65,7 +65,7 @@ class AcceleratedLoader(PreparedLoader):
     @property
     def base_dataloader(self) -> Any:
         """The user's loader with this process's share, which moves no batch."""
-        return self._inner
+        return self._plan.inner
 
     @property
     def skip_batches(self) -> int:
@@ -81,7 +81,7 @@ class AcceleratedLoader(PreparedLoader):
     def rng_types(self) -> list[str]:
         """The random streams that an epoch's begin makes alike on all ranks."""
         drawn = ["generator"] if self.synchronized_generator is not None else []
-        return [name for name in self._run.config.rng_types if name in (*self._synchronized, *drawn)]
+        return [name for name in self._run.config.rng_types if name in (*self._plan.synchronized, *drawn)]
 
     @property
     def _drop_last(self) -> bool:
@@ -94,7 +94,7 @@ class AcceleratedLoader(PreparedLoader):
     @property
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's StatefulDataLoader reads."""
-        return self._kind == "stateful"
+        return self._plan.kind == "stateful"
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the next iteration, which samplers and dataset are told at once."""
@@ -119,5 +119,5 @@ def _stateful() -> type[AcceleratedLoader]:
 def dressed(loader: PreparedLoader) -> PreparedLoader:
     """The loader itself, with these attributes."""
     if not isinstance(loader, AcceleratedLoader):  # the run knows this very object, so it is not copied
-        loader.__class__ = _stateful() if loader._kind == "stateful" else AcceleratedLoader
+        loader.__class__ = _stateful() if loader._plan.kind == "stateful" else AcceleratedLoader
     return loader

@@ -94,7 +94,7 @@ class Preparing(accel_core.Accelerator):
             return False
         mine = {p for group in optimizer.param_groups for p in group["params"]}
         models = (thing for thing in args if isinstance(thing, torch.nn.Module))
-        return self.run.homes.units_of(mine) == {None} and not any(
+        return self.run.parameters.units_of(mine) == {None} and not any(
             parameter in mine for model in models for parameter in model.parameters()
         )
 

@@ -11,10 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from attrs import evolve
 from torch.utils.hooks import RemovableHandle
 
 from accel_compat.refusing import NotServedError
@@ -160,7 +159,7 @@ class States(Ranks):
     def _tell_the_run(self) -> None:
         """Hand on what the program has assigned to `project_configuration`, or to its fields."""
         project, run = self.project_configuration, self.run
-        run.config = evolve(run.config, project=cast("Any", project.to_ours()))
+        run.reconfigure(project=project.to_ours())
         run.iteration = project.iteration
 
     # -- hooks -------------------------------------------------------------------------------------
@@ -186,11 +185,11 @@ class States(Ranks):
                 for model, (given, _) in zip(models, known, strict=True)
                 if not any(given is left for left in weights)
             ]
-            self.run.apart = [*self._apart, *taken]
+            self.run.keep_apart([*self._apart, *taken])
             try:
                 yield made
             finally:
-                self.run.apart = self._apart
+                self.run.keep_apart(self._apart)
 
     def _deliver(self, made: Path, target: Path) -> None:
         """Move what hooks wrote on this rank into the checkpoint, once it has its name."""
@@ -235,7 +234,7 @@ class States(Ranks):
             hook(models, str(input_dir))
         if self.distributed_type not in self._divided:
             taken = [model for model in self._models if not any(model is each for each in models)]
-            self.run.apart = [*self._apart, *taken]
+            self.run.keep_apart([*self._apart, *taken])
         try:
             with _rank_states.told_here(self._saves_alone()):
                 loaded = Path(str(super().load_state(input_dir, **options)))
@@ -247,7 +246,7 @@ class States(Ranks):
             text = f"Tried to find {input_dir} but folder does not exist\n{error}"
             raise NoStateError(text, path=str(input_dir)) from error
         finally:
-            self.run.apart = self._apart
+            self.run.keep_apart(self._apart)
         self._count = int(json.loads((loaded / "manifest.json").read_text())["step"] or 0)
         project.iteration = self.run.iteration
         if self._saves_alone():

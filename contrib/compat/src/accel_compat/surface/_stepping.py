@@ -32,7 +32,7 @@ class Stepping(Assignable):
         self._count = count
         for window in (self.run.window, *(unit.window for unit in self.run.units)):
             inside = count % self.run.accumulation_steps
-            window.index, window.boundary = inside - 1, inside == 0
+            window.move_to(inside - 1)
 
     def accumulate(self, *models: Any, items: Any = None, batch: Any = None) -> Any:
         """One micro-batch of a window; of models that are not prepared, of those that are."""
@@ -91,7 +91,7 @@ class Stepping(Assignable):
         if not mine:
             say_once(f"clip_grad_norm_: {_EMPTY}")
             return torch.tensor(0.0)
-        units = self.run.homes.units_of(mine)
+        units = self.run.parameters.units_of(mine)
         if all(unit is None or unit.window.boundary for unit in units):
             if len(units) == 1 and None not in units:
                 return super().clip_grad_norm_(mine, max_norm, norm_type)
@@ -102,7 +102,7 @@ class Stepping(Assignable):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient, whoever prepared its parameter; nothing inside a window."""
         mine = _listed(parameters)
-        units = self.run.homes.units_of(mine)
+        units = self.run.parameters.units_of(mine)
         if not mine:
             say_once(f"clip_grad_value_: {_EMPTY}")
         elif len(units) == 1 and None not in units:

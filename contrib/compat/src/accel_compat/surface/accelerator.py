@@ -205,9 +205,7 @@ def _as_before(given: dict[str, Any]) -> None:
 def _forget(run: Run) -> None:
     """With its Accelerator a run, which the states go on looking at, loses what only that could reach."""
     runs.forget(run)
-    for held in (run.units, run.trained, run.optimizers, run.prepared, run.loaders, run.registered):
-        held.clear()
-    run.homes.forget()
+    run.forget_prepared()
 
 
 def _ours(handler: Any) -> Any:

@@ -1,0 +1,121 @@
+"""The batches of one epoch as a loader's workers give them, from its beginning or from the middle on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
+from accel_core.data.sharding import NO_PADDING, with_last
+from accel_core.data.shuffling import decode, encode, preserve_rng
+
+if TYPE_CHECKING:
+    from accel_core.data.options import LoaderPlan
+    from accel_core.data.position import Progress
+
+__all__ = ["EpochSource"]
+
+
+class EpochSource:
+    """Begins epochs on the inner loader of a plan, and draws what a loader draws then.
+
+    An epoch that does not start at its beginning leaves batches out, by the kind of the plan:
+
+        kind      position counts          units per round  batches are left out
+        indexed   samples of the order     its samples      before they are read: the order starts later
+        batches   the user's batches       its batches      before they are read, likewise
+        replay    batches of the dataset   its batches      after they are read: rounds here, single batches
+                                                            by the dataset of this reader's share
+        stateful  rounds                   1                by the loader's own state; skipped rounds as above
+    """
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._plan = plan
+        self._seeded = False
+        """Workers that persist have drawn their seed, once for all epochs."""
+
+    def open(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
+        """This reader's batches; rounds, where this process reads for all; None where another one does.
+
+        skipped: rounds that the user asked to leave out, which `progress` counts.
+        """
+        plan, batches_per_round = self._plan, self._plan.sharding.batches
+        inner: Any = plan.inner
+        if not plan.reads:
+            self._follow(progress)
+            return None
+        left_out = progress.start // batches_per_round if plan.kind == "replay" else 0
+        if plan.kind == "stateful":
+            left_out = skipped
+            if progress.state is not None and not skipped:
+                inner.load_state_dict(progress.state)
+        if plan.sampler is not None:
+            plan.sampler.progress = progress
+            readers = plan.sharding.readers
+            batches = islice(self._begin(progress), left_out * (readers if plan.dispatches else 1), None)
+            return rounds_of_samples(batches, progress, readers) if plan.dispatches else batches
+        if plan.is_sharded_iterable:
+            inner.dataset.skip = progress.start % batches_per_round
+        items = islice(self._begin(progress), left_out, None)
+        if plan.is_sharded_iterable:
+            inner.dataset.skip = 0
+        stated = ((item, self.state()) for item in items)
+        return rounds_of_iterable(stated, progress) if plan.dispatches else self._own(stated, progress)
+
+    def state(self) -> Any:
+        """The own position of a stateful loader."""
+        inner: Any = self._plan.inner
+        return inner.state_dict() if self._plan.kind == "stateful" else None
+
+    def restart(self, *, seeded: bool) -> None:
+        """Have the next epoch start workers anew; `seeded`: those before have drawn their seed."""
+        self._plan.inner.__dict__["_iterator"] = None
+        self._seeded = self._plan.persists and seeded
+
+    def _own(self, stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Any]:
+        """An iterable dataset's batches, whose end is known only by reading one ahead.
+
+        stated: (item of the inner loader, the loader's state after that).
+        """
+        sharded = self._plan.is_sharded_iterable
+        for number, ((item, state), last) in enumerate(with_last(stated), start=progress.count + 1):
+            (batch,), real_samples = item if sharded else ((item,), NO_PADDING)
+            if real_samples != NO_PADDING:
+                progress.padded[number] = real_samples
+            if last:
+                progress.total = number
+            progress.state = state
+            yield batch
+
+    def _begin(self, progress: Progress) -> Iterator[Any]:
+        plan, inner = self._plan, self._plan.inner
+        generator = inner.generator or torch.default_generator
+        starts_workers = inner.__dict__["_iterator"] is None
+        if self._seeded and starts_workers and not progress.resumed:
+            # Only the order is drawn here: workers that persist would have drawn nothing more.
+            if plan.sampler is not None:
+                plan.shuffle.open(progress, 0)
+            progress.resumed = True
+        self._seeded = plan.persists
+        if not progress.resumed:
+            if inner.num_workers and starts_workers:
+                progress.workers = encode(generator.get_state())
+            return iter(inner)
+        # A resumed epoch was begun before the save: beginning it again must not draw anything anew.
+        with preserve_rng(plan.generators):
+            if progress.workers is not None:
+                generator.set_state(decode(progress.workers))
+            return iter(inner)
+
+    def _follow(self, progress: Progress) -> None:
+        """Draw as the process that reads does: streams seeded alike stay alike."""
+        plan, seeded, self._seeded = self._plan, self._seeded, self._plan.persists
+        if progress.resumed:
+            return
+        if not seeded:
+            torch.empty((), dtype=torch.int64).random_(generator=plan.inner.generator)
+        if plan.sampler is not None:
+            plan.shuffle.open(progress, 0)

@@ -1,0 +1,152 @@
+"""The context of `accumulate`: one micro-batch of the windows of some units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor, nn
+
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """The context of `accumulate(*models)`: one micro-batch of these units' windows.
+
+    Made once per set of models and entered for each micro-batch; nests with others.
+    units: all that the models belong to. trained: those of them with optimizers, if any.
+    windows: those of the units. outer: the accumulation around this one.
+    items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
+    batch: what `step_context` is given; None: no such context is entered.
+    """
+
+    def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
+        self.run = run
+        self.units = tuple(units)
+        self.trained = tuple(unit for unit in units if unit.optimizers) or self.units
+        self.windows = tuple(unit.window for unit in units)
+        self.outer: Accumulation | None = None
+        self.items: Tensor | float | None = None
+        self.batch: Any = None
+        options = run.config.accumulation
+        self._ends_with_loader = options.sync_with_dataloader
+        self._reducing = () if options.sync_each_batch else tuple(_reducing(self.units, models))
+        self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
+        simple = len(self.windows) == 1 and not self._reducing and not self._surrounded
+        self._only_window = self.windows[0] if simple else None
+        self._entered = False
+        """Notices a second `__exit__`; the accumulation in force is `run.accumulation`."""
+        self._contexts: ExitStack | None = None
+        self._no_sync: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        run, items = self.run, self.items
+        if run.accumulation is not None:
+            self._end_others()
+        active = run.active_loaders
+        last = bool(active) and self._ends_with_loader and active[-1].last
+        self.outer, self._entered = run.accumulation, True
+        run.begin_accumulation(self)
+        try:
+            if self._only_window is not None:
+                self._only_window.enter(last, items)
+            else:
+                self._enter_all(last, items)
+            if items is not None:
+                for unit in self.units:
+                    unit.step_state.expect_items()
+        except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
+            self.drop()
+            raise
+
+    def _end_others(self) -> None:
+        """End accumulations of the same units: one that Ctrl-C kept from ending, or one that is misused."""
+        entered, outermost_shared = self.run.accumulation, None
+        while entered is not None:
+            if entered is self or not set(entered.units).isdisjoint(self.units):
+                outermost_shared = entered
+            entered = entered.outer
+        while outermost_shared is not None and (inner := self.run.accumulation) is not None:
+            inner._entered = False
+            inner.drop()
+            if inner is outermost_shared:
+                return
+
+    def _enter_all(self, last: bool, items: Tensor | float | None) -> None:
+        before = [window.snapshot() for window in self.windows]
+        try:
+            for window in self.windows:
+                window.enter(last, items)
+            if self._reducing or self._surrounded:
+                self._surround()
+        except BaseException:
+            for window, state in zip(self.windows, before, strict=True):
+                window.restore(state)
+            raise
+
+    def _surround(self) -> None:
+        self._end_contexts()  # Ctrl-C may have left some
+        self._contexts = contexts = ExitStack()
+        contexts.callback(self._end_no_sync)
+        self.follow_windows()
+        for unit in self._surrounded if self.batch is not None else ():
+            contexts.enter_context(unit.steps.step_context(unit, self.batch))
+
+    def follow_windows(self) -> None:
+        """Have each unit reduce gradients if this micro-batch is its window's last, else not."""
+        self._end_no_sync()
+        self._no_sync = contexts = ExitStack()
+        for unit, models in self._reducing:
+            if not unit.window.boundary:
+                contexts.enter_context(unit.steps.no_sync(unit, models))
+
+    def _end_no_sync(self) -> None:
+        if self._no_sync is not None:
+            self._no_sync.close()
+            self._no_sync = None
+
+    def _end_contexts(self, *error: Any) -> None:
+        if self._contexts is not None:
+            self._contexts.__exit__(*error or (None, None, None))
+            self._contexts = None
+
+    def drop(self) -> None:
+        """End as if nothing had happened inside: windows and contexts are told no error."""
+        self.batch = None
+        self.run.end_accumulation(self)
+        self._end_contexts()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entered, self._entered, self.batch = self._entered, False, None
+        self.run.end_accumulation(self)
+        try:
+            for window in self.windows:
+                window.note_backward()
+        finally:
+            if self._contexts is not None:
+                self._end_contexts(kind, error, trace)
+        if not entered and kind is None:
+            raise AccelError(
+                "accumulate was entered within accumulate of the same models: both were counted\n"
+                "enter it once a micro-batch"
+            )
+
+
+def _reducing(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
+    """The units whose strategies reduce in each backward unless told not to, with the models meant."""
+    return [
+        (unit, [wrapped for wrapped in unit.wrapped if wrapped in models] or unit.wrapped)
+        for unit in units
+        if unit.steps.no_sync is not None
+    ]

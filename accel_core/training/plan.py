@@ -1,0 +1,172 @@
+"""The plan of a `prepare`: each object's kind, and the objects that form a unit. Planning changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import Factory, define, frozen
+
+from accel_core.errors import AccelError, ConfigError
+from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import Unit
+
+__all__ = ["PreparePlan", "UnitGroup", "plan_prepare"]
+
+KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
+
+
+@define(eq=False)
+class UnitGroup:
+    """New models and optimizers that form one unit, and the prepared units that they complete."""
+
+    models: list[nn.Module] = Factory(list)
+    optimizers: list[Optimizer] = Factory(list)
+    units: list[Unit] = Factory(list)
+
+    def take_over(self, other: UnitGroup) -> None:
+        """Add the objects and units of the other group."""
+        self.models += other.models
+        self.optimizers += other.optimizers
+        self.units += other.units
+
+    def check(self, strategy: str | None) -> None:
+        """Put the unit that the others join first, and refuse units that cannot be joined."""
+        self.units.sort(key=lambda unit: not unit.optimizers)
+        for other in self.units[1:]:
+            if self.units[0].strategy != other.strategy or other.optimizers:
+                raise ConfigError(
+                    f"an optimizer spans the units {self.units[0].name!r} and {other.name!r}, which cannot be"
+                    " joined now\nprepare both models and all their optimizers in one call, with one strategy"
+                )
+        if strategy is not None and self.units and self.units[0].strategy != strategy:
+            raise ConfigError(
+                f"prepare(strategy={strategy!r}): these objects belong to unit {self.units[0].name!r},"
+                f" prepared with {self.units[0].strategy!r}\n"
+                "prepare all objects of a unit with the same strategy"
+            )
+
+
+@frozen
+class PreparePlan:
+    """The objects of one `prepare`.
+
+    objects: (kind, object) in the order given; the kind of None is None.
+    of_kind: kind -> its objects. placed: id of an object -> whether it is put on the device.
+    """
+
+    objects: Sequence[tuple[str | None, Any]]
+    of_kind: Mapping[str, Sequence[Any]]
+    placed: Mapping[int, bool]
+    groups: Sequence[UnitGroup]
+
+
+def plan_prepare(
+    run: Run,
+    objects: Sequence[Any],
+    *,
+    strategy: str | None = None,
+    name: str | None = None,
+    placement: Sequence[bool] | None = None,
+) -> PreparePlan:
+    """The plan of `prepare(*objects)` for what the run has prepared so far. Not collective.
+
+    Raises:
+        AccelError: an object of no known kind, an optimizer of unknown parameters, a scheduler of
+            an unknown optimizer.
+        ConfigError: the objects do not form units of this strategy or name.
+    """
+    places = list(placement) if placement is not None else [run.config.device_placement] * len(objects)
+    if len(places) != len(objects):
+        raise ConfigError(
+            f"device_placement has {len(places)} entries for {len(objects)} objects\ngive one each"
+        )
+    of_kind: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    kinds = [_kind(run, thing, number) for number, thing in enumerate(objects, start=1)]
+    for kind, thing in zip(kinds, objects, strict=True):
+        if kind is not None:
+            of_kind[kind].append(thing)
+    groups = _group_objects(run, of_kind["model"], of_kind["optimizer"])
+    _check_schedulers(run, of_kind["scheduler"], of_kind["optimizer"])
+    if name is not None and len(groups) != 1:
+        raise ConfigError(
+            f"name={name!r} needs objects of exactly one unit, got {len(groups)}\nprepare them one by one"
+        )
+    for group in groups:
+        group.check(strategy)
+    placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
+    return PreparePlan(list(zip(kinds, objects, strict=True)), of_kind, placed, groups)
+
+
+def _kind(run: Run, thing: Any, number: int) -> str | None:
+    if thing is None:
+        return None
+    kind: str | None = run.hooks.kind_of(thing)
+    if kind is None:
+        raise AccelError(
+            f"prepare: argument {number} is a {type(thing).__module__}.{type(thing).__qualname__},"
+            " which no plugin of this run knows how to prepare\n"
+            "leave it out and use it as it is; models, optimizers, schedulers and dataloaders go in"
+        )
+    return kind
+
+
+def _group_objects(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[UnitGroup]:
+    """Group optimizers with the models whose parameters they hold, new models and prepared ones."""
+    groups = [UnitGroup(models=[m]) for m in dict.fromkeys(models) if run.unit_of_model(m) is None]
+    group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
+    for optimizer in optimizers:
+        if isinstance(optimizer, PreparedOptimizer) or run.proxy_of(optimizer) is not None:
+            continue
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        joined: list[UnitGroup] = []
+        for parameter in parameters:
+            # A parameter of no new model has its group by the prepared unit that it belongs to.
+            key = parameter if parameter in group_of else _unit_of(run, optimizer, parameter)
+            if key not in group_of:
+                group_of[key] = UnitGroup(units=[key])
+                groups.append(group_of[key])
+            if group_of[key] not in joined:
+                joined.append(group_of[key])
+        if not joined:
+            about = f"prepare: the {type(optimizer).__name__} holds no parameter"
+            raise AccelError(f"{about}\ngive it the parameters of a model")
+        first, *others = joined
+        first.optimizers.append(optimizer)
+        for other in others:  # one optimizer over several models makes them one unit
+            first.take_over(other)
+            groups.remove(other)
+            group_of.update({key: first for key, group in group_of.items() if group is other})
+    return groups
+
+
+def _unit_of(run: Run, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
+    """The prepared unit that a parameter of the optimizer belongs to."""
+    (unit,) = run.parameters.units_of([parameter])
+    if unit is None:
+        raise AccelError(
+            f"prepare: the {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)}"
+            " that no prepared model has; its gradient would not be reduced and its state could not be saved"
+            " by name\n"
+            "prepare the model it belongs to in the same call or before, or register it in a module"
+        )
+    return unit  # type: ignore[no-any-return]
+
+
+def _check_schedulers(run: Run, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a scheduler of an optimizer that is not prepared."""
+    coming = list(optimizers)
+    for scheduler in schedulers:
+        optimizer = getattr(scheduler, "optimizer", None)
+        has_optimizer = any(optimizer is other for other in coming) or run.proxy_of(optimizer) is not None
+        if not has_optimizer and not isinstance(scheduler, PreparedScheduler):
+            raise AccelError(
+                f"prepare: the {type(scheduler).__name__} schedules an optimizer that was not prepared\n"
+                "prepare its optimizer in the same call or before"
+            )

@@ -1,0 +1,153 @@
+"""The plan of a `prepare`: kinds and groups, on plain objects, without a run or processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
+from torch.utils.data import DataLoader
+
+from accel_core import AccelError, ConfigError, RunConfig
+from accel_core.runtime.parameters import ParameterIndex
+from accel_core.training.plan import plan_prepare
+
+KINDS = {
+    nn.Module: "model",
+    torch.optim.Optimizer: "optimizer",
+    ConstantLR: "scheduler",
+    DataLoader: "dataloader",
+}
+
+
+class PlainRun:
+    """What a plan asks of a run."""
+
+    def __init__(self, *units):
+        self.config = RunConfig()
+        self.hooks = SimpleNamespace(kind_of=self.kind_of)
+        self.units = units
+        self.parameters = ParameterIndex()
+        for unit in units:
+            self.parameters.add(unit, unit.all_names())
+
+    @staticmethod
+    def kind_of(thing):
+        return next((kind for cls, kind in KINDS.items() if isinstance(thing, cls)), None)
+
+    def unit_of_model(self, model):
+        return next((unit for unit in self.units if unit.model is model), None)
+
+    def proxy_of(self, optimizer):
+        return next((optimizer for unit in self.units if optimizer in unit.optimizers), None)
+
+
+class PlainUnit:
+    def __init__(self, name, model, *optimizers, strategy="single"):
+        self.name, self.model, self.strategy = name, model, strategy
+        self.optimizers = list(optimizers)
+
+    def all_names(self):
+        return self.model.named_parameters()
+
+
+def linear():
+    return nn.Linear(1, 1)
+
+
+def sgd(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+def test_objects_keep_their_order_and_none_passes():
+    model = linear()
+    optimizer, loader = sgd(model), DataLoader([1])
+
+    plan = plan_prepare(PlainRun(), [loader, None, optimizer, model], placement=[True, True, True, False])
+
+    assert plan.objects == [("dataloader", loader), (None, None), ("optimizer", optimizer), ("model", model)]
+    assert plan.of_kind["model"] == [model]
+    assert [plan.placed[id(thing)] for thing in (loader, model)] == [True, False]
+
+
+def test_each_model_is_a_group_with_the_optimizers_of_its_parameters():
+    first, second, third = linear(), linear(), linear()
+    of_first, of_second = sgd(first), sgd(second)
+
+    groups = plan_prepare(PlainRun(), [first, second, third, of_second, of_first]).groups
+
+    assert [(group.models, group.optimizers) for group in groups] == [
+        ([first], [of_first]),
+        ([second], [of_second]),
+        ([third], []),
+    ]
+
+
+def test_an_optimizer_over_several_models_makes_them_one_group():
+    first, second, third = linear(), linear(), linear()
+    over_two, over_the_others = sgd(first, second), sgd(second, third)
+
+    (group,) = plan_prepare(PlainRun(), [first, second, third, over_two, over_the_others]).groups
+
+    assert sorted(map(id, group.models)) == sorted(map(id, (first, second, third)))
+    assert group.optimizers == [over_two, over_the_others]
+
+
+def test_an_optimizer_of_a_prepared_model_completes_its_unit():
+    unit, new = PlainUnit("unit0", linear()), linear()
+
+    (group,) = plan_prepare(PlainRun(unit), [sgd(unit.model, new), new]).groups
+
+    assert (group.models, group.units) == ([new], [unit])
+
+
+def test_the_unit_with_an_optimizer_takes_over_the_others():
+    model, other = linear(), linear()
+    trained, frozen = PlainUnit("a", model, sgd(model)), PlainUnit("b", other)
+
+    (group,) = plan_prepare(PlainRun(frozen, trained), [sgd(other, model)]).groups
+
+    assert group.units == [trained, frozen]
+
+
+def test_units_that_both_train_are_not_joined():
+    units = [PlainUnit(name, model, sgd(model)) for name, model in (("a", linear()), ("b", linear()))]
+
+    with pytest.raises(ConfigError, match="spans the units 'a' and 'b'"):
+        plan_prepare(PlainRun(*units), [sgd(*(unit.model for unit in units))])
+
+
+def test_prepared_models_and_optimizers_are_planned_no_more():
+    model = linear()
+    optimizer = sgd(model)
+
+    assert plan_prepare(PlainRun(PlainUnit("a", model, optimizer)), [model, optimizer]).groups == []
+
+
+@pytest.mark.parametrize(
+    ("objects", "options", "says"),
+    [
+        ([object()], {}, "argument 1 is a builtins.object"),
+        ([sgd(linear())], {}, "no prepared model has"),
+        (
+            [linear(), ConstantLR(sgd(linear()))],
+            {},
+            "the ConstantLR schedules an optimizer",
+        ),
+        ([linear(), linear()], {"name": "one"}, "needs objects of exactly one unit, got 2"),
+        ([linear()], {"placement": []}, "device_placement has 0 entries for 1 objects"),
+    ],
+    ids=["unknown", "homeless", "scheduler", "name", "placement"],
+)
+def test_what_is_wrong_with_the_objects_is_said(objects, options, says):
+    with pytest.raises(AccelError, match=says):
+        plan_prepare(PlainRun(), objects, **options)
+
+
+def test_objects_of_a_unit_have_its_strategy():
+    unit = PlainUnit("a", linear())
+
+    with pytest.raises(ConfigError, match="belong to unit 'a', prepared with 'single'"):
+        plan_prepare(PlainRun(unit), [sgd(unit.model)], strategy="other")
