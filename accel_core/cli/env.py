@@ -63,7 +63,7 @@ def _torch() -> str:
 
 
 def _report(record: Record) -> str:
-    """The report of a plugin about itself."""
+    """Return the report of a plugin about itself."""
     assert record.card is not None
     try:
         cls = load(record, record.card.implementation or "")

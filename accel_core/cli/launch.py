@@ -59,7 +59,7 @@ class _LaunchCommand(click.Command):
 
 
 def _own_flags() -> list[click.Parameter]:
-    """Flags of section `launch` and of the top level; other flags are dotted."""
+    """Name the flags of section `launch` and of the top level; others are dotted."""
     from accel_core.contract.config import LaunchConfig, RunConfig
     from accel_core.contract.options import describe, options_of
 

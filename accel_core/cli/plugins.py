@@ -85,7 +85,7 @@ def _facts(record: Record) -> dict[str, object]:
 
 
 def listing(discovery: Discovery) -> Iterator[str]:
-    """The lines of the listing, header first."""
+    """Yield the lines of the listing, header first."""
     rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")]
     for record in _ordered(discovery):
         about = record.reason or (record.card.summary if record.card else "")
@@ -122,7 +122,7 @@ def _verdicts(discovery: Discovery, slot: str) -> Iterator[str]:
 
 
 def _rank(record: Record, usable: Sequence[Record]) -> str:
-    """The verdict of `auto` on a usable plugin; the best of them come first."""
+    """Return `auto`'s verdict on a usable plugin; the best of them come first."""
     best = [it for it in usable if it.card and usable[0].card and it.card.priority == usable[0].card.priority]
     if record not in best:
         return "usable, of lower priority"

@@ -85,7 +85,7 @@ SLOTS: Final[Mapping[str, tuple[Slot, tuple[str, ...]]]] = {
 
 
 def _names(path: str, discovery: Discovery) -> list[str]:
-    """The possible answers of a question for a plugin; empty for other questions."""
+    """Return the possible answers of a question for a plugin, else nothing."""
     if path not in SLOTS:
         return []
     slot, words = SLOTS[path]
@@ -117,7 +117,7 @@ def _parser(attribute: Attribute[Any], kind: Any, misnamed: Callable[[Any], str]
 
 
 def render(answers: Sequence[Answer]) -> str:
-    """The answers as YAML, each under its option's help; sections come last.
+    """Return the answers as YAML, each under its option's help, sections last.
 
     What is the default stays a comment, so that the file does not pin it.
     """
