@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import accel_compat
-from accel_compat.refusing import PACKAGES, inventory, why
+from accel_compat.unsupported import PACKAGES, inventory, why
 
 PAGE = Path(__file__).parents[1] / "docs" / "accelerate-names.md"
 HEAD = """\

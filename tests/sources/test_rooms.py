@@ -11,8 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [ROOT / "accel_core", *sorted(ROOT.glob("*/*/src/accel_*"))]
-IN_CIRCLES = ("accel_compat",)
-"""Its mirror of Accelerate's modules imports as Accelerate's do."""
 
 
 def name_of(file: Path, folder: Path) -> str:
@@ -53,8 +51,6 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p.is_dir()], ids=lambda path: path.name)
 def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
-    if package.name in IN_CIRCLES:
-        pytest.xfail("the mirror of Accelerate's modules is to be parted from its implementation")
     assert circle(graph(package.parent, package.name)) == []
 
 

@@ -25,7 +25,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from accel_compat.refusing import NotServedError
+from accel_compat.unsupported import NotServedError
 from accel_core import Mesh, MeshDim, arrange
 
 

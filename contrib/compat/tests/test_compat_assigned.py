@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from peers import needs_accelerate, said
 
-from accel_compat.refusing import NotServedError
+from accel_compat.unsupported import NotServedError
 from accel_core import CheckpointError
 
 ATTRIBUTES = """

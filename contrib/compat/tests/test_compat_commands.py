@@ -15,8 +15,8 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from accelerate.utils import launch as launching
 from peers import needs_accelerate, said
 
-from accel_compat import commands
-from accel_compat.refusing import NotServedError
+from accel_compat.launch import commands, config_file, worker_commands
+from accel_compat.unsupported import NotServedError
 
 PARSED = """
 import json
@@ -45,8 +45,7 @@ commands: [ls]
 
 @pytest.fixture(autouse=True)
 def nobody_has_a_config_of_ones_own(monkeypatch, tmp_path):
-    for module in (launch, test, tpu):
-        monkeypatch.setattr(module, "default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(config_file, "default_config_file", str(tmp_path / "none.yaml"))
 
 
 @pytest.fixture
@@ -227,8 +226,8 @@ def test_affinity_is_asked_for_by_its_variable():
 
 
 def test_with_a_hostfile_mpirun_starts_it(monkeypatch):
-    monkeypatch.setattr(launching, "which", lambda program: True)
-    monkeypatch.setattr(launching.subprocess, "check_output", lambda words: b"Open MPI 5")
+    monkeypatch.setattr(worker_commands, "which", lambda program: True)
+    monkeypatch.setattr(worker_commands.subprocess, "check_output", lambda words: b"Open MPI 5")
     args = parsed("--cpu", "--mpirun_hostfile", "hosts", "--num_processes", "4")
     command, found = launching.prepare_simple_launcher_cmd_env(args)
 

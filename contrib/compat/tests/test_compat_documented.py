@@ -108,10 +108,23 @@ def test_what_the_pages_import_is_where_they_import_it_from():
     assert accelerate.ProjectConfiguration is accelerate.utils.ProjectConfiguration
 
 
+def test_megatron_is_there_by_the_name_of_its_distribution(monkeypatch):
+    from accel_compat.environment import libraries
+
+    installed = ("megatron", "megatron-core")
+    monkeypatch.setattr(libraries, "_is_package_available", lambda *names: names == installed)
+    monkeypatch.setattr(libraries, "compare_versions", lambda name, *_: name == "megatron-core")
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    assert not accelerate.utils.is_megatron_lm_available()
+
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    assert accelerate.utils.is_megatron_lm_available()
+
+
 def test_a_basic_config_is_written_once(tmp_path):
     from accelerate.utils import write_basic_config
 
-    from accel_compat.settings import read_file
+    from accel_compat.launch.request import read_file
 
     file = tmp_path / "default_config.yaml"
     assert write_basic_config(mixed_precision="bf16", save_location=str(file)) == file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from accel_compat import commands, settings
-from accel_compat.commands import compat
-from accel_compat.refusing import NotServedError, inventory
+from accel_compat import import_hook
+from accel_compat.launch import commands, request
+from accel_compat.launch.commands import compat
+from accel_compat.unsupported import NotServedError, inventory
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -93,8 +95,8 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
 
     assert scripted(monkeypatch, "config", "default", "--mixed_precision", "bf16") == 0
     file = tmp_path / "accelerate" / "default_config.yaml"
-    assert settings.parse(["script.py"], commands._default()).file == str(file)
-    assert settings.read_file(str(file))["mixed_precision"] == "bf16"
+    assert request.parse(["script.py"], commands._default()).file == str(file)
+    assert request.read_file(str(file))["mixed_precision"] == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -165,3 +167,35 @@ def test_the_page_of_names_is_what_is_served():
     code += "print(tool['page']() == tool['PAGE'].read_text())"
 
     assert python(code).stdout == "True\n"
+
+
+def test_the_mirror_has_nothing_but_imports():
+    def is_one(node: ast.stmt) -> bool:
+        shown = ast.unparse(node)
+        told = ("main = partial(accelerate, ", "if __name__ == '__main__':", "warnings.warn(")
+        return isinstance(node, (ast.Import, ast.ImportFrom)) or shown.startswith(told)
+
+    files = [*import_hook.SURFACE.rglob("*.py")]
+    others = {
+        str(file.relative_to(import_hook.SURFACE)): ast.unparse(node)
+        for file in files
+        for number, node in enumerate(ast.parse(file.read_text()).body)
+        if number and not is_one(node)  # the first is the docstring
+    }
+    assert len(files) > 30
+    assert others == {}
+    assert [file.name for file in files if file.name.startswith("_") and file.name != "__init__.py"] == []
+
+
+def test_a_constant_is_found_where_accelerate_only_imports_it():
+    from accelerate.accelerator import SAFE_WEIGHTS_NAME
+    from accelerate.utils.constants import SAFE_WEIGHTS_NAME as defined
+
+    assert SAFE_WEIGHTS_NAME is defined
+
+
+def test_a_function_of_another_module_does_not_stand_for_one_of_the_same_name():
+    from accelerate.utils.megatron_lm import prepare_data_loader
+
+    with pytest.raises(NotServedError, match="accelerate.utils.megatron_lm.prepare_data_loader"):
+        prepare_data_loader()

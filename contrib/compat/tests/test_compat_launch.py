@@ -12,10 +12,12 @@ import yaml
 from click.testing import CliRunner
 from peers import needs_accelerate, said
 
-from accel_compat import converting, launching, settings
-from accel_compat.commands import compat
-from accel_compat.converting import convert
-from accel_compat.shim import write_shim
+from accel_compat.launch import convert as converting
+from accel_compat.launch import parser, request
+from accel_compat.launch import workers as launching
+from accel_compat.launch.commands import compat
+from accel_compat.launch.convert import convert
+from accel_compat.launch.shim import write_shim
 
 TOLD = """
 import json, os
@@ -52,20 +54,20 @@ def test_workers_are_told_what_they_are_there(tmp_path, monkeypatch):
         monkeypatch.delenv(name)  # of tests before
     away = {"HF_HOME": str(tmp_path)}
     for words, theirs in zip(LINES, said(TOLD % LINES, ours=False, environment=away), strict=True):
-        told = launching.environment(settings.parse([*words, "x.py"], None).settings)
+        told = launching.environment(request.parse([*words, "x.py"], None).settings)
         assert {name: each for name, each in told.items() if name not in LESS} == theirs, words
 
 
 def test_each_flag_is_explained():
     silent = [
-        action.dest for action in settings.parser()._actions if action.option_strings and not action.help
+        action.dest for action in parser.launch_parser()._actions if action.option_strings and not action.help
     ]
     assert silent == ["tpu_use_cluster"]  # its opposite has the text
 
 
 def test_a_wrong_flag_is_answered_in_two_lines(capsys):
     with pytest.raises(SystemExit):
-        settings.parse(["--num_proceses", "2", "x.py"], None)
+        request.parse(["--num_proceses", "2", "x.py"], None)
     said_ = capsys.readouterr().err
     assert "did you mean --num_processes" in said_
     assert len(said_.splitlines()) == 2

@@ -17,8 +17,8 @@ from accelerate.utils import (
 )
 from peers import needs_accelerate, said
 
-from accel_compat import saying
-from accel_compat.refusing import NotServedError
+from accel_compat import notices
+from accel_compat.unsupported import NotServedError
 
 EMPTY = """
 import json, torch
@@ -129,7 +129,7 @@ def test_sizes_may_be_fractions():
 
 
 def test_a_profiler_is_built_and_what_cannot_be_recorded_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(saying, "_said", set())
+    monkeypatch.setattr(notices, "_warned", set())
     assert isinstance(ProfileKwargs(activities=["cpu"]).build(), torch.profiler.profile)
     with pytest.raises(ValueError, match="Invalid profiler activity: gpu"):
         ProfileKwargs(activities=["gpu"]).build()

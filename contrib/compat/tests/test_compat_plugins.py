@@ -17,8 +17,8 @@ from accelerate.utils import (
     load_and_quantize_model,
 )
 
-from accel_compat.converting import convert
-from accel_compat.refusing import NotServedError
+from accel_compat.launch.convert import convert
+from accel_compat.unsupported import NotServedError
 from accel_core import PluginError
 
 

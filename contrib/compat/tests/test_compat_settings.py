@@ -6,10 +6,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from accel_compat.commands import compat
-from accel_compat.converting import convert
-from accel_compat.launching import command, environment, launch
-from accel_compat.settings import parse, read_file
+from accel_compat.launch.commands import compat
+from accel_compat.launch.convert import convert
+from accel_compat.launch.request import parse, read_file
+from accel_compat.launch.workers import command, environment, launch
 from accel_core import ConfigError
 
 OLD = """\

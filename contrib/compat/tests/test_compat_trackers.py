@@ -8,8 +8,9 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 from accelerate import Accelerator, tracking
-from accelerate.utils import LoggerType, imports
+from accelerate.utils import LoggerType
 
+from accel_compat.environment import libraries as imports
 from accel_core import AccelError
 
 

@@ -98,10 +98,10 @@ def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
     code = """
     import json
     from accelerate import Accelerator
-    from accel_compat.saying import _said
+    from accel_compat.notices import _warned
 
     device = str(Accelerator().device)
-    print(json.dumps([device, [text for text in _said if "TORCH_DEVICE" in text]]))
+    print(json.dumps([device, [text for text in _warned if "TORCH_DEVICE" in text]]))
     """
     variable = {"ACCELERATE_TORCH_DEVICE": "cpu:3"}
     device, told = said(code, ours=True, environment=variable, processes=2)

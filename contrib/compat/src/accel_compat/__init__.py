@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_compat.finding import install
+    from accel_compat.import_hook import install
 
 __all__ = ["install"]
 __version__ = "0.1.0"
@@ -18,6 +18,6 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'accel_compat' has no attribute {name!r}", name=name)
-    from accel_compat import finding
+    from accel_compat import import_hook
 
-    return getattr(finding, name)
+    return getattr(import_hook, name)

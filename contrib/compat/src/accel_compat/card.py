@@ -1,15 +1,13 @@
-"""What accel-core reads of this package before anything else of it is imported."""
+"""The package's card, which accel-core reads first."""
 
 from __future__ import annotations
 
 from accel_core import Card
-
-__all__ = ["CARD"]
 
 CARD = Card(
     name="compat",
     slot="command",
     summary="Run programs written for Accelerate.",
     api_version="1.0",
-    implementation="accel_compat.commands:compat",
+    implementation="accel_compat.launch.commands:compat",
 )

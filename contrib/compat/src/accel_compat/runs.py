@@ -1,4 +1,4 @@
-"""Which run Accelerate's process-wide state and functions are about: the newest, else one made for them."""
+"""The run behind Accelerate's process-wide state and functions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from accel_compat.saying import say_once
+from accel_compat.notices import warn_once
 from accel_core import AccelError, InitProcessGroupKwargs, Run
 
 if TYPE_CHECKING:
     from torch import device
 
-__all__ = ["adopt", "current", "forget", "host", "newest", "reduced", "training"]
 
 _runs: list[Run] = []
 _hosts: list[Run] = []
@@ -21,7 +20,7 @@ _hosts: list[Run] = []
 _pickled: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def adopt(run: Run) -> None:
+def register(run: Run) -> None:
     """Make an Accelerator's run the newest."""
     _place(run)
     _runs[:] = [*(known for known in _runs if not known.ended), run]
@@ -29,20 +28,20 @@ def adopt(run: Run) -> None:
         _hosts.pop().end()
 
 
-def forget(run: Run) -> None:
-    """Its Accelerator is gone: it is the states' no more, unless there is no other."""
+def unregister(run: Run) -> None:
+    """Forget a run whose Accelerator is gone, unless there is no other."""
     if any(not known.ended for known in _runs if known is not run):
         _runs[:] = [known for known in _runs if known is not run]
 
 
 def training() -> Run | None:
-    """The run whose windows and loaders count: the newest that has prepared something, else the newest."""
+    """Find the run that trains: the newest that has prepared something, else the newest."""
     at_work = (run for run in reversed(_runs) if not run.ended and (run.units or run.loaders))
     return next(at_work, None) or newest()
 
 
 def newest() -> Run | None:
-    """The run of the newest Accelerator that has not ended, else the states' own, if there is one."""
+    """Find the newest Accelerator's live run, else the states' own run."""
     return next((run for run in reversed([*_hosts, *_runs]) if not run.ended), None)
 
 
@@ -61,8 +60,8 @@ def current() -> Run:
     return run
 
 
-def host(cpu: bool, **group: Any) -> Run:
-    """The newest run, else a new one that only knows device and world. Collective where it makes one."""
+def find_or_make(cpu: bool, **group: Any) -> Run:
+    """Find the newest run, or make one of device and world only. Collective if it makes one."""
     run = newest()
     if run is None:
         options = {name: value for name, value in group.items() if value is not None}
@@ -83,7 +82,7 @@ def _place(run: Run) -> None:
     if not number or run.device.type != kind:
         return
     if run.world.size > 1:
-        say_once(f"ACCELERATE_TORCH_DEVICE={asked}: the number is left out; several processes share none")
+        warn_once(f"ACCELERATE_TORCH_DEVICE={asked}: the number is left out; several processes share none")
         return
     import torch
 
@@ -97,8 +96,8 @@ def kind_of(asked: str | device) -> str:
     return str(asked).partition(":")[0]
 
 
-def reduced(thing: object) -> tuple[Any, ...]:
-    """What pickle keeps of a thing that lives in one process: in that process it comes back as itself."""
+def pickle_by_reference(thing: object) -> tuple[Any, ...]:
+    """Pickle an object by name: in this process it comes back as itself."""
     name = next((known for known, each in _pickled.items() if each is thing), uuid4().hex)
     _pickled[name] = thing
     return _itself, (name,)

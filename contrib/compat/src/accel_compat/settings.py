@@ -1,162 +1,112 @@
-"""What `accelerate launch` knows: its flags and its YAML file, as one flat table of settings."""
+"""The settings of `accelerate launch`: `settings.csv` as a table.
+
+A row says the flag or key of a config file, its kind and default, the variable that workers read, the path
+in accel-core's config, and why a setting has no meaning here. `unset` is what the config class of the worker
+takes where neither an argument nor the variable gives a value.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import os
+from ast import literal_eval
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from attrs import frozen
 
-from accel_compat.flags import DEEPSPEED, LAUNCHING, SWITCHES, given, launch_parser
-from accel_core import ConfigError
+from accel_compat.environment.variables import str_to_bool
 
-__all__ = ["DROPPED", "Asked", "asked_by", "parse", "parser", "read_file"]
-
-PREFIXES: Final[Mapping[str, str]] = {
-    "fsdp_": "FSDP_",
-    "dynamo_": "ACCELERATE_DYNAMO_",
-    "megatron_lm_": "MEGATRON_LM_",
-    "parallelism_config_": "PARALLELISM_CONFIG_",
+PREFIXES: Final = {
+    "fsdp_": ("FSDP_", "fsdp"),
+    "dynamo_": ("ACCELERATE_DYNAMO_", "compile"),
+    "megatron_lm_": ("MEGATRON_LM_", "megatron"),
+    "parallelism_config_": ("PARALLELISM_CONFIG_", "fsdp"),
 }
-"""Start of a setting -> start of the variable that its plugin reads."""
-
-_OURS: Final = "the launcher of accel-core starts the workers itself"
-_TPU: Final = "accel-xla starts on a TPU host by `accel launch --device xla`; a pod's hosts each call it"
-_CLOUD: Final = "jobs are not sent to a cloud; call the launcher inside the job"
-_MPI: Final = "start the script by mpirun itself: its variables are understood"
-_FP8: Final = "fp8 comes in a later package"
-_WITHOUT: Final[Mapping[str, str]] = {
-    _OURS: "same_network role rdzv_backend rdzv_conf monitor_interval deepspeed_hostfile"
-    " deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher",
-    _TPU: "tpu tpu_use_cluster tpu_use_sudo tpu_env tpu_name tpu_zone tpu_vm vm env commands command_file",
-    _CLOUD: "compute_environment aws_access_key_id aws_secret_access_key ec2_instance_type iam_role_name"
-    " image_uri profile region base_job_name pytorch_version py_version transformers_version"
-    " sagemaker_inputs_file sagemaker_metrics_file additional_args",
-    _MPI: "mpirun_hostfile mpirun_ccl",
-    _FP8: "fp8_backend fp8_margin fp8_interval fp8_format fp8_fp8_format fp8_amax_history_len"
-    " fp8_amax_compute_algo fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather"
-    " fp8_pad_inner_dim fp8_use_autocast_during_eval",
-    "the visible devices are used": "multi_gpu",
-    "the output of all workers is shown": "tee",
-    "redirect the output of `accel launch`": "log_dir",
-    "a script is run, not imported": "main_training_function",
-    "choose mixed_precision": "downcast_bf16",
-    "one traceback is shown in any case": "quiet",
-}
-DROPPED: Final[Mapping[str, str]] = {name: why for why, names in _WITHOUT.items() for name in names.split()}
-"""Setting that nothing here needs -> why."""
-SECTIONS: Final = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config", "mpirun_config")
-WITH_PREFIX: Final[Mapping[str, str]] = {"parallelism_config": "parallelism_config_", "fp8_config": "fp8_"}
-STRATEGIES: Final[Mapping[str, str]] = {
-    "FSDP": "use_fsdp",
-    "DEEPSPEED": "use_deepspeed",
-    "MEGATRON_LM": "use_megatron_lm",
-    "TPU": "tpu",
-    "XLA": "tpu",
-}
-_DEVICES: Final = ("CPU", "GPU", "NPU", "XPU", "HPU", "MLU", "MUSA", "SDAA", "NEURON")
-NO_STRATEGY: Final = ("NO", *(f"MULTI_{device}" for device in _DEVICES))
+"""Start of a setting -> start of its variable, and its section; older releases have settings without rows."""
+MEGATRON: Final = "megatron_lm_"
+STRATEGIES: Final = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
+"""Switch -> the strategy that it chooses, whose section has the same name."""
 
 
 @frozen
-class Asked:
-    """settings: flags over file. target: the script, or with `module` a module, and its arguments."""
+class Setting:
+    """A row of the table."""
 
-    settings: Mapping[str, Any]
-    target: Sequence[str]
-    module: bool
-    file: str | None
-    dropped: Mapping[str, str]
-    """Setting that was given and has no meaning here -> why."""
+    name: str
+    kind: str
+    """switch, str, int, float or list (a str with commas)."""
+    default: Any = None
+    unset: Any = None
+    variable: str = ""
+    path: str = ""
+    help: str = ""
+    reason: str = ""
+    """Why the setting has no meaning here."""
 
+    @property
+    def section(self) -> str:
+        """The first part of the path."""
+        return self.path.partition(".")[0]
 
-def parser() -> argparse.ArgumentParser:
-    """The flags of `accelerate launch`."""
-    return launch_parser(DROPPED)
+    @property
+    def native_name(self) -> str | None:
+        """megatron-core's own name of an option that only goes through MegatronLMPlugin."""
+        start, _, name = self.path.rpartition(".")
+        return name if start == "megatron.other_megatron_args" else None
 
+    def read_variable(self) -> Any:
+        """Read the variable, as a value of the kind of `unset`."""
+        text = os.environ.get(self.variable)
+        if text is None or text == self.unset:
+            return self.unset
+        if isinstance(self.unset, bool) or self.kind == "switch":
+            return str_to_bool(text) == 1
+        kind = type(self.unset).__name__ if isinstance(self.unset, (int, float)) else self.kind
+        return {"int": int, "float": float}.get(kind, str)(text)
 
-def parse(words: Sequence[str], default_file: Path | None) -> Asked:
-    """Read `accelerate launch`'s command line and the YAML file it names, else the default one if there is.
-
-    Raises:
-        ConfigError: the file is missing, or has unknown keys.
-        SystemExit: argparse's, for unknown flags.
-    """
-    return asked_by(parser().parse_args(words), default_file)
-
-
-def asked_by(read: argparse.Namespace, default_file: Path | None) -> Asked:
-    """What a parsed command line asks for."""
-    flags = given(read)
-    file = flags.pop("config_file", None)
-    target = [flags.pop("training_script"), *flags.pop("training_script_args", ())]
-    module = bool(flags.pop("module", False))
-    if file is None and default_file is not None and default_file.is_file():
-        file = str(default_file)
-    settings = {**(read_file(file) if file else {}), **flags}
-    dropped = {name: DROPPED[name] for name in settings if name in DROPPED}
-    kept = {name: value for name, value in settings.items() if name not in DROPPED}
-    return Asked(kept, target, module, file, dropped)
-
-
-def read_file(file: str) -> dict[str, Any]:
-    """The settings of a YAML or JSON file that `accelerate config` wrote, of any version.
-
-    Raises:
-        ConfigError: it is missing, no mapping, or has keys that no version had.
-    """
-    import yaml
-
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"there is no config file {file}\nname one that `accelerate config` wrote")
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{file}: expected keys and values, found {type(found).__name__}\nname another file"
-        )
-    settings = dict(_flat(found))
-    unknown = sorted(name for name in settings if not _known(name))
-    if unknown:
-        raise ConfigError(
-            f"{file}: no version of Accelerate has {', '.join(unknown)}\ncorrect the names, or take them out"
-        )
-    return _meant(settings)
+    def is_off(self, value: Any) -> bool:
+        """Tell whether the value is megatron-core's default, so that it is not passed on."""
+        return value is False and self.native_name not in (None, "attention_softmax_in_fp32")
 
 
-def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in found.items():
-        if value is None:
-            continue
-        if isinstance(value, dict) and (key in SECTIONS or key in WITH_PREFIX):
-            prefix = WITH_PREFIX.get(key, "")
-            for name, inner in value.items():
-                if inner is not None:
-                    yield (name if name.startswith(prefix) else f"{prefix}{name}"), inner
-        elif key == "mpirun_config" or (value in ({}, []) and not isinstance(value, bool)):
-            continue
-        else:
-            yield key, value
+@cache
+def settings() -> Mapping[str, Setting]:
+    """All rows by name, in the order of the flags."""
+    with Path(__file__).with_name("settings.csv").open(encoding="utf-8") as file:
+        _, *rows = csv.reader(file)
+    read = (Setting(*row[:2], *(literal_eval(each or "None") for each in row[2:4]), *row[4:]) for row in rows)
+    return {setting.name: setting for setting in read}
 
 
-def _known(name: str) -> bool:
-    always = ("distributed_type", "use_cpu", "config_file", *SWITCHES, *LAUNCHING, *DEEPSPEED, *DROPPED)
-    return name in always or any(name.startswith(prefix) for prefix in PREFIXES)
+def fill_from_variables(config: Any, section: str, *names: str) -> None:
+    """Fill the fields that are None from their variables."""
+    rows = {setting.path: setting for setting in settings().values()}
+    for name in names:
+        if getattr(config, name) is None:
+            setattr(config, name, rows[f"{section}.{name}"].read_variable())
 
 
-def _meant(settings: dict[str, Any]) -> dict[str, Any]:
-    """`distributed_type` and `use_cpu` as the flags that say the same."""
-    kind = str(settings.pop("distributed_type", "NO")).upper()
-    if kind in ("FALSE", "NONE"):  # what YAML makes of a bare NO
-        kind = "NO"
-    if kind in STRATEGIES:
-        settings[STRATEGIES[kind]] = True
-    elif kind not in NO_STRATEGY:
-        known = ", ".join((*NO_STRATEGY, *STRATEGIES))
-        raise ConfigError(f"distributed_type {kind} is none of {known}\nchoose one of these")
-    if settings.pop("use_cpu", False):
-        settings["cpu"] = True
-    bare = [name for name in ("mixed_precision", "dynamo_backend") if settings.get(name) is False]
-    return {**settings, **dict.fromkeys(bare, "no")}
+def find_setting(name: str) -> Setting | None:
+    """The setting's row, or for a setting of older releases one by the start of its name."""
+    if name in settings():
+        return settings()[name]
+    for start, (variable, section) in PREFIXES.items():
+        if name.startswith(start):
+            rest = name.removeprefix(start)
+            path = "" if section == "compile" else f"{section}.{rest}"
+            return Setting(name, "str", variable=variable + rest.upper(), path=path)
+    return None
+
+
+def ignored_settings() -> Mapping[str, str]:
+    """Setting that has no meaning here -> why."""
+    return {name: setting.reason for name, setting in settings().items() if setting.reason}
+
+
+def defaults(*starts: str) -> dict[str, Any]:
+    """The defaults of the settings whose names start so."""
+    found = {name: setting.default for name, setting in settings().items() if name.startswith(starts)}
+    return {name: default for name, default in found.items() if default is not None}

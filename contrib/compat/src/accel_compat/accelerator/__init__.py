@@ -1,0 +1,1 @@
+"""Accelerator, and the optimizers and schedulers that its `prepare` returns."""

@@ -1,0 +1,185 @@
+"""Accelerate's constructor arguments and variables, translated to accel-core's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import define
+
+from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
+from accel_compat.configs.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
+from accel_compat.environment.variables import parse_flag_from_env
+from accel_compat.notices import warn_once
+from accel_compat.runs import kind_of
+from accel_compat.trackers.registry import resolve_trackers
+from accel_compat.unsupported import NotServedError
+
+STATE_PLUGINS: Final = (
+    "dynamo_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+)
+HANDLERS: Final[Mapping[str, str]] = {
+    "AutocastKwargs": "autocast_handler",
+    "DistributedDataParallelKwargs": "ddp_handler",
+    "GradScalerKwargs": "scaler_handler",
+    "InitProcessGroupKwargs": "init_handler",
+    "ProfileKwargs": "profile_handler",
+    "AORecipeKwargs": "ao_recipe_handler",
+    "TERecipeKwargs": "te_recipe_handler",
+    "MSAMPRecipeKwargs": "msamp_recipe_handler",
+    "FP8RecipeKwargs": "fp8_recipe_handler",
+}
+"""Class of a kwargs handler -> the attribute under which an Accelerator keeps it."""
+STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
+
+
+UNSAID: Final = {
+    "device_placement": True,
+    "step_scheduler_with_optimizer": True,
+    "split_batches": False,
+    "cpu": False,
+    "gradient_accumulation_steps": 1,
+}
+
+
+@define
+class Asked:
+    """Translated arguments."""
+
+    core: dict[str, Any]
+    kept: dict[str, Any]
+    accumulation: Any
+    deepspeed: Any
+
+    def spoken(self) -> dict[str, Any]:
+        """Leave out arguments that have Accelerate's defaults, so that a file wins over them."""
+        return {name: value for name, value in self.core.items() if value != UNSAID.get(name)}
+
+
+def read(given: dict[str, Any]) -> Asked:
+    """Translate the arguments, as Accelerate 1.15 would read them.
+
+    Raises:
+        ValueError: they contradict each other, as there.
+        NotServedError: what only a later package can do was asked for.
+    """
+    kept: dict[str, Any] = dict.fromkeys(HANDLERS.values()) | _handlers(given["kwargs_handlers"])
+    accumulation = _accumulation(given)
+    dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
+    compiled = given["dynamo_plugin"] or given["dynamo_backend"]
+    chosen = chosen_strategies(given)
+    if accumulation is not None:
+        use_run_accumulation(chosen.deepspeed, accumulation.num_steps)
+    kept |= {name: given[name] for name in STATE_PLUGINS}
+    kept |= {
+        "dynamo_plugin": dynamo,
+        "fsdp_plugin": chosen.fsdp,
+        "megatron_lm_plugin": chosen.megatron,
+        "has_lomo_optimizer": False,
+        "fp8_enabled": False,
+        "delayed_fp8_autocast": False,
+        "has_fp8_handler": any(kept[name] for name in HANDLERS.values() if "recipe" in name),
+    }
+    alike = {name: given[name] for name in ("device_placement", "step_scheduler_with_optimizer")}
+    kept |= {**alike, **{name: given[name] for name in ("dataloader_config", "rng_types")}}
+    core = {**alike, "project_dir": given["project_dir"]}
+    core |= {
+        "split_batches": bool(given["split_batches"]),
+        "mixed_precision": _precision(given["mixed_precision"]),
+        "cpu": given["cpu"],
+        "dataloader_config": _ours(given["dataloader_config"]),
+        "rng_types": None if given["rng_types"] is None else [str(kind) for kind in given["rng_types"]],
+        "log_with": _trackers(given),
+        "project_config": _ours(given["project_config"]),
+        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_plugin": _ours(accumulation),
+        "dynamo_plugin": _ours(dynamo) if compiled else None,
+        "kwargs_handlers": [_ours(handler) for handler in chosen.usable(given["kwargs_handlers"])],
+        **chosen.core(),
+    }
+    core["presets"] = {**core.get("presets", {}), **_variables(None if compiled else dynamo)}
+    return Asked(core, kept, accumulation, chosen.deepspeed)
+
+
+def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
+    """Read Accelerate's variables; a file, a flag or an argument wins over them."""
+    read = os.environ.get
+    compiled = {
+        f"compile.{name}": (value, f"variable ACCELERATE_DYNAMO_{name.upper()}")
+        for name, value in ({} if dynamo is None else dynamo.translation()).items()
+    }
+    named: dict[str, tuple[str, Any]] = {
+        "mixed_precision": ("ACCELERATE_MIXED_PRECISION", _precision(read("ACCELERATE_MIXED_PRECISION"))),
+        "gradient_accumulation_steps": (STEPS, int(read(STEPS, 0)) or None),
+        "device": ("ACCELERATE_TORCH_DEVICE", kind_of(read("ACCELERATE_TORCH_DEVICE", "")) or None),
+    }
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        named["device"] = ("ACCELERATE_USE_CPU", "cpu")
+    given = {path: (value, f"variable {name}") for path, (name, value) in named.items() if value is not None}
+    return {**compiled, **given}
+
+
+def _ours(thing: Any) -> Any:
+    return None if thing is None else thing.to_ours()
+
+
+def _precision(asked: Any) -> str | None:
+    if asked is None:
+        return None
+    word = str(getattr(asked, "value", asked)).lower()
+    if word not in PRECISIONS:
+        raise ValueError(f"Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
+    if word == "fp8":
+        raise NotServedError(
+            'mixed_precision="fp8": fp8 comes in a later package of accel-core\ntake "bf16" meanwhile'
+        )
+    return word
+
+
+def _accumulation(given: Mapping[str, Any]) -> Any:
+    """Read how gradients accumulate; the variable wins over the argument, as in Accelerate."""
+    plugin, steps = given["gradient_accumulation_plugin"], given["gradient_accumulation_steps"]
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`."
+                " Please only pass in the created `GradientAccumulationPlugin` object."
+            )
+        return plugin
+    if steps == 1:
+        return None
+    found = int(os.environ.get(STEPS, steps))
+    if found != steps:
+        warn_once(f"gradient_accumulation_steps is {steps} in the program, {found} by {STEPS}; that counts")
+    return GradientAccumulationPlugin(num_steps=found)
+
+
+def _handlers(handlers: Any) -> dict[str, Any]:
+    """The attributes under which the handlers are kept."""
+    kept: dict[str, Any] = {}
+    for handler in handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise ValueError(
+                f"Unsupported kwargs handler passed: {handler}, must be one that inherits `KwargsHandler`."
+            )
+        name = HANDLERS.get(type(handler).__name__)
+        if name is None:
+            raise ValueError(f"Unsupported kwargs handler passed: {type(handler).__name__}")
+        if name in kept:
+            raise ValueError(f"You can only pass one `{type(handler).__name__}` in `kwargs_handlers`.")
+        kept[name] = handler
+    return kept
+
+
+def _trackers(given: Mapping[str, Any]) -> Any:
+    asked, config = given["log_with"], given["project_config"]
+    if asked is None:
+        return None
+    several = asked if isinstance(asked, (list, tuple)) else [asked]
+    return list(resolve_trackers(several, getattr(config, "logging_dir", None) or given["project_dir"]))

@@ -1,0 +1,280 @@
+"""`save_state` and `load_state` by Accelerate's rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch.utils.hooks import RemovableHandle
+
+from accel_compat.accelerator import rank_files as _rank_states
+from accel_compat.accelerator.ranks import Ranks
+from accel_compat.configs.enums import DistributedType
+from accel_compat.configs.handlers import ProjectConfiguration
+from accel_compat.notices import warn_once
+from accel_compat.state.output import get_logger
+from accel_compat.unsupported import NotServedError
+from accel_core import CheckpointError
+
+_logger = get_logger("accelerate.accelerator")
+_PATIENCE_SECONDS = 600.0
+
+Hooks = OrderedDict[int, Callable[..., None]]
+
+
+_SAVED_THERE = (
+    "{0} was saved by Accelerate itself, in its own files\n"
+    "bring it over with accel-interchange: accel checkpoint import --format accelerate {0} NEW --like FRESH,"
+    " where FRESH is what this program saves before it trains"
+)
+
+
+class NoStateError(CheckpointError, ValueError):
+    """There is nothing to load, as Accelerate says it by a ValueError."""
+
+
+class States(Ranks):
+    """An Accelerator's checkpoints."""
+
+    step: int
+    _count: int
+    _models: list[Any]
+    _apart: list[Any]
+    """Models that were taken out of `_models`."""
+    _project: ProjectConfiguration
+    _save_model_state_pre_hook: Hooks
+    _load_model_state_pre_hook: Hooks
+    _divided: ClassVar[frozenset[DistributedType]] = frozenset(
+        {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
+    )
+    """Strategies whose ranks hold parts, so that they save together."""
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before a state is written.
+
+        What it takes out of `weights` is not written; what it writes into `output_dir` is kept there.
+        """
+        return _registered(self._save_model_state_pre_hook, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, input_dir)` before a load; models that it removes are not loaded."""
+        return _registered(self._load_model_state_pre_hook, hook)
+
+    @property  # type: ignore[override]  # core's is frozen
+    def project_configuration(self) -> ProjectConfiguration:
+        """The run's folders. Settable, and so are its fields."""
+        return self._project
+
+    @project_configuration.setter
+    def project_configuration(self, value: ProjectConfiguration) -> None:
+        self._project = value
+
+    @property
+    def project_dir(self) -> str | None:
+        """The project's folder."""
+        folder: str | None = self.project_configuration.project_dir
+        return folder
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of logs."""
+        folder: str | None = self.project_configuration.logging_dir
+        return folder
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next saved state."""
+        return int(self.project_configuration.iteration)
+
+    def save_state(  # type: ignore[override]
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write everything that training needs to go on.
+
+        Where each rank holds the whole state, the main process writes it, whether others call or not, and
+        each rank that calls adds its random numbers. Else all ranks must call.
+        """
+        options = _taken(save_model_func_kwargs, ("step", "wait"))
+        if not safe_serialization or save_model_func_kwargs:
+            warn_once(
+                "save_state: weights are always written by safetensors; other arguments mean nothing here"
+            )
+        self._tell_the_run()
+        target = self._target(output_dir)
+        _logger.info("Saving current state to %s", target)
+        with self._hooked(target) as made:
+            target = self._write(target, {"step": self.step, **options})
+            if made is not None and any(path != made for path in made.parent.rglob("*")):
+                self.wait_for_checkpoint()
+                self._deliver(made, target)
+        self.project_configuration.iteration = self.run.iteration
+        return str(target)
+
+    def _write(self, target: Path, options: Mapping[str, Any]) -> Path:
+        numbered = self.project_configuration.automatic_checkpoint_naming
+        alone = self._saves_alone()
+        if self.is_main_process or not alone:
+            target = super().save_state(None if numbered else target, alone=alone, **options)
+        else:
+            self.run.iteration += 1
+        if alone:
+            _rank_states.write(self.run, target)
+        _logger.info("All states saved in %s", target)
+        return target
+
+    def _saves_alone(self) -> bool:
+        """Tell whether each rank holds the whole state, so that the main process can write alone."""
+        config = self.run.config
+        return (
+            self.run.world.size > 1
+            and self.distributed_type not in self._divided
+            and self.run.mesh is None
+            and all(unit.mesh is None for unit in self.run.units)
+            and not config.project.save_on_each_node
+            and not config.data.use_stateful_dataloader
+        )
+
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        project = self.project_configuration
+        if project.automatic_checkpoint_naming:  # then a folder that is given means nothing, as there
+            return Path(project.project_dir or ".", "checkpoints", f"checkpoint_{project.iteration}")
+        if output_dir is None:
+            raise NoStateError(
+                "No output_dir provided and automatic checkpoint naming is disabled.\n"
+                "call accelerator.save_state('path/of/the/checkpoint')"
+            )
+        return Path(output_dir).expanduser()
+
+    def _tell_the_run(self) -> None:
+        """Hand on what the program has assigned to `project_configuration`, or to its fields."""
+        project, run = self.project_configuration, self.run
+        run.reconfigure(project=project.to_ours())
+        run.iteration = project.iteration
+
+    # -- hooks -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _hooked(self, target: Path) -> Iterator[Path | None]:
+        """Run save hooks; give their folder, and leave out the models whose weights they took."""
+        if not self._save_model_state_pre_hook:
+            yield None
+            return
+        models = [] if self.distributed_type in self._divided else list(self._models)
+        weights = [model.state_dict() for model in models]
+        known = [(each, list(each.items())) for each in weights]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.hooks-", dir=target.parent) as folder:
+            made = Path(folder, target.name)
+            made.mkdir()
+            for hook in self._save_model_state_pre_hook.values():
+                hook(self._models, weights, str(made))
+            _refuse_changed(known, weights)
+            taken = [
+                model
+                for model, (given, _) in zip(models, known, strict=True)
+                if not any(given is left for left in weights)
+            ]
+            self.run.keep_apart([*self._apart, *taken])
+            try:
+                yield made
+            finally:
+                self.run.keep_apart(self._apart)
+
+    def _deliver(self, made: Path, target: Path) -> None:
+        """Move what hooks wrote on this rank into the checkpoint, once it has its name."""
+        if self._saves_alone() and not self.is_main_process:
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+            while not _rank_states.same_moment(self.run, target, 0):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"save_state: a hook wrote files on rank {self.process_index}, and the main process"
+                        f" has not saved {target}\ncall save_state on the main process too"
+                    )
+                time.sleep(0.05)
+        for folder, place in ((made, target), (made.parent, target.parent)):  # a hook may write beside it
+            for each in folder.iterdir():
+                if each == made:
+                    continue
+                if (place / each.name).is_dir() and each.is_dir():
+                    shutil.copytree(each, place / each.name, dirs_exist_ok=True)
+                else:
+                    os.replace(each, place / each.name)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Restore it. Collective."""
+        options = _taken(load_model_func_kwargs, ("strict",))
+        if load_kwargs or load_model_func_kwargs:
+            warn_once("load_state: arguments for torch.load mean nothing here; no pickle is read")
+        self._tell_the_run()
+        project = self.project_configuration
+        if input_dir is None and not project.automatic_checkpoint_naming:
+            raise NoStateError("No input_dir provided and automatic checkpoint naming is disabled.")
+        self.wait_for_everyone()  # the main process may still be writing it
+        if input_dir is None and self._load_model_state_pre_hook:
+            input_dir = _newest(Path(project.project_dir or ".", "checkpoints"))
+        _logger.info("Loading states from %s", input_dir)
+        models = [] if self.distributed_type in self._divided else list(self._models)
+        for hook in self._load_model_state_pre_hook.values():
+            hook(models, str(input_dir))
+        if self.distributed_type not in self._divided:
+            taken = [model for model in self._models if not any(model is each for each in models)]
+            self.run.keep_apart([*self._apart, *taken])
+        try:
+            with _rank_states.told_here(self._saves_alone()):
+                loaded = Path(str(super().load_state(input_dir, **options)))
+        except CheckpointError as error:
+            if input_dir is not None and (folder := Path(input_dir).expanduser()).is_dir():
+                if not (folder / "manifest.json").exists() and any(folder.glob("random_states_*.pkl")):
+                    raise NoStateError(_SAVED_THERE.format(folder), path=str(folder)) from error
+                raise
+            text = f"Tried to find {input_dir} but folder does not exist\n{error}"
+            raise NoStateError(text, path=str(input_dir)) from error
+        finally:
+            self.run.keep_apart(self._apart)
+        self._count = int(json.loads((loaded / "manifest.json").read_text())["step"] or 0)
+        project.iteration = self.run.iteration
+        if self._saves_alone():
+            _rank_states.read(self.run, loaded)
+        _logger.info("All states loaded from %s", loaded)
+
+
+def _refuse_changed(known: Sequence[tuple[Any, Any]], weights: Sequence[Any]) -> None:
+    for left in weights:
+        before = next((items for given, items in known if given is left), None)
+        same = before is not None and len(before) == len(left)
+        if not same or any(left.get(name) is not tensor for name, tensor in before or ()):
+            raise NotServedError(
+                "a save hook changed weights: the state of the prepared models is written as it is\n"
+                "take the weights out of the list (weights.pop()), and write others into output_dir"
+            )
+
+
+def _newest(folder: Path) -> str | None:
+    numbered = [each for each in folder.glob("checkpoint_*") if each.name.rpartition("_")[2].isdigit()]
+    return str(max(numbered, key=lambda each: int(each.name.rpartition("_")[2]), default="")) or None
+
+
+def _taken(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: given.pop(name) for name in names if name in given}
+
+
+def _registered(table: Hooks, hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(table)
+    table[handle.id] = hook
+    return handle

@@ -1,0 +1,227 @@
+"""`prepare` by Accelerate's rules: objects that core refuses come back with a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+import accel_core
+from accel_compat.accelerator import deepspeed_engine as _engine
+from accel_compat.accelerator.prepared import AcceleratedOptimizer, AcceleratedScheduler
+from accel_compat.loaders.prepared import wrap_loader
+from accel_compat.loaders.sharing import skip_first_batches
+from accel_compat.modeling.wrappers import extract_model_from_parallel
+from accel_compat.notices import warn_once
+from accel_compat.unsupported import NotServedError
+from accel_core import PreparedLoader, PreparedOptimizer, PreparedScheduler
+
+
+class Preparing(accel_core.Accelerator):
+    """Mixin of Accelerator: `prepare`."""
+
+    state: Any
+    gradient_state: Any
+    _count: int
+    _loose: list[AcceleratedOptimizer]
+    """Optimizers whose model is not prepared (yet)."""
+    _stepping: list[AcceleratedScheduler]
+
+    def prepare(
+        self,
+        *args: Any,
+        device_placement: Sequence[bool | None] | None = None,
+        strategy: str | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Prepare what can be prepared; anything else comes back as it is."""
+        self._apply_settings()
+        if getattr(self.state, "megatron_lm_plugin", None) is not None:
+            from accel_compat.accelerator.megatron import for_megatron
+
+            args = tuple(for_megatron(self, args))
+        places: Sequence[bool | None] = device_placement or [None] * len(args)
+        results: list[Any] = [self._aside(thing, args) for thing in args]
+        ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]
+        adopted = self._adopted([args[number] for number in ours])
+        if ours:
+            before = list(self.run.units)
+            usual = self.run.config.device_placement
+            placed = [usual if (place := places[number]) is None else place for number in ours]
+            prepared = super().prepare(
+                *(args[number] for number in ours),
+                *(each.optimizer for each in adopted),
+                device_placement=[*placed, *(True for _ in adopted)],
+                strategy=strategy or self._selected(),
+                name=name,
+            )
+            made = prepared if len(ours) + len(adopted) > 1 else (prepared,)
+            for number, thing in zip(ours, made, strict=False):
+                results[number] = self._dressed(thing)
+            for proxy, made_now in zip(adopted, made[len(ours) :], strict=True):
+                self._settle(proxy, made_now)
+            if self.state.deepspeed_plugin is not None:
+                new = [unit for unit in self.run.units if unit not in before]
+                _engine.fill(self.state.deepspeed_plugin, new)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _apply_settings(self) -> None:
+        """Hand on the settings that were changed."""
+
+    def _aside(self, thing: Any, args: Sequence[Any]) -> Any:
+        """Give the result for an object that core does not prepare, else None."""
+        if thing is None:
+            return None
+        if isinstance(thing, (AcceleratedOptimizer, AcceleratedScheduler)):
+            return thing
+        if self.run.hooks.kind_of(thing) is None:
+            warn_once(f"prepare: a {type(thing).__name__} is nothing to prepare; it comes back as it is")
+            return thing
+        if isinstance(thing, torch.optim.Optimizer) and self._is_loose(thing, args):
+            return self._handed_out(thing)
+        optimizer = getattr(thing, "optimizer", None)
+        loose = next((each for each in self._loose if each.optimizer is optimizer), None)
+        if loose is not None and not isinstance(thing, torch.nn.Module):
+            return self._scheduled(thing, [loose], self.run.config.step_scheduler_with_optimizer)
+        return None
+
+    def _is_loose(self, optimizer: Any, args: Iterable[Any]) -> bool:
+        """Tell whether no prepared model, and none among these, has its parameters."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return False
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        models = (thing for thing in args if isinstance(thing, torch.nn.Module))
+        return self.run.parameters.units_of(mine) == {None} and not any(
+            parameter in mine for model in models for parameter in model.parameters()
+        )
+
+    def _handed_out(self, optimizer: Any) -> AcceleratedOptimizer:
+        warn_once(
+            f"prepare: no prepared model has the parameters of the {type(optimizer).__name__}; their"
+            " gradients are not reduced. Prepare an optimizer with its model"
+        )
+        proxy: AcceleratedOptimizer = _marked(AcceleratedOptimizer(optimizer))
+        proxy.__dict__["run"] = self.run
+        self._loose.append(proxy)
+        self.run.registered.append(proxy)
+        return proxy
+
+    def _adopted(self, things: Iterable[Any]) -> list[AcceleratedOptimizer]:
+        """Optimizers that were prepared before the models, which come now."""
+        models = [thing for thing in things if isinstance(thing, torch.nn.Module)]
+        coming = {parameter for model in models for parameter in model.parameters()}
+        return [
+            proxy
+            for proxy in self._loose
+            if any(p in coming for group in proxy.param_groups for p in group["params"])
+        ]
+
+    def _settle(self, proxy: AcceleratedOptimizer, made: PreparedOptimizer) -> None:
+        """Let the proxy that the program holds be the one that the run knows."""
+        proxy.__class__ = AcceleratedOptimizer
+        proxy.optimizer, proxy.unit = made.optimizer, made.unit
+        known = self.run.optimizers
+        known[:] = [(given, proxy if each is made else each) for given, each in known]
+        self._loose = [each for each in self._loose if each is not proxy]
+        self.run.registered[:] = [each for each in self.run.registered if each is not proxy]
+
+    def _dressed(self, thing: Any) -> Any:
+        if isinstance(thing, PreparedOptimizer):
+            if not isinstance(thing, AcceleratedOptimizer):  # the run knows this very object
+                thing.__class__ = AcceleratedOptimizer
+                thing.__dict__.update(scaler=thing.unit.scaler, device_placement=True)
+        elif isinstance(thing, PreparedScheduler):
+            return self._scheduled(thing.scheduler, thing._optimizers, thing._follows)
+        elif isinstance(thing, PreparedLoader):
+            thing = wrap_loader(thing)
+        return None if thing is None else _marked(thing)
+
+    def _scheduled(self, scheduler: Any, optimizers: Sequence[Any], follows: bool) -> AcceleratedScheduler:
+        split = self.run.config.data.split_batches
+        made: AcceleratedScheduler = _marked(AcceleratedScheduler(scheduler, optimizers, follows, split))
+        made.__dict__["gradient_state"] = self.gradient_state
+        self._stepping.append(made)
+        return made
+
+    def _selected(self) -> str | None:
+        """The name of the selected DeepSpeedPlugin, where there are several."""
+        plugins = self.state.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            return None
+        return next((name for name, plugin in plugins.items() if plugin.selected), None)
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The engine of the first model that DeepSpeed trains, as `.engine`; None before."""
+        return None if self.state.deepspeed_plugin is None else _engine.wrapped(self.run.units)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The dataloader without its first batches, in each epoch."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # -- one by one ------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """`prepare` for one model; in evaluation mode it is placed, not wrapped for training."""
+        few_bits = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        if few_bits and devices & {"cpu", "disk"}:
+            raise ValueError(
+                "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk"
+                " offload.\nload it without a device_map that names cpu or disk"
+            )
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """`prepare` for one dataloader."""
+        if slice_fn_for_dispatch is not None:
+            raise NotServedError(
+                "slice_fn_for_dispatch: batches that rank 0 reads for all are sliced along dim 0 here\n"
+                "let collate_fn build batches that can be, or set dispatch_batches=False"
+            )
+        return super().prepare_data_loader(data_loader, device_placement)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """`prepare` for one optimizer."""
+        return super().prepare_optimizer(optimizer)
+
+    def unwrap_model(
+        self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's own model without its wrappers."""
+        if self.run.unit_of_model(model) is None:
+            return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all prepared objects and give device memory back; as many None as arguments."""
+        self._loose.clear()
+        self._stepping.clear()
+        self._count = 0
+        return super().free_memory(*objects)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state."""
+        wrong = [
+            f"- Item at index {number}, `{thing}`"
+            for number, thing in enumerate(objects)
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"))
+        ]
+        if wrong:
+            raise ValueError(
+                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The"
+                " following inputs are invalid:\n" + "\n".join(wrong)
+            )
+        super().register_for_checkpointing(*objects)
+
+
+def _marked(thing: Any) -> Any:
+    thing._is_accelerate_prepared = True
+    return thing

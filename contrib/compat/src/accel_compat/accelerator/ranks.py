@@ -1,0 +1,75 @@
+"""The process's place in the world, in Accelerate's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from accel_compat.accelerator.tracking import Tracking
+from accel_compat.configs.enums import DistributedType
+from accel_compat.state.states import PartialState, distributed_type
+
+_MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
+
+
+def _rank_along(dim: str) -> Any:
+    def get(self: Ranks) -> int:
+        return 0 if self.run.mesh is None else self.run.mesh.index(dim)
+
+    return property(get, doc=f"This process's rank along the mesh's dimension {dim}.")
+
+
+class Ranks(Tracking):
+    """An Accelerator's place in the world, and what runs on some processes only."""
+
+    state: Any
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """A member of the closed enum."""
+        return distributed_type(self.run)
+
+    @property
+    def num_processes(self) -> int:
+        """The state's count; the run's after both states were reset, as TrainingArguments does."""
+        return int(self.state.num_processes) if PartialState._shared_state else self.run.world.size
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate: run on the process of that rank only; in a process that is alone always."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return self._only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate: run on the process of that local rank only; in a process that is alone always."""
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    def _only(self, function: Callable[..., Any], here: Callable[[], bool]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if here() or not self.use_distributed else None
+
+        return run
+
+    @property
+    def multi_device(self) -> bool:
+        """True if several processes have a device each, without a named strategy."""
+        return self.use_distributed and self.distributed_type in _MULTI
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """torch's mesh of the run, if it has one."""
+        return None if self.run.mesh is None else self.run.mesh.device_mesh
+
+    tensor_parallel_rank = _rank_along("tp")
+    pipeline_parallel_rank = _rank_along("pp")
+    context_parallel_rank = _rank_along("cp")
+    data_parallel_rank = _rank_along("dp_replicate")
+    data_parallel_shard_rank = _rank_along("dp_shard")

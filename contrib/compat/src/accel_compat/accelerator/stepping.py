@@ -1,0 +1,164 @@
+"""Windows, clipping and metrics, by Accelerate's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accel_compat.accelerator.assigned import Assignable
+from accel_compat.notices import warn_once
+from accel_compat.state.operations import all_tensors, recursively_apply
+from accel_compat.unsupported import NotServedError
+from accel_core import AccelError, ops
+
+_EMPTY = "the iterable of parameters is empty (a generator that was used up?); nothing is clipped"
+
+
+class Stepping(Assignable):
+    """An Accelerator's step, and what is gathered from one."""
+
+    @property
+    def step(self) -> int:
+        """Micro-batches that `accumulate` has counted since its loader began. Settable."""
+        return self._count
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._count = count
+        for window in (self.run.window, *(unit.window for unit in self.run.units)):
+            inside = count % self.run.accumulation_steps
+            window.move_to(inside - 1)
+
+    def accumulate(self, *models: Any, items: Any = None, batch: Any = None) -> Any:
+        """One micro-batch of a window; of models that are not prepared, of those that are."""
+        state, run = self.gradient_state, self.run
+        ends = state.sync_with_dataloader and state.end_of_dataloader
+        self._count = 0 if ends else self._count + 1
+        if models not in self._accumulations:
+            given = (
+                each for model in models for each in (model if isinstance(model, (list, tuple)) else [model])
+            )
+            models = tuple(model for model in given if run.unit_of_model(model) is not None)
+        if not run.units:
+            self.step = self._count
+        return super().accumulate(*models, items=items, batch=batch)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """A context in which ranks may run out of batches at different times. On all ranks.
+
+        Models that are not prepared are left out: they wait for no other rank.
+        """
+        mine = [model for model in joinables if self.run.unit_of_model(model) is not None]
+        if len(mine) < len(joinables):
+            warn_once("join_uneven_inputs: has no effect on a model that is not prepared")
+        with super().join_uneven_inputs(mine, even_batches):
+            yield
+
+    def _do_sync(self) -> None:
+        self.step = self._count + 1
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+        """Gradients of the loss, divided by gradient_accumulation_steps, outside `accumulate` too."""
+        run = self.run
+        if kwargs:
+            if "learning_rate" in kwargs:
+                self.lomo_backward(loss, kwargs["learning_rate"])
+            kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
+        if (run.accumulation is None or not run.units) and run.accumulation_steps > 1:
+            loss = loss / run.accumulation_steps
+        super().backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Refused: LOMO optimizers are not served."""
+        raise NotServedError("lomo_backward: LOMO optimizers are not served\ntake another optimizer")
+
+    # -- clipping ----------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip all parameters to a norm; return the norm before.
+
+        Inside a window nothing is clipped, and it is the norm of what there is on this rank.
+        """
+        mine = _listed(parameters)
+        if not mine:
+            warn_once(f"clip_grad_norm_: {_EMPTY}")
+            return torch.tensor(0.0)
+        units = self.run.parameters.units_of(mine)
+        if all(unit is None or unit.window.boundary for unit in units):
+            if len(units) == 1 and None not in units:
+                return super().clip_grad_norm_(mine, max_norm, norm_type)
+            self._unscale(units, mine)
+            return torch.nn.utils.clip_grad_norm_(mine, max_norm, norm_type)
+        return torch.nn.utils.get_total_norm([each.grad for each in mine if each.grad is not None], norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp each gradient at the end of a window."""
+        mine = _listed(parameters)
+        units = self.run.parameters.units_of(mine)
+        if not mine:
+            warn_once(f"clip_grad_value_: {_EMPTY}")
+        elif len(units) == 1 and None not in units:
+            super().clip_grad_value_(mine, clip_value)
+        elif all(unit is None or unit.window.boundary for unit in units):
+            self._unscale(units, mine)
+            torch.nn.utils.clip_grad_value_(mine, clip_value)
+
+    def _unscale(self, units: Iterable[Any], parameters: list[Any]) -> None:
+        divided = self.distributed_type in self._divided or self.run.mesh is not None
+        if divided or any(unit is not None and unit.mesh is not None for unit in units):
+            names = ", ".join(sorted("no unit" if unit is None else unit.name for unit in units))
+            raise AccelError(
+                f"clipping: these {len(parameters)} parameters belong to {names}, and ranks hold parts of"
+                " them\nclip the parameters of each prepared model in a call of its own"
+            )
+        self.unscale_gradients([proxy for _, proxy in self.run.optimizers if proxy.unit in units])
+
+    # -- metrics -----------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate over all ranks. Collective."""
+        return super().gather(tensor) if self.use_distributed else tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather, and cut to the number of samples that the loader's last round has. Collective.
+
+        Objects are joined item by item; a process that is alone gets its input back.
+        """
+        as_objects = use_gather_object or not all_tensors(input_data)
+        if not self.use_distributed:
+            found = input_data
+        elif as_objects:
+            found = _joined(ops.gather_object([input_data], run=self.run))
+        else:
+            found = super().gather_for_metrics(input_data)
+        length = self._samples()
+        if length < 0:
+            return found
+        try:
+            return found[:length] if as_objects else recursively_apply(lambda each: each[:length], found)
+        except (IndexError, KeyError, TypeError):  # there is nothing in it to count, as of a number
+            return found
+
+    def _samples(self) -> int:
+        """Samples of the last round without padding, over all ranks; -1 if unknown or all."""
+        known = self.run.active_loaders[-1].remainder if self.run.active_loaders else -1
+        state = self.gradient_state
+        ended = state.end_of_dataloader and state.remainder > 0
+        return known if known >= 0 else state.remainder if ended else -1
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _joined(each: list[Any]) -> list[Any]:
+    try:
+        return [item for given in each for item in given]
+    except TypeError:  # numbers, None: one of each rank
+        return each

@@ -1,0 +1,156 @@
+"""Strategy plugins among Accelerate's arguments, translated to accel-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import evolve, fields, frozen
+
+from accel_compat.configs.deepspeed import DeepSpeedPlugin
+from accel_compat.configs.fsdp import FullyShardedDataParallelPlugin
+from accel_compat.configs.handlers import DistributedDataParallelKwargs
+from accel_compat.configs.megatron import MegatronLMPlugin
+from accel_compat.configs.parallelism import ParallelismConfig
+from accel_compat.configs.translation import load
+from accel_compat.environment.variables import parse_flag_from_env
+from accel_compat.notices import warn_once
+from accel_compat.unsupported import NotServedError
+
+_VARIABLES: Final = {
+    "strategy": "Accelerate's variables ACCELERATE_USE_…",
+    "extensions": "Accelerate's variables PARALLELISM_CONFIG_…",
+}
+
+
+@frozen
+class Chosen:
+    """Strategy plugins that were asked for; None where not."""
+
+    fsdp: FullyShardedDataParallelPlugin | None
+    deepspeed: Any
+    """A DeepSpeedPlugin, or several by name."""
+    tensors: Any
+    megatron: MegatronLMPlugin | None
+    mesh: ParallelismConfig | None
+    by_variables: bool
+    """True if variables ask for all this, and no argument does."""
+
+    def core(self) -> dict[str, Any]:
+        """The arguments of accel-core's Accelerator that say the same."""
+        plugins = [] if self.fsdp is None else [self.fsdp.to_ours()]
+        if self.mesh is not None:
+            plugins = _on(self.mesh, plugins)
+        several = isinstance(self.deepspeed, dict)
+        others = (self.tensors, self.megatron, None if several else self.deepspeed)
+        plugins += [each.to_ours() for each in others if each is not None]
+        if self.by_variables:
+            return {"presets": _presets(plugins)}
+        if not several:
+            return {"plugins": plugins}
+        named = {name: {"plugin": "deepspeed", **each.translation()} for name, each in self.deepspeed.items()}
+        return {"plugins": plugins, "strategies": named, "strategy": next(iter(named))}
+
+    def usable(self, handlers: Any) -> list[Any]:
+        """The handlers, without DDP's where another strategy was asked for."""
+        sharded = self.mesh is not None and self.mesh.dp_shard_enabled
+        if not (self.fsdp or self.deepspeed or self.megatron or sharded):
+            return list(handlers or ())
+        left = [each for each in handlers or () if isinstance(each, DistributedDataParallelKwargs)]
+        if any(each.translation() for each in left):
+            warn_once("DistributedDataParallelKwargs have no meaning under another strategy than DDP")
+        return [each for each in handlers or () if each not in left]
+
+
+def chosen_strategies(given: Mapping[str, Any]) -> Chosen:
+    """Read the arguments, and the variables that stand for them.
+
+    Raises:
+        ValueError: two arguments say the same.
+        TypeError: one is of another class than it should be.
+    """
+    names = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin", "parallelism_config")
+    by_variables = all(given[name] is None for name in (*names, "megatron_lm_plugin"))
+    megatron = given["megatron_lm_plugin"]
+    if megatron is None and parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        megatron = MegatronLMPlugin()
+    mesh = given["parallelism_config"]
+    if mesh is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        mesh = ParallelismConfig()
+    fsdp, tensors = _fsdp(given["fsdp_plugin"]), given["torch_tp_plugin"]
+    return Chosen(fsdp, _deepspeed(given), tensors, megatron, mesh, by_variables)
+
+
+def _fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return FullyShardedDataParallelPlugin()
+    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
+    return plugin
+
+
+def _deepspeed(given: Mapping[str, Any]) -> Any:
+    plugin = given["deepspeed_plugin"] or given["deepspeed_plugins"]
+    if given["deepspeed_plugin"] and given["deepspeed_plugins"]:
+        raise ValueError("You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`.")
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        plugin = DeepSpeedPlugin()
+    each = list(plugin.values()) if isinstance(plugin, dict) else [plugin] if plugin else []
+    for one in each[1:]:
+        one._unselect()
+    if each:
+        each[0].select(_from_accelerator_state=True)
+    return plugin
+
+
+_SECTIONS: Final[Mapping[str, tuple[str, str]]] = {
+    "FullyShardedDataParallelPlugin": ("strategy", "fsdp"),
+    "DeepSpeedPlugin": ("strategy", "deepspeed"),
+    "MegatronLMPlugin": ("strategy", "megatron"),
+    "TorchTensorParallelPlugin": ("extensions", "tensor-parallel"),
+    "ContextParallelPlugin": ("extensions", "cp"),
+}
+"""Class of ours -> the option that chooses its plugin, and the plugin's section."""
+
+
+def _presets(plugins: list[Any]) -> dict[str, tuple[Any, str]]:
+    """Give the plugins' values by path, over which a file, a flag or an argument wins."""
+    found: dict[str, tuple[Any, str]] = {}
+    for plugin in plugins:
+        option, section = _SECTIONS[type(plugin).__name__]
+        before = found.get(option, ([], ""))[0]
+        found[option] = (section if option == "strategy" else [*before, section], _VARIABLES[option])
+        for each in fields(type(plugin)):
+            value = getattr(plugin, each.name)
+            if value != each.default:
+                found[f"{section}.{each.alias}"] = (value, _VARIABLES[option])
+    return found
+
+
+def _on(mesh: ParallelismConfig, plugins: list[Any]) -> list[Any]:
+    """The config objects that lay the run out on this mesh."""
+    if mesh.sp_enabled:
+        raise NotServedError("sp_size: DeepSpeed's Ulysses is not served\ntake cp_size instead")
+    sharded = mesh.dp_shard_size == -1 or mesh.dp_shard_enabled
+    if sharded or plugins or mesh.tp_enabled:
+        cls = load("accel_fsdp:FullyShardedDataParallelPlugin", "ParallelismConfig")
+        base = plugins[0] if plugins else cls()
+        sizes = {"dp_replicate_size": mesh.dp_replicate_size, "dp_shard_size": mesh.dp_shard_size}
+        plugins = [evolve(base, **sizes), *plugins[1:]]
+    if mesh.tp_enabled:
+        split = load("accel_fsdp:TorchTensorParallelPlugin", "tp_size")
+        plugins.append(split(tp_size=mesh.tp_size))
+    if mesh.cp_enabled:
+        shared = load("accel_context_parallel:ContextParallelPlugin", "cp_size")
+        plugins.append(shared(size=mesh.cp_size, buffers={}))  # maybe_context_parallel shares out
+    return plugins
+
+
+def use_run_accumulation(plugin: Any, steps: int | None) -> None:
+    """Let Accelerator's number of micro-batches win over DeepSpeed's config."""
+    for each in plugin.values() if isinstance(plugin, dict) else filter(None, [plugin]):
+        found = each.deepspeed_config.get("gradient_accumulation_steps")
+        each.deepspeed_config |= {"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
+        if found not in (None, "auto", steps):
+            where = f"{found} in DeepSpeed's config, {steps} in Accelerator's"
+            warn_once(f"gradient_accumulation_steps is {where}; the latter counts")

@@ -1,0 +1,153 @@
+"""Tracking by Accelerate's rules: options of absent trackers are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, SupportsIndex
+
+from accel_compat.accelerator.preparing import Preparing
+from accel_compat.notices import warn_once
+from accel_compat.trackers.base import GeneralTracker
+from accel_compat.trackers.registry import Registered, resolve_trackers
+from accel_compat.unsupported import NotServedError
+
+
+class Listed(list[Any]):
+    """A list whose changes are told: what a program does to it counts."""
+
+    def __init__(self, items: Iterable[Any], tell: Callable[[Iterable[Any]], None]) -> None:
+        super().__init__(items)
+        self._tell = tell
+
+    def append(self, item: Any) -> None:
+        self._tell([*self, item])
+        super().append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        items = list(items)
+        self._tell([*self, *items])
+        super().extend(items)
+
+    def remove(self, item: Any) -> None:
+        self.pop(next(number for number, each in enumerate(self) if each is item))
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        left = list(self)
+        taken = left.pop(index)
+        self[:] = left
+        return taken
+
+    def clear(self) -> None:
+        self[:] = []
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        after = list(self)
+        after[index] = value
+        self._tell(after)
+        super().__setitem__(index, value)
+
+    def __delitem__(self, index: Any) -> None:
+        after = list(self)
+        del after[index]
+        self[:] = after
+
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class Tracking(Preparing):
+    """An Accelerator's trackers."""
+
+    log_with: list[Any]
+    logging_dir: Any
+    _asked_trackers: list[Any]
+    """`log_with` at the time when the run was made."""
+    _assigned_trackers: list[Any] | None = None
+    """The trackers, once the program has changed which there are."""
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Options | None = None
+    ) -> None:
+        """Start all trackers."""
+        if self.log_with != self._asked_trackers:
+            self._start_assigned(project_name, config or {}, init_kwargs or {})
+            return
+        super().init_trackers(project_name, config, self._for_mine("init_trackers", init_kwargs))
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None
+    ) -> None:
+        """Log values to each tracker, if there are any."""
+        if self._assigned_trackers is not None:
+            for tracker in self._assigned_trackers:
+                if self.is_main_process or not getattr(tracker, "main_process_only", True):
+                    tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            return
+        if self.run.trackers.names:
+            super().log(values, step, self._for_mine("log", log_kwargs) if log_kwargs else None)
+
+    def _for_mine(self, where: str, options: Options | None) -> Options:
+        known = self.run.trackers.names
+        for name in options or ():
+            if name not in known:
+                warn_once(f"{where}: what is for {name!r} is left out, because log_with does not name it")
+        return {name: each for name, each in (options or {}).items() if name in known}
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker, or with `unwrap` what it wraps.
+
+        Raises:
+            ValueError: there is none of that name, but others.
+        """
+        for tracker in self._assigned_trackers or ():
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        names = self.run.trackers.names
+        if name not in names:
+            if not names or not self.is_main_process:
+                return GeneralTracker(_blank=True)
+            raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
+        made = super().get_tracker(name)
+        if isinstance(made, Registered):
+            return made.tracker.tracker if unwrap else made.tracker
+        return super().get_tracker(name, unwrap)
+
+    def _start_assigned(self, project: str, config: Mapping[str, Any], options: Options) -> None:
+        started: list[Any] = []
+        for each in resolve_trackers(self.log_with, self.logging_dir):
+            if isinstance(each, str):
+                raise NotServedError(
+                    f"accelerator.log_with: {each!r} is a tracker of a package, chosen when the run is made\n"
+                    f"make it Accelerator(log_with={each!r})"
+                )
+            if self.is_main_process or not each.main_process_only:
+                each.project = project
+                each.start(**options.get(each.name, {}))
+                if config:
+                    each.store_init_configuration(config)
+                started.append(each.tracker if isinstance(each, Registered) else each)
+        self.trackers = started
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Trackers that log on this rank, after `init_trackers`. Settable, and so is the list."""
+        if self._assigned_trackers is not None:
+            return self._assigned_trackers
+        known = [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
+        return Listed(known, self._assign_trackers)
+
+    @trackers.setter
+    def trackers(self, trackers: Iterable[Any]) -> None:
+        self._assign_trackers(trackers)
+
+    def _assign_trackers(self, trackers: Iterable[Any]) -> None:
+        self._assigned_trackers = list(trackers)
+
+    def end_training(self) -> None:
+        """Finish the trackers, and release what the run holds."""
+        known = [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
+        for tracker in self._assigned_trackers or ():
+            if not any(tracker is each for each in known):
+                tracker.finish()
+        self._assigned_trackers = None
+        super().end_training()

@@ -1,0 +1,117 @@
+"""BnbQuantizationConfig and recipes for fp8: checked here, refused where they are used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from accel_compat.configs.enums import CustomDtype
+from accel_compat.configs.handlers import KwargsHandler
+from accel_compat.configs.translation import Spelled
+from accel_compat.unsupported import NotServedError
+
+_DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_KINDS: Final = {
+    "load_in_8bit": (bool, "a boolean"),
+    "load_in_4bit": (bool, "a boolean"),
+    "llm_int8_threshold": ((int, float), "a float or an int"),
+    "bnb_4bit_quant_type": (str, "a string"),
+    "bnb_4bit_use_double_quant": (bool, "a boolean"),
+    "skip_modules": ((list, type(None)), "a list of strings"),
+    "keep_in_fp32_modules": ((list, type(None)), "a list of strings"),
+}
+
+
+def _dtype(value: Any, name: str) -> torch.dtype:
+    found = _DTYPES.get(value, value)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} must be a torch.dtype or in ['fp32','fp16','bf16'] but found {value}")
+    return found
+
+
+@dataclass
+class BnbQuantizationConfig(Spelled):
+    """Options of bitsandbytes."""
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = "fp16"
+    torch_dtype: Any = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (kind, wanted) in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):  # type: ignore[arg-type]
+                raise ValueError(f"{name} must be {wanted}")
+        if self.load_in_4bit == self.load_in_8bit:
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_4bit}")
+        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
+            raise ValueError(
+                f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}"
+            )
+        self.bnb_4bit_compute_dtype = _dtype(self.bnb_4bit_compute_dtype, "bnb_4bit_compute_dtype")
+        usual = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
+        self.torch_dtype = _dtype(self.torch_dtype or usual, "torch_dtype")
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+        if self.load_in_4bit and self.llm_int8_threshold != 6.0:
+            warnings.warn("llm_int8_threshold can only be used for model loaded in 8bit", stacklevel=3)
+
+
+class _Recipe(KwargsHandler):
+    def to_ours(self) -> object:
+        raise NotServedError(
+            f"{type(self).__name__}: fp8 comes in a later package of accel-core\n"
+            'leave it out, and train with mixed_precision="bf16" meanwhile'
+        )
+
+
+@dataclass
+class AORecipeKwargs(_Recipe):
+    """fp8 by torchao."""
+
+    config: Any = None
+    module_filter_func: Callable[..., Any] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+
+@dataclass
+class TERecipeKwargs(_Recipe):
+    """fp8 by Transformer Engine."""
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+
+@dataclass
+class MSAMPRecipeKwargs(_Recipe):
+    """fp8 by MS-AMP."""
+
+    opt_level: Literal["O1", "O2"] | None = None
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The older name for the two together."""
+
+    backend: Literal["MSAMP", "TE"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            self.backend = self.backend.upper()  # type: ignore[assignment]
+            if self.backend not in ("MSAMP", "TE"):
+                raise ValueError("`backend` must be 'MSAMP' or 'TE' (TransformerEngine)")

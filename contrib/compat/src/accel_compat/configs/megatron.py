@@ -1,0 +1,143 @@
+"""MegatronLMPlugin: fields that variables fill; accel-megatron trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Final
+
+from accel_compat.configs.translation import Translated
+from accel_compat.settings import MEGATRON, settings
+
+_ROWS: Final = {
+    name.removeprefix(MEGATRON): row for name, row in settings().items() if name.startswith(MEGATRON)
+}
+"""Field that a variable fills -> its row."""
+_STEPS: Final = (
+    "custom_train_step_class",
+    "custom_train_step_kwargs",
+    "custom_get_batch_function",
+    "custom_loss_function",
+)
+"""Fields that a train step is made of, in Megatron-LM's words."""
+
+
+@dataclass
+class MegatronLMPlugin(Translated):
+    """Options of Megatron. MEGATRON_LM_ variables fill what is not given."""
+
+    ours: ClassVar[str] = "accel_megatron:MegatronLMPlugin"
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: bool | None = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._given = {
+            name for name in _ROWS if getattr(self, name) is not None or os.environ.get(_ROWS[name].variable)
+        }
+        for name, row in _ROWS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, row.read_variable())
+        if self.consumed_samples is not None:
+            self.consumed_samples += [0] * (3 - len(self.consumed_samples))  # one each of train, eval, test
+
+    def translation(self) -> dict[str, Any]:
+        """The given fields, default values too, as accel-megatron's defaults differ."""
+        given = {**super().translation(), **{name: getattr(self, name) for name in self._given}}
+        given.setdefault("gradient_clipping", self.gradient_clipping)  # Accelerate clips unasked
+        if any(getattr(self, name) is not None for name in _STEPS):
+            given = {name: value for name, value in given.items() if name not in _STEPS}
+            given["custom_train_step_class"] = self._chosen()
+        native = {name: row.native_name for name, row in _ROWS.items() if row.native_name and name in given}
+        values = {native[name]: (_ROWS[name], given.pop(name)) for name in native}
+        more = {name: value for name, (row, value) in values.items() if not row.is_off(value)}
+        if more:
+            given["other_megatron_args"] = {**more, **given.get("other_megatron_args", {})}
+        return given
+
+    def _chosen(self) -> Any:
+        from accel_compat.modeling.megatron_steps import ChosenStep
+
+        if self.return_logits:
+            raise ValueError(
+                "return_logits: a train step's model gives losses, and no logits\n"
+                "put logits under that name into the dict that its loss function gives"
+            )
+        return partial(ChosenStep, self)
+
+    def to_ours(self) -> object:
+        """The same settings, as an object of ours; what is set later are `news`."""
+        self._said = self.translation()
+        return super().to_ours()
+
+    def news(self) -> dict[str, Any]:
+        """Fields that were set since `to_ours`, by the names of ours."""
+        said = self.__dict__.get("_said", {})
+        return {
+            name: value
+            for name, value in self.translation().items()
+            if name not in said or said[name] != value
+        }

@@ -1,0 +1,1 @@
+"""Environment variables, installed libraries, and constants that programs read."""

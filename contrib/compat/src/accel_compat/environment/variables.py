@@ -1,0 +1,222 @@
+"""Environment variables: reading, patching, clearing; and facts about the machine."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from shutil import which
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_WORLD = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+_LOCAL_WORLD = (
+    "LOCAL_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+
+def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
+    """Lines KEY=VALUE of those that a shell can read; others are left out, with a note."""
+    lines = []
+    for key, value in current_env.items():
+        if all(character not in f"{key}{value}" for character in "; \n<>") and key and value:
+            lines.append(f"{key}={value}\n")
+        else:
+            logging.getLogger("accelerate.utils.environment").warning(
+                "environment variable %s cannot be passed on", key
+            )
+    return lines
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Turn y, yes, t, true, on, 1 and n, no, f, false, off, 0 into 1 and 0, or a bool."""
+    word = value.lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"invalid truth value {word}")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The first of these variables that holds a number from 0 on."""
+    numbers = (int(os.environ.get(key, "-1")) for key in env_keys)
+    return next((number for number in numbers if number >= 0), default)
+
+
+def parse_flag_from_env(key: str, default: bool | int = False) -> bool:
+    """The truth of a variable."""
+    return str_to_bool(os.environ.get(key, str(default))) == 1
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """A variable's value."""
+    return os.environ.get(key, str(default))
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """List the modules among these that are imported already."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """(device type, distributed type) of this machine, without initializing a device."""
+    import torch
+
+    from accel_compat.configs.enums import MULTI
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cuda" if found is None else found.type
+    return kind, MULTI.get(kind, "MULTI_GPU")
+
+
+@dataclass
+class CPUInformation:
+    """Rank and world as launchers of CPU programs give them."""
+
+    rank: int = field(default=0, metadata={"help": "rank in the world"})
+    world_size: int = field(default=1, metadata={"help": "processes of the world"})
+    local_rank: int = field(default=0, metadata={"help": "rank on this node"})
+    local_world_size: int = field(default=1, metadata={"help": "processes on this node"})
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Rank and world from the variables of torchrun or MPI."""
+    return CPUInformation(
+        rank=get_int_from_env(_RANK, 0),
+        world_size=get_int_from_env(_WORLD, 1),
+        local_rank=get_int_from_env(_LOCAL_RANK, 0),
+        local_world_size=get_int_from_env(_LOCAL_WORLD, 1),
+    )
+
+
+def _nvidia_smi() -> str:
+    return which("nvidia-smi") or "nvidia-smi"
+
+
+def _query(what: str) -> list[str]:
+    command = [_nvidia_smi(), f"--query-gpu={what}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().splitlines()  # noqa: S603  a fixed program
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """(names, number) of the GPUs that nvidia-smi lists."""
+    names = [line.strip() for line in _query("gpu_name")]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """The version of NVIDIA's driver."""
+    return _query("driver_version")[0].strip()
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """False where GPUs (RTX 4000 before driver 550) can neither reach each other nor InfiniBand."""
+    try:
+        names, count = get_gpu_info()
+        old = tuple(int(part) for part in get_driver_version().split(".")[:2]) < (550, 40)
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return True
+    return not (count > 1 and old and any("RTX 40" in name for name in names))
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Tell whether the GPU computes in fp8 (8.9 and later)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the CPUs near its device, as the run's device plugin knows them."""
+    from accel_compat.runs import current
+
+    run = current()
+    run.hooks.set_affinity(run.world)
+
+
+@functools.lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Call `override_numa_affinity` once."""
+    override_numa_affinity(local_process_index, verbose)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Without any environment variable inside; afterwards they are as they were before."""
+    before = os.environ.copy()
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """With these variables (keys in upper case, values as text) inside; afterwards as before."""
+    names = [name.upper() for name in kwargs]
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(zip(names, map(str, kwargs.values()), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+@contextmanager
+def _purged() -> Iterator[None]:
+    def ours() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+    before = ours()
+    try:
+        yield
+    finally:
+        for name in ours():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorate: restore the ACCELERATE_* variables after a function or each test method."""
+    if not isinstance(func_or_cls, type):
+        return _purging(func_or_cls)  # type: ignore[arg-type,return-value]
+    _purge_tests(func_or_cls)
+
+    def inherit(cls: Any, /, **kwargs: Any) -> None:
+        _purge_tests(cls)
+
+    func_or_cls.__init_subclass__ = classmethod(inherit)  # type: ignore[assignment]
+    return func_or_cls
+
+
+def _purge_tests(cls: type) -> None:
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if name.startswith("test") and callable(method) and not hasattr(method, "_purges_accelerate"):
+            setattr(cls, name, _purging(method))
+
+
+def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def purging(*args: Any, **kwargs: Any) -> Any:
+        with _purged():
+            return function(*args, **kwargs)
+
+    purging._purges_accelerate = True  # type: ignore[attr-defined]
+    return purging

@@ -1,0 +1,1 @@
+"""`accelerate launch` and the other commands, by `accel launch`."""

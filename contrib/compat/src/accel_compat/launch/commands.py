@@ -1,0 +1,159 @@
+"""`accel compat launch | shim | import`, and the `accelerate` script of a shim."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from accel_core import AccelError
+
+_INSTEAD = {
+    "config": "write a config by `accelerate config default`, or accel's own by `accel config init`",
+    "estimate-memory": "models larger than one device come in a later package",
+    "merge-weights": "write the weights of a checkpoint by `accel checkpoint export`",
+}
+"""Command of Accelerate that is not served -> what to do."""
+_PARSERS = {
+    "env": "subcommands:env_command_parser",
+    "test": "subcommands:test_command_parser",
+    "to-fsdp2": "subcommands:to_fsdp2_command_parser",
+    "tpu-config": "subcommands:tpu_command_parser",
+}
+"""Command -> the module of this room and the function that makes its parser."""
+_USAGE = """\
+usage: accelerate {config default, env, launch, test, to-fsdp2, tpu-config} ...
+`accel --help` lists accel's own commands"""
+_EXTRA = {"ignore_unknown_options": True, "help_option_names": []}
+
+
+@click.group()
+def compat() -> None:
+    """Run programs written for Accelerate."""
+
+
+@compat.command(context_settings=_EXTRA)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def launch(words: tuple[str, ...]) -> None:
+    """Start a script by accelerate launch's flags and config file, with our `accelerate`."""
+    sys.exit(_launch(words))
+
+
+def _default() -> Path:
+    """Path of Accelerate's default config file."""
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    folder = Path(os.environ.get("HF_HOME", f"{caches}/huggingface"))
+    return folder.expanduser() / "accelerate" / "default_config.yaml"
+
+
+def _launch(words: tuple[str, ...]) -> int:
+    from accel_compat.launch.request import parse
+    from accel_compat.launch.workers import launch as start
+
+    request = parse(words, _default())
+    if request.file is not None:
+        click.echo(f"accel-compat: reads {request.file}", err=True)
+    return start(request)
+
+
+@compat.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def shim(folder: Path) -> None:
+    """Write FOLDER, which on PYTHONPATH makes `import accelerate` mean this package's."""
+    from accel_compat.launch.shim import write_shim
+
+    write_shim(folder)
+    click.echo(f"export PYTHONPATH={folder.absolute()} PATH={folder.absolute() / 'bin'}:$PATH")
+
+
+@compat.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Else it is printed.")
+def import_(file: str, output: Path | None) -> None:
+    """Turn a YAML FILE that accelerate config wrote into accel's."""
+    import yaml
+
+    from accel_compat.launch.convert import convert
+    from accel_compat.launch.request import read_file
+
+    done = convert(read_file(file))
+    text = yaml.safe_dump(dict(done.config), sort_keys=False) if done.config else "{}\n"
+    for name, why in done.dropped.items():
+        click.echo(f"accel-compat: left out {name}: {why}", err=True)
+    if output is not None and output.exists():
+        raise click.ClickException(f"{output} is there already\nname another file")
+    if problems := _problems(text):
+        said = f"{file} asks for what accel refuses\n{problems}\nchange these, and import again"
+        raise click.ClickException(said)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        output.write_text(text)
+
+
+def _problems(text: str) -> str:
+    """Ask `accel config check` about a config, without this shell's variables."""
+    from accel_compat.launch.workers import accel
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL_")}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "accel.yaml")
+        path.write_text(text)
+        words = [accel(), "config", "check", "--config", str(path)]
+        done = subprocess.run(words, env=clean, capture_output=True, text=True, check=False)  # noqa: S603  ours
+        return (done.stdout + done.stderr).replace(f"{folder}/", "").strip() if done.returncode else ""
+
+
+def accelerate(*first: str) -> None:
+    """Run the `accelerate` script; a command without meaning here says what to call instead.
+
+    first: words before those of the command line, of scripts such as `accelerate-launch`.
+    """
+    name, *words = [*first, *sys.argv[1:]] or ["--help"]
+    try:
+        if name in ("-h", "--help"):
+            click.echo(_USAGE)
+            sys.exit(0)
+        if name == "launch":
+            sys.exit(_launch(tuple(words)))
+        if (name, *words[:1]) == ("config", "default"):
+            sys.exit(_basic_config(words[1:]))
+        if name in _PARSERS:
+            sys.exit(_called(name, words))
+    except AccelError as error:
+        sys.exit(f"accelerate: {error}")
+    sys.exit(f"accelerate {name} is not served by accel-compat\n{_INSTEAD.get(name, _USAGE)}")
+
+
+def _called(name: str, words: Sequence[str]) -> int:
+    module, _, make_parser = _PARSERS[name].partition(":")
+    parser = argparse.ArgumentParser("accelerate", allow_abbrev=False)
+    getattr(import_module(f"accel_compat.launch.{module}"), make_parser)(parser.add_subparsers())
+    asked = parser.parse_args([name, *words])
+    try:
+        asked.func(asked)
+    except (OSError, ValueError) as error:
+        raise AccelError(f"{name}: {error}\n`accelerate {name} --help` lists its flags") from error
+    return 0
+
+
+def _basic_config(words: Sequence[str]) -> int:
+    from accel_compat.launch.config_file import write_basic_config
+
+    parser = argparse.ArgumentParser(prog="accelerate config default", allow_abbrev=False)
+    parser.add_argument("--config_file", "--config-file", default=str(_default()))
+    parser.add_argument(
+        "--mixed_precision", "--mixed-precision", default="no", choices=("no", "fp16", "bf16", "fp8")
+    )
+    asked = parser.parse_args(words)
+    path = write_basic_config(asked.mixed_precision, asked.config_file)
+    if path:
+        click.echo(f"accelerate configuration saved at {path}")
+    return 0

@@ -1,0 +1,97 @@
+"""A config file of Accelerate, as accel-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import frozen
+
+from accel_compat.settings import STRATEGIES, Setting, find_setting, ignored_settings
+from accel_core import ConfigError, plugin_status
+
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "gpu_ids": "set the device's own variable, such as CUDA_VISIBLE_DEVICES",
+    "num_cpu_threads_per_process": "set OMP_NUM_THREADS",
+    "debug": "set ACCEL_DEBUG=1",
+}
+
+
+@frozen
+class Converted:
+    """config: nested, as YAML. dropped: setting -> why it has no place in it."""
+
+    config: Mapping[str, Any]
+    dropped: Mapping[str, str]
+
+
+def convert(settings: Mapping[str, Any]) -> Converted:
+    """Put each setting at its path, or among the dropped."""
+    dropped = {name: why for name, why in {**ignored_settings(), **ELSEWHERE}.items() if name in settings}
+    if settings.get("mixed_precision") == "fp8":
+        dropped["mixed_precision"] = "fp8 comes in a later package; choose bf16 or fp16"
+    bound = settings.get("enable_cpu_affinity")
+    if "enable_cpu_affinity" in settings and (not bound or plugin_status("cuda") == "missing"):
+        dropped["enable_cpu_affinity"] = (
+            "it is accel-cuda's: cuda: {numa_affinity: true}" if bound else "it is off"
+        )
+    strategy = next((STRATEGIES[name] for name in STRATEGIES if settings.get(name)), None)
+    others = set(STRATEGIES.values()) - {strategy}
+    why = f"distributed_type chooses {strategy or 'no such strategy'}"
+    config: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
+    for name, given in settings.items():
+        setting = find_setting(name)
+        if setting is None or not setting.path or name in dropped:
+            continue
+        value = _value(setting, given)
+        if setting.is_off(value):
+            continue
+        if setting.section in others:
+            dropped[name] = why
+        else:
+            config[setting.path] = value
+    config |= _world(settings)
+    if strategy == "fsdp":
+        config.setdefault("fsdp.fsdp_version", 1)
+    return Converted(_nested(config), dropped)
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    if setting.kind == "list" and isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    if setting.name == "dynamo_backend":
+        return str(value).lower()
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value
+
+
+def _world(settings: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if settings.get("cpu"):
+        config["device"] = "cpu"
+    if "num_processes" in settings:
+        nodes = _count(settings, "num_machines") if "num_machines" in settings else 1
+        config["launch.processes_per_node"] = _count(settings, "num_processes") // nodes
+    if "main_process_ip" in settings:
+        port = settings.get("main_process_port", 29500)
+        config["launch.rendezvous"] = f"{settings['main_process_ip']}:{port}"
+    return config
+
+
+def _count(settings: Mapping[str, Any], name: str) -> int:
+    value = settings[name]
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ConfigError(f"{name} is {value!r}, not a number of 1 or more\ngive a number in the file")
+    return int(value)
+
+
+def _nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for path, value in config.items():
+        *parents, last = path.split(".")
+        inner = whole
+        for part in parents:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return whole

@@ -1,0 +1,123 @@
+"""A request to `accelerate launch`: its flags over its config file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import frozen
+
+from accel_compat.launch.parser import given_flags, launch_parser
+from accel_compat.settings import find_setting, ignored_settings
+from accel_core import ConfigError
+
+SECTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config"), ""),
+    "mpirun_config": "",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+}
+"""Section of a file -> the start that its keys get as settings."""
+DISTRIBUTED_TYPES: Final[Mapping[str, str]] = {
+    "FSDP": "use_fsdp",
+    "DEEPSPEED": "use_deepspeed",
+    "MEGATRON_LM": "use_megatron_lm",
+    "TPU": "tpu",
+    "XLA": "tpu",
+}
+_DEVICES: Final = ("CPU", "GPU", "NPU", "XPU", "HPU", "MLU", "MUSA", "SDAA", "NEURON")
+NO_STRATEGY: Final = ("NO", *(f"MULTI_{device}" for device in _DEVICES))
+
+
+@frozen
+class Request:
+    """Settings of a launch, and its script or module with arguments."""
+
+    settings: Mapping[str, Any]
+    target: Sequence[str]
+    module: bool
+    file: str | None
+    dropped: Mapping[str, str]
+    """Setting that was given and has no meaning here -> why."""
+
+
+def parse(words: Sequence[str], default_file: Path | None) -> Request:
+    """Read the command line and the file that it names, else the default file if it exists.
+
+    Raises:
+        ConfigError: the file is missing, or has unknown keys.
+        SystemExit: argparse's, for unknown flags.
+    """
+    return read_arguments(launch_parser().parse_args(words), default_file)
+
+
+def read_arguments(arguments: argparse.Namespace, default_file: Path | None) -> Request:
+    """Read a parsed command line and its config file."""
+    flags = given_flags(arguments)
+    file = flags.pop("config_file", None)
+    target = [flags.pop("training_script"), *flags.pop("training_script_args", ())]
+    module = bool(flags.pop("module", False))
+    if file is None and default_file is not None and default_file.is_file():
+        file = str(default_file)
+    settings = {**(read_file(file) if file else {}), **flags}
+    ignored = ignored_settings()
+    dropped = {name: ignored[name] for name in settings if name in ignored}
+    kept = {name: value for name, value in settings.items() if name not in ignored}
+    return Request(kept, target, module, file, dropped)
+
+
+def read_file(file: str) -> dict[str, Any]:
+    """Read the settings of a YAML or JSON file that any version of `accelerate config` wrote.
+
+    Raises:
+        ConfigError: it is missing, no mapping, or has keys that no version had.
+    """
+    import yaml
+
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {file}\nname one that `accelerate config` wrote")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{file}: expected keys and values, found {type(content).__name__}\nname another file"
+        )
+    settings = dict(_flat(content))
+    keys = settings.keys() - {"distributed_type", "use_cpu"}
+    unknown = sorted(name for name in keys if find_setting(name) is None or name == "module")
+    if unknown:
+        raise ConfigError(
+            f"{file}: no version of Accelerate has {', '.join(unknown)}\ncorrect the names, or take them out"
+        )
+    return _as_flags(settings)
+
+
+def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if value is None:
+            continue
+        if isinstance(value, dict) and key in SECTIONS:
+            prefix = SECTIONS[key]
+            for name, inner in value.items():
+                if inner is not None:
+                    yield (name if name.startswith(prefix) else f"{prefix}{name}"), inner
+        elif key != "mpirun_config" and value not in ({}, []):
+            yield key, value
+
+
+def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
+    """Turn `distributed_type` and `use_cpu` into the flags that say the same."""
+    kind = str(settings.pop("distributed_type", "NO")).upper()
+    if kind in ("FALSE", "NONE"):  # what YAML makes of a bare NO
+        kind = "NO"
+    if kind in DISTRIBUTED_TYPES:
+        settings[DISTRIBUTED_TYPES[kind]] = True
+    elif kind not in NO_STRATEGY:
+        types = ", ".join((*NO_STRATEGY, *DISTRIBUTED_TYPES))
+        raise ConfigError(f"distributed_type {kind} is none of {types}\nchoose one of these")
+    if settings.pop("use_cpu", False):
+        settings["cpu"] = True
+    bare = [name for name in ("mixed_precision", "dynamo_backend") if settings.get(name) is False]
+    return {**settings, **dict.fromkeys(bare, "no")}

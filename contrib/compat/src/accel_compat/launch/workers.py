@@ -1,0 +1,105 @@
+"""The `accel launch` command and the workers' variables for a request."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_compat.launch.request import Request
+from accel_compat.launch.shim import write_shim
+from accel_compat.notices import warn_once
+from accel_compat.settings import defaults, find_setting
+from accel_core import ConfigError
+
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "HABANA_VISIBLE_MODULES",
+    "MLU_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "SDAA_VISIBLE_DEVICES",
+    "NEURON_RT_VISIBLE_CORES",
+)
+
+
+def launch(request: Request) -> int:
+    """Start a request with our `accelerate` for the workers; return the exit code."""
+    if request.settings.get("no_python"):
+        raise ConfigError(
+            "no_python: workers are Python programs here\nname a script, or a module by --module"
+        )
+    for name, why in request.dropped.items():
+        warn_once(f"{name} has no meaning here: {why}")
+    with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
+        write_shim(Path(folder))
+        variables = {**os.environ, **environment(request.settings)}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, variables.get("PYTHONPATH")]))
+        variables["PATH"] = os.pathsep.join([str(Path(folder, "bin")), variables.get("PATH", "")])
+        done = subprocess.run(command(request), env=variables, check=False)  # noqa: S603  the user's script
+        return done.returncode
+
+
+def accel() -> str:
+    """The program `accel` of this environment."""
+    return str(Path(sysconfig.get_path("scripts"), "accel"))
+
+
+def command(request: Request) -> list[str]:
+    """The command line of `accel launch`."""
+    words = [accel(), "launch", *_flags(request.settings)]
+    return [*words, *(["-m"] if request.module else []), *request.target]
+
+
+def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("cpu"):
+        yield from ("--device", "cpu")
+    nodes = int(settings.get("num_machines", 1))
+    if "num_processes" in settings:
+        count = int(settings["num_processes"])
+        if count % nodes:
+            raise ConfigError(
+                f"num_processes {count} cannot be shared out to num_machines {nodes}\n"
+                "let num_processes, which counts those of all machines, be a multiple of it"
+            )
+        yield from ("-n", str(count // nodes))
+    if nodes > 1:
+        yield from ("--nodes", str(nodes), "--node-rank", str(settings.get("machine_rank", 0)))
+    host, port = settings.get("main_process_ip"), settings.get("main_process_port")
+    if host is not None or port not in (None, 0):  # 0: any free one, as without a word
+        yield from ("--rendezvous", f"{host or '127.0.0.1'}:{port or 29500}")
+    if int(settings.get("max_restarts", 0)):
+        yield from ("--max-restarts", str(settings["max_restarts"]))
+
+
+def environment(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Give the variables that Accelerate's launcher sets: config classes and programs read them."""
+    variables: dict[str, str] = {}
+    # Accelerate's launcher tells workers these defaults though nobody asked for them.
+    unasked = defaults("dynamo_", *(["fsdp_"] if settings.get("use_fsdp") else []))
+    for name, value in {**unasked, **settings}.items():
+        setting = find_setting(name)
+        if setting is None or not setting.variable:
+            continue
+        of_dynamo = setting.section == "compile"
+        if setting.section == "deepspeed" and not settings.get("use_deepspeed"):
+            warn_once(f"{name} is DeepSpeed's, and nothing without --use_deepspeed, as in Accelerate")
+        elif setting.kind == "switch" and not of_dynamo:
+            variables |= {setting.variable: "true"} if value else {}
+        else:
+            plain = isinstance(value, bool) and not of_dynamo
+            variables[setting.variable] = str(value).lower() if plain else str(value)
+    variables["ACCELERATE_MIXED_PRECISION"] = str(settings.get("mixed_precision", "no"))
+    variables["ACCELERATE_DYNAMO_BACKEND"] = str(settings.get("dynamo_backend", "no")).upper()
+    variables["ACCELERATE_USE_CPU"] = str(bool(settings.get("cpu")))
+    if settings.get("enable_cpu_affinity"):
+        variables |= {"ACCELERATE_CPU_AFFINITY": "1", "ACCEL__CUDA__NUMA_AFFINITY": "true"}
+    devices = settings.get("gpu_ids", "all")
+    if devices != "all":
+        variables |= dict.fromkeys(_VISIBLE, str(devices))  # each kind of device reads its own
+    return variables

@@ -1,0 +1,1 @@
+"""Dataloaders and samplers, prepared by a run or made by the program."""

@@ -1,0 +1,3 @@
+"""Accelerator."""
+
+from accel_compat.accelerator.accelerator import *

@@ -1,0 +1,12 @@
+"""`accelerate estimate-memory`."""
+
+from functools import partial
+
+from accel_compat.launch.commands import accelerate
+from accel_compat.launch.subcommands import estimate_command_parser
+
+main = partial(accelerate, "estimate-memory")
+
+
+if __name__ == "__main__":
+    main()

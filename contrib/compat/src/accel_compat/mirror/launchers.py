@@ -1,0 +1,3 @@
+"""Launching a function in several processes."""
+
+from accel_compat.launch.notebook import *

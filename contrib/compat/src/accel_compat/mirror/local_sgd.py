@@ -1,0 +1,3 @@
+"""Local SGD."""
+
+from accel_core import LocalSGD

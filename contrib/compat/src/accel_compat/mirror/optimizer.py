@@ -1,0 +1,3 @@
+"""The optimizers that `prepare` returns."""
+
+from accel_compat.accelerator.prepared import AcceleratedOptimizer, move_to_device

@@ -1,0 +1,3 @@
+"""ParallelismConfig."""
+
+from accel_compat.configs.parallelism import *

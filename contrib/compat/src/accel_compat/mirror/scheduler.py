@@ -1,0 +1,3 @@
+"""The schedulers that `prepare` returns."""
+
+from accel_compat.accelerator.prepared import AcceleratedScheduler

@@ -1,0 +1,3 @@
+"""`accelerate.utils`."""
+
+from accel_compat.environment.libraries import is_ipex_available

@@ -1,0 +1,3 @@
+"""File names, choices and versions."""
+
+from accel_compat.environment.constants import *

@@ -1,0 +1,3 @@
+"""Collectives and helpers over nested structures."""
+
+from accel_compat.state.operations import *

@@ -1,0 +1,3 @@
+"""Progress bars."""
+
+from accel_compat.state.output import tqdm

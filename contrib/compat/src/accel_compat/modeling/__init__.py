@@ -1,0 +1,1 @@
+"""Models: made on a device, loaded, measured, unwrapped."""

@@ -1,0 +1,154 @@
+"""Weights from files into a model, one tensor after the other; nothing is offloaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from accel_compat.modeling.sizes import find_tied_parameters, load_state_dict, retie_parameters
+from accel_compat.unsupported import NotServedError
+
+_NAMES: Final = ("model.safetensors", "pytorch_model.bin")
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: torch.Tensor | None = None,
+    dtype: Any = None,
+    fp16_statistics: torch.HalfTensor | None = None,
+    tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Move one parameter or buffer to a device, or put a new value there."""
+    if fp16_statistics is not None:
+        raise NotServedError("fp16_statistics: quantized models come in a later package")
+    *path, name = tensor_name.split(".")
+    home = module.get_submodule(".".join(path))
+    if name not in home._parameters and name not in home._buffers:
+        raise ValueError(f"{home} does not have a parameter or a buffer named {name}.")
+    old = getattr(home, name)
+    if value is None and old.is_meta and torch.device(device).type != "meta":
+        raise ValueError(f"{name} is on the meta device, we need a `value` to put in on {device}.")
+    if value is not None and old.shape != value.shape:
+        raise ValueError(
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this'
+            " looks incorrect."
+        )
+    known = (tied_params_map or {}).get((old if value is None else value).data_ptr(), {})
+    moved = known.get(device)
+    if moved is None:
+        kind = old.dtype if dtype is None else dtype
+        given = old if value is None else value.to(kind if kind.is_floating_point else value.dtype)
+        with torch.no_grad():
+            moved = given.detach().to(device, non_blocking=non_blocking)
+        known[device] = moved
+    if name in home._buffers:
+        home._buffers[name] = moved
+    elif value is not None or old.device != moved.device:
+        home._parameters[name] = type(old)(moved, requires_grad=old.requires_grad)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a file, an index or a folder of weights, each to its module's device."""
+    if "disk" in (device_map or {}).values() or offload_8bit_bnb:
+        raise NotServedError(
+            "load_checkpoint_in_model with weights on the disk: models larger than one device come in a later"
+            " package\ngive each module a device"
+        )
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+    wanted = model.state_dict()
+    tied = find_tied_parameters(model)
+    unexpected: list[str] = []
+    loaded: set[str] = set()
+    for file in _files(Path(checkpoint)):
+        for name, value in load_state_dict(file).items():
+            loaded.add(name)
+            if name not in wanted:
+                unexpected.append(name)
+                continue
+            set_module_tensor_to_device(
+                model,
+                name,
+                _device(name, device_map, wanted[name]),
+                value,
+                _dtype(name, dtype, value, keep_in_fp32_modules or ()),
+            )
+    retie_parameters(model, tied)
+    missing = wanted.keys() - loaded - {name for names in tied for name in names if loaded & set(names)}
+    _report(model, checkpoint, unexpected, sorted(missing), strict)
+
+
+def _report(
+    model: nn.Module, checkpoint: Any, unexpected: list[str], missing: list[str], strict: bool
+) -> None:
+    kind = type(model).__name__
+    if strict and (unexpected or missing):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {kind}: unexpected keys {unexpected}, missing keys {missing}"
+        )
+    if unexpected:
+        logging.getLogger("accelerate.utils.modeling").warning(
+            "Some weights of the model checkpoint at %s were not used when initializing %s: %s",
+            *(checkpoint, kind, unexpected),
+        )
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    if checkpoint.is_dir():
+        whole = [checkpoint / name for name in _NAMES if (checkpoint / name).is_file()]
+        indices = sorted(checkpoint.glob("*.index.json"))
+        if not whole and len(indices) != 1:
+            raise ValueError(
+                f"{checkpoint} is not a folder containing a `.index.json` file or a {_NAMES[1]} or a"
+                f" {_NAMES[0]} file; it has {len(indices)} indices"
+            )
+        checkpoint = whole[0] if whole else indices[0]
+    elif not checkpoint.is_file():
+        raise ValueError(
+            "`checkpoint` should be the path to a file containing a whole state dict, or the index of a"
+            " sharded checkpoint, or a folder containing a sharded checkpoint or the whole state dict, got"
+            f" {checkpoint}."
+        )
+    if not checkpoint.name.endswith(".json"):
+        yield checkpoint
+        return
+    index = json.loads(checkpoint.read_text(encoding="utf-8"))
+    yield from (checkpoint.parent / name for name in sorted(set(index.get("weight_map", index).values())))
+
+
+def _device(name: str, device_map: Mapping[str, Any] | None, old: torch.Tensor) -> Any:
+    """Find a tensor's device: its module's in the map, else the tensor's own."""
+    inside = [key for key in device_map or {} if not key or name == key or name.startswith(f"{key}.")]
+    if device_map and inside:
+        return device_map[max(inside, key=len)]
+    return "cpu" if old.is_meta else old.device
+
+
+def _dtype(name: str, asked: Any, value: torch.Tensor, kept: Sequence[str]) -> Any:
+    if asked is None or not value.is_floating_point():
+        return None
+    return torch.float32 if any(f"{part}." in name or part == name for part in kept) else asked

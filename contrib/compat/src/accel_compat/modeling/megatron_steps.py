@@ -1,0 +1,216 @@
+"""Megatron's stand-ins and train steps as Accelerate has them; what runs is accel-megatron."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_compat import runs
+from accel_compat.state.operations import recursively_apply
+from accel_compat.unsupported import unserved
+
+
+def _stand_in(name: str) -> Any:
+    """accel-megatron's class; without it, one that says so when it is called."""
+    try:
+        return getattr(import_module("accel_megatron"), name)
+    except ModuleNotFoundError:
+        return unserved("accelerate.utils.megatron_lm", name)
+
+
+MegatronLMDummyScheduler = _stand_in("MegatronLMDummyScheduler")
+
+
+class MegatronLMDummyDataLoader:
+    """Stands for indexed datasets; given to `prepare` three times, to train, validate and test.
+
+    Args:
+        dataset_kwargs: data_path, seq_length, micro_batch_size, split or splits_string, vocab_size, eod, ...
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
+
+
+class AbstractTrainStep(ABC):  # noqa: B024 - as Accelerate's: programs override what they need
+    """A train step: reads a micro-batch, runs a model of megatron-core, computes the loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Any:
+        """Give a function of the iterator of micro-batches that returns `forward_step`'s inputs."""
+        return None
+
+    def get_forward_step_func(self) -> Any:
+        """Give a function of (batches, model) that returns (output, loss function of it)."""
+        return None
+
+    def get_loss_func(self, accelerator: Any) -> Any:
+        """Give the loss function of `forward_step`."""
+        return None
+
+
+class _Step(AbstractTrainStep):
+    """A train step with Megatron's arguments, after an accelerator or alone."""
+
+    reads: Callable[..., tuple[Any, ...]]
+    judges: Callable[..., tuple[Tensor, dict[str, Any]]]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(type(self).__name__)
+        *accelerator, self.args = given
+        one = accelerator[0] if accelerator else None
+        flag = self.args.megatron_dataset_flag
+        self.get_batch = _told(self.get_batch_func, one, flag)
+        self.loss_func = _told(self.get_loss_func, one, self.args.pretraining_flag, self.args.num_labels)
+        self.forward_step = _told(
+            self.get_forward_step_func, self.args.pretraining_flag, self.args.bert_binary_head
+        )
+
+    def get_batch_func(self, *_: Any) -> Any:
+        return self.args.custom_get_batch_function or partial(type(self).reads, self)
+
+    def get_loss_func(self, *_: Any) -> Any:
+        return self.args.custom_loss_function or type(self).judges
+
+
+def _told(method: Callable[..., Any], *values: Any) -> Any:
+    """Called with the last of the values, as many as it takes: releases differ in the first."""
+    kinds = [each.kind for each in inspect.signature(method).parameters.values()]
+    takes = len(values) if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
+    return method(*values[len(values) - takes :])
+
+
+class GPTTrainStep(_Step):
+    """Tokens, and the token that follows each, through a GPTModel."""
+
+    def reads(self, batches: Iterator[Any]) -> tuple[Any, ...]:
+        """Tokens, labels, loss mask, attention mask (true where hidden) and positions."""
+        batch = next(batches)
+        if "shift_labels" in batch:  # of accel-megatron's indexed datasets
+            tokens, labels = batch["input_ids"], batch["shift_labels"]
+            counts = labels != -100
+        else:
+            text = batch["text"] if self.args.megatron_dataset_flag else self._ended(batch["input_ids"])
+            tokens, labels = text[:, :-1].contiguous(), text[:, 1:]
+            counts = tokens != self.args.eos_token_id
+        length = tokens.shape[1]
+        hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        return tokens, labels.where(labels >= 0, 0).contiguous(), counts.float(), hidden, positions
+
+    def _ended(self, ids: Tensor) -> Tensor:
+        return torch.cat([ids, ids.new_full((len(ids), 1), self.args.eos_token_id)], 1)
+
+    @staticmethod
+    def judges(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The mean over tokens that count."""
+        counts = loss_mask.view(-1).float()
+        loss = (output_tensor.float().view(-1) * counts).sum() / counts.sum()
+        return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
+
+    def get_forward_step_func(self) -> Any:
+        def forward_step(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+            tokens, labels, loss_mask, attention_mask, positions = self.get_batch(batches)
+            output = model(tokens, positions, attention_mask, labels=labels)
+            return output, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+
+class BertTrainStep(_Step):
+    """Masked tokens through a BertModel."""
+
+    def reads(self, batches: Iterator[Any]) -> tuple[Any, ...]:
+        """Tokens, their kinds, order of sentences, loss mask, labels and padding mask."""
+        batch = next(batches)
+        tokens = batch["input_ids"]
+        labels = batch["labels"]
+        kinds = batch.get("token_type_ids")
+        kinds = torch.zeros_like(tokens) if kinds is None else kinds
+        counts = labels != -100
+        order = batch.get("next_sentence_label")
+        return tokens, kinds, order, counts.float(), labels.where(counts, 0), batch["attention_mask"]
+
+    @staticmethod
+    def judges(loss_mask: Tensor, _order: Any, output: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The mean over masked tokens."""
+        losses, _ = output
+        loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
+        return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
+
+    def get_forward_step_func(self, *_: Any) -> Any:
+        def forward_step(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+            tokens, kinds, order, loss_mask, labels, padding_mask = self.get_batch(batches)
+            output = model(tokens, padding_mask, tokentype_ids=kinds, lm_labels=labels)
+            return output, partial(self.loss_func, loss_mask, order)
+
+        return forward_step
+
+
+class ChosenStep:
+    """The train step that a plugin of Accelerate asks for: its own class, or the model's."""
+
+    def __init__(self, plugin: Any, options: Any) -> None:
+        self.plugin, self.options = plugin, options
+        self.step: Any = None
+
+    def forward_step(self, batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        """Run one micro-batch; megatron-core's schedule calls it."""
+        if self.step is None:
+            self.step = self._made(model)
+        found: tuple[Any, Any] = self.step.forward_step(batches, model)
+        return found
+
+    def _made(self, model: Any) -> Any:
+        while hasattr(model, "module"):
+            model = model.module
+        bert = type(model).__name__ == "BertModel"
+        args = SimpleNamespace(**_arguments(self.plugin), model_type_name="bert" if bert else "gpt")
+        own = self.plugin.custom_train_step_class
+        if own is not None:
+            return own(args, **(self.plugin.custom_train_step_kwargs or {}))
+        return BertTrainStep(args) if bert else GPTTrainStep(args)
+
+
+def _arguments(plugin: Any) -> Mapping[str, Any]:
+    """Megatron-LM's arguments that train steps read."""
+    configs = [getattr(model, "config", None) for unit in runs.current().units for model in unit.given]
+    ends = [end for config in configs if (end := getattr(config, "eos_token_id", None)) is not None]
+    usual = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "bert_binary_head"), False)
+    usual |= {"pretraining_flag": True, "model_return_dict": True}
+    more = {"eos_token_id": ends[0] if ends else -1, "num_labels": None, "vocab_file": None}
+    return {**usual, **more, **vars(plugin), **(plugin.other_megatron_args or {})}
+
+
+def _readers() -> Any:
+    return import_module("megatron.core.parallel_state").get_data_parallel_group()
+
+
+def avg_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
+    """The means of the losses over the ranks that read different data. Collective among those."""
+    found = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    torch.distributed.all_reduce(found, group=_readers())
+    return found / torch.distributed.get_world_size(_readers())
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Concatenate the tensors of all data-parallel ranks. Collective among them."""
+
+    def gather(each: Tensor) -> Tensor:
+        each = each.clone()[None] if each.ndim == 0 else each.contiguous()
+        found = [torch.empty_like(each) for _ in range(torch.distributed.get_world_size(_readers()))]
+        torch.distributed.all_gather(found, each, group=_readers())
+        return torch.cat(found)
+
+    return recursively_apply(gather, tensor, error_on_other_type=True)

@@ -1,0 +1,207 @@
+"""Small helpers that belong nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_compat import runs
+from accel_compat.environment.libraries import is_peft_available
+from accel_compat.modeling.sizes import id_tensor_storage
+from accel_core import ops
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Tell whether `torch.compile` wrapped it, or `prepare` compiled it in place."""
+    return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_wrapper(module: Any) -> bool:
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Tell whether a part of it, and not the whole, is compiled."""
+    if not hasattr(module, "_modules") or is_compiled_module(module):
+        return False
+    return any(is_compiled_module(part) for part in module.modules())
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Tell whether it is a list of equal blocks."""
+    return isinstance(module, nn.ModuleList) and all(isinstance(part, type(module[0])) for part in module)
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Tell whether there is a list of equal blocks in it."""
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile each repeated block by itself, in place."""
+    for part in module.modules():
+        if is_repeated_blocks(part):
+            for block in part.children():
+                block.compile(**compile_kwargs)
+    return module
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Call `compile_regions`."""
+    compile_regions(module, **compile_kwargs)
+
+
+compile_regions_fsdp2 = compile_regions
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Tell whether any parameter is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """The degree of tensor parallelism that a model of transformers was loaded with."""
+    return getattr(model, "tp_size", None)
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """The user's own model inside what wraps it."""
+    run = runs.newest()
+    unit = None if run is None else run.unit_of_model(model)
+    if unit is not None:
+        return unit.hooks.unwrap_model(unit, model, keep_torch_compile)
+    compiled = model if _is_wrapper(model) else None
+    inner = model._orig_mod if compiled is not None else model
+    while isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        inner = inner.module
+    if compiled is not None and keep_torch_compile:
+        if inner is compiled._orig_mod:
+            return compiled
+        compiled._orig_mod = inner
+        return compiled
+    return inner
+
+
+def is_peft_model(model: Any) -> bool:
+    """Tell whether peft wraps it."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(extract_model_from_parallel(model), PeftModel)
+
+
+def wait_for_everyone() -> None:
+    """Return once every rank is here. Collective."""
+    run = runs.newest()
+    if run is not None and run.world.size > 1:
+        ops.wait_for_everyone(run=run)
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Without the later names of tensors that share memory, and each contiguous."""
+    kept: dict[str, Any] = {}
+    seen: set[Any] = set()
+    for name, value in state_dict.items():
+        where = id_tensor_storage(value) if isinstance(value, torch.Tensor) else name
+        if where not in seen:
+            seen.add(where)
+            kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
+    if len(kept) < len(state_dict):
+        logging.getLogger("accelerate.utils.other").warning(
+            "Removed shared tensor %s while saving: it is saved under another name",
+            set(state_dict) - set(kept),
+        )
+    return kept
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object once: on the main process, or on the first one of each node."""
+    run = runs.find_or_make(False)
+    if run.world.local_rank == 0 if save_on_each_node else run.world.rank == 0:
+        kept = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+        ops.save(kept, f, save_on_each_node, safe_serialization, run=run)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """`torch.load` of tensors and plain data."""
+    return ops.load(f, map_location, **kwargs)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Its name, else its class's."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or getattr(named, "__name__", None) or obj)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """`destination`, with what `source` has put into it, at every depth."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Tell whether something listens on this port of this machine; default 29500."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def get_free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def convert_bytes(size: float) -> str:
+    """The size in the unit that fits it."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024.0
+    return f"{round(size, 2)} PB"
+
+
+def check_os_kernel() -> None:
+    """Say so if Linux is too old for processes not to hang."""
+    if platform.system() != "Linux":
+        return
+    found = platform.release().split("-")[0]
+    try:
+        old = tuple(int(part) for part in found.split(".")[:2]) < (5, 5)
+    except ValueError:
+        return
+    if old:
+        logging.getLogger("accelerate.utils.other").warning(
+            f"Detected kernel version {found}, which is below the recommended minimum of 5.5.0; this can"  # noqa: G004  the message says it
+            " cause the process to hang. It is recommended to upgrade the kernel."
+        )
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """An attribute of an attribute, with dots between."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """All modules, children before parents, the model last."""
+    waiting, found = [("", model)], list[tuple[str, nn.Module]]()
+    while waiting:
+        name, parent = waiting.pop()
+        found.append((name, parent))
+        waiting += [(f"{name}.{child}" if name else child, part) for child, part in parent.named_children()]
+    return [pair if return_fqns else pair[1] for pair in reversed(found)]

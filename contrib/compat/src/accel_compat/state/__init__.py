@@ -1,0 +1,1 @@
+"""The current run as Accelerate's process-wide state and functions show it."""

@@ -1,1 +1,0 @@
-"""Accelerate's command line: `accel` and `accel compat` stand for it."""

@@ -1,7 +1,0 @@
-"""Hooks that move weights in and out of a device: not served yet."""
-
-from __future__ import annotations
-
-from accel_compat.refusing import unserved
-
-__getattr__ = unserved(__name__)

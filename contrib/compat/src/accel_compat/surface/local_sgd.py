@@ -1,7 +1,0 @@
-"""Local SGD."""
-
-from __future__ import annotations
-
-from accel_core import LocalSGD
-
-__all__ = ["LocalSGD"]

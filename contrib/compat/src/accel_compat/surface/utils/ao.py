@@ -1,7 +1,0 @@
-"""torchao's fp8: not served yet."""
-
-from __future__ import annotations
-
-from accel_compat.refusing import unserved
-
-__getattr__ = unserved(__name__)

@@ -1,0 +1,1 @@
+"""Accelerate's trackers of experiments."""
