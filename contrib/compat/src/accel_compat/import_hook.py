@@ -1,4 +1,4 @@
-"""`import accelerate` and its metadata, answered from `accel_compat.mirror`."""
+"""`import accelerate` and its metadata, answered from `accel_compat.surface`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Name: {NAME}
 Version: {VERSION}
 Home-page: https://github.com/huggingface/accelerate
 """
-SURFACE: Final = Path(__file__).parent / "mirror"
+SURFACE: Final = Path(__file__).parent / "surface"
 
 
 def install() -> None:
