@@ -1,3 +1,3 @@
-"""All that a plugin author imports: hooks, cards, options, and the types that hooks are called with."""
+"""All that a plugin author imports: hooks, cards, options, arguments of hooks."""
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Marks of the contract: `spec` declares a hook, `implements` marks a plugin's method for one."""
+"""Marks of the contract.
+
+`spec` declares a hook, `implements` marks a plugin's method for one.
+"""
 
 from __future__ import annotations
 
