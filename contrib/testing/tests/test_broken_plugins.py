@@ -138,7 +138,10 @@ PROCESSES = {
         "test_a_window_communicates_once",
         "test_local_sgd_trains_apart_and_averages",
     },
-    "shows-reduced-gradients": {"test_a_window_communicates_once"},
+    "shows-reduced-gradients": {
+        "test_a_window_communicates_once",
+        "test_ranks_that_use_different_parameters_are_right_or_refused",
+    },
     "own-weights": {"test_replicas_begin_and_stay_equal"},
     "truncates-broadcasts": {
         "test_data_arrives_whole_whoever_reads_it",
