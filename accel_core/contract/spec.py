@@ -33,7 +33,7 @@ class Spec:
     refines: str | None = None
     """Of a wrapper: the parameter that each plugin takes and gives back."""
     observer: bool = False
-    """Whether trackers may implement it too."""
+    """True if trackers may implement it too."""
 
 
 def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callable[[F], F]:

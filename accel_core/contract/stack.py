@@ -18,7 +18,7 @@ class Chosen:
     """A plugin of the stack, and why it is in it."""
 
     record: Any
-    """What discovery found; a chosen plugin always has a card."""
+    """Result of discovery; a chosen plugin always has a card."""
     why: str
 
     @property

@@ -32,7 +32,7 @@ _WRAPPERS: Final = {
     "_orig_mod": "torch._dynamo.",
     "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",
 }
-"""What torch.compile and activation checkpointing put into the names of what they wrap -> where they live."""
+"""Parts of names that torch.compile and checkpointing add -> their modules."""
 _LISTS: Final = ("given", "models", "wrapped", "optimizers", "schedulers", "detach")
 """Lists with an entry per object of the unit."""
 _WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
@@ -72,12 +72,12 @@ class UnitRun(Protocol):
     """The innermost `accumulate` that is entered."""
     trackers: Any
     loaders: list[Any]
-    """What `prepare` returned for dataloaders."""
+    """Dataloaders that `prepare` returned."""
     apart: list[nn.Module]
 
     @property
     def hooks(self) -> Hooks:
-        """Those of the default stack."""
+        """Hooks of the default stack."""
 
     @property
     def stack(self) -> Stack:

@@ -42,7 +42,7 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
 
 
 def _waits_in_training(run: Run, unit: Unit) -> bool:
-    """Whether a forward or backward that trains the unit waits for ranks without this batch.
+    """Return True if training the unit waits for ranks without this batch.
 
     A strategy that reduces at a window's end waits there, each rank with its own last batch. So only a
     window that the others have not begun is one too many.
