@@ -177,7 +177,7 @@ class Accelerator(Ranks, Training, States):
     @property
     def save_iteration(self) -> int:
         """The number of the next saved state."""
-        return self.run.iteration
+        return self.run.checkpoints.series.next_number
 
     def explain(self) -> str:
         """Explain in words this stack and its settings, a step, and an epoch."""
@@ -291,8 +291,7 @@ class Accelerator(Ranks, Training, States):
         run = self.run
         run.release_units()
         run.forget_prepared()
-        if run.saver is not None:
-            run.saver.free()
+        run.checkpoints.free_memory()
         self._accumulations.clear()
         run.hooks.empty_cache()
         return [None] * len(objects)

@@ -77,10 +77,8 @@ class States:
                 something else, a rank could not write, or `alone` a rank holds only a part of something.
                 On all ranks; what was there is unchanged.
         """
-        from accel_core.checkpoint.save import save  # late: start-up need not wait for it
-
         directory = self._checkpoint_directory(output_dir, "save_state")
-        return save(self.run, directory, step=step, wait=wait, alone=alone)
+        return self.run.checkpoints.save(directory, step=step, wait=wait, alone=alone)
 
     def wait_for_checkpoint(self) -> None:
         """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.
@@ -88,8 +86,7 @@ class States:
         Raises:
             CheckpointError: it failed, on some rank; what was there before is unchanged.
         """
-        if self.run.saver is not None:
-            self.run.saver.settle()
+        self.run.checkpoints.wait()
 
     def save_on_preemption(
         self,
@@ -110,13 +107,7 @@ class States:
         Raises:
             CheckpointError: as `save_state`; or the ranks cannot agree when to stop, as one is gone.
         """
-        from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
-
-        run = self.run
-        if run.preemption is None:
-            run.require_alive()
-            run.preemption = Preemption(run, signals)
-        if not all(unit.window.boundary for unit in run.units) or not run.preemption.due():
+        if not self.run.checkpoints.is_preempted(signals):
             return False
         self.save_state(output_dir, step=step)
         return True
@@ -144,10 +135,8 @@ class States:
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
-        from accel_core.checkpoint.load import load
-
         directory = self._checkpoint_directory(input_dir, "load_state")
-        return load(self.run, directory, strict=strict, missing_ok=missing_ok)
+        return self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok)
 
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Path | None:
         self.run.require_alive()

@@ -11,10 +11,11 @@ from accel_core.checkpoint.agree import agree
 from accel_core.checkpoint.commit import carry_back, holders, locate
 from accel_core.checkpoint.files import UnreadableError
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.checkpoint.retention import candidates, folder_of, number_in
+from accel_core.checkpoint.retention import number_in
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
 
 __all__ = ["find"]
@@ -22,7 +23,9 @@ __all__ = ["find"]
 logger = logging.getLogger(__name__)
 
 
-def find(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool) -> Checkpoint | None:
+def find(
+    run: Run, series: CheckpointSeries, directory: str | os.PathLike[str] | None, *, missing_ok: bool
+) -> Checkpoint | None:
     """The checkpoint to load, all of it verified: `directory`, or the newest of the numbered. Collective.
 
     None, with `missing_ok`, where there is none. What is damaged among the numbered is logged.
@@ -32,15 +35,15 @@ def find(run: Run, directory: str | os.PathLike[str] | None, *, missing_ok: bool
     """
     control = run.collectives("control")
     first = run.world.first_of_disk(each_node=run.config.project.save_on_each_node)
-    around = folder_of(run).parent if directory is None else Path(os.path.realpath(directory))
+    around = series.folder.parent if directory is None else Path(os.path.realpath(directory))
     agree(control, lambda: carry_back(around) if first else None)
     if directory is not None:
         folder = _located(run, around)
         if missing_ok and not any(control.all_gather_object(folder.exists())):
             return None
         return _verified(run, folder)
-    numbered = folder_of(run)
-    names = control.all_gather_object(agree(control, lambda: candidates(run) if first else []))
+    numbered = series.folder
+    names = control.all_gather_object(agree(control, lambda: series.candidates() if first else []))
     found = sorted({name for each in names for name in each}, key=number_in, reverse=True)
     for name in found:
         try:

@@ -27,16 +27,15 @@ from accel_core.checkpoint.find import find
 from accel_core.checkpoint.optimizers import restore_optimizers
 from accel_core.checkpoint.problems import Problems
 from accel_core.checkpoint.read import Checkpoint, fill
-from accel_core.checkpoint.retention import history
 from accel_core.contract.state import Entry, Leaf
 from accel_core.distributed.streams import check, reseed, restore, states
 from accel_core.distributed.tensor_bytes import bytes_of
-from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files import Manifest
     from accel_core.checkpoint.read import Stored
+    from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
@@ -49,54 +48,27 @@ Scope = Literal["replicated", "per_reader", "per_rank"]
 
 
 def load(
-    run: Run, directory: str | os.PathLike[str] | None, *, strict: bool = True, missing_ok: bool = False
-) -> Path | None:
-    """Bring the run into the state that the checkpoint `directory` holds. Collective: all ranks.
-
-    The checkpoint may have been saved by another stack, or at another world size; what that means for
-    random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's. Gradients are
-    dropped, and windows begin anew: a checkpoint is taken between two.
-    `strict=False` loads what fits and logs the rest. Without a directory it is the newest valid one of
-    the numbered; what is damaged is logged and passed over. Returns the folder that was loaded; None,
-    with `missing_ok`, if there is none.
-
-    Raises:
-        CheckpointError: it is no checkpoint, a file is damaged, or (strict) the run has other state
-            than it has: missing, unexpected and mismatched states are named; or a save that was under
-            way has failed. Raised on all ranks, before any state is touched. Or code of the user's own or
-            of a plugin failed while state was being restored: the message says what, and what has changed.
-    """
-    run.require_alive()
-    assemble(run, "load_state")
-    control = run.collectives("control")
-    agree(control, run.saver.settle if run.saver else lambda: None)  # one may have saved alone
-    with without_collecting_garbage():
-        loaded = _load(run, directory, strict=strict, missing_ok=missing_ok)
-    if loaded is None:
-        return None
-    folder, manifest = loaded
-    project = run.config.project
-    if project.automatic_checkpoint_naming and run.world.first_of_disk(each_node=project.save_on_each_node):
-        run.kept.update(history(run, manifest))  # beside what this run has written
-    return folder
-
-
-def _load(
-    run: Run, directory: str | os.PathLike[str] | None, *, strict: bool, missing_ok: bool
+    run: Run,
+    series: CheckpointSeries,
+    directory: str | os.PathLike[str] | None,
+    *,
+    strict: bool,
+    missing_ok: bool,
 ) -> tuple[Path, Manifest] | None:
-    """The folder and manifest of what was loaded, if anything was; all else that loading made is dropped."""
+    """See `CheckpointSession.load`. Returns the folder and manifest of what was loaded, if anything was."""
     control = run.collectives("control")
-    checkpoint = find(run, directory, missing_ok=missing_ok)
-    if checkpoint is None:
-        return None
+    with without_collecting_garbage():
+        checkpoint = find(run, series, directory, missing_ok=missing_ok)
+        if checkpoint is None:
+            return None
 
-    def compared() -> Restoration:
-        with understanding(checkpoint.folder):
-            return Restoration(run, checkpoint, strict=strict)
+        def compared() -> Restoration:
+            with understanding(checkpoint.folder):
+                return Restoration(run, checkpoint, strict=strict)
 
-    restoration = agree(control, compared)
-    agree(control, restoration.apply)
-    return checkpoint.folder, checkpoint.manifest
+        restoration = agree(control, compared)
+        agree(control, restoration.apply)
+        return checkpoint.folder, checkpoint.manifest
 
 
 class Restoration:
@@ -154,11 +126,6 @@ class Restoration:
                 except Exception as error:  # other people's code, of any kind: the message says where
                     before = list(dict.fromkeys(name for name, _ in actions[:done]))
                     raise _mixed(self.checkpoint.folder, what, before, error) from error
-        manifest = self.checkpoint.manifest
-        if self.run.world.run_id is None:
-            self.run.run_id = manifest.run_id  # no launcher named this run: it goes on
-        self.run.ancestors = manifest.lineage
-        self.run.iteration = max(self.run.iteration, manifest.iteration + 1)  # numbers only rise
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
         unit.drop_cut_ties()

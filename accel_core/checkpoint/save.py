@@ -28,49 +28,14 @@ from accel_core.checkpoint.pending_save import Flight, Share
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import Replicas
 from accel_core.checkpoint.target import Place
-from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
 
-__all__ = ["Saver", "save"]
-
-
-def save(
-    run: Run,
-    directory: str | os.PathLike[str] | None,
-    *,
-    step: int | None = None,
-    wait: bool = True,
-    alone: bool = False,
-) -> Path:
-    """Save all state of the run as the checkpoint `directory`. Collective: all ranks, one directory.
-
-    With `alone` it is not collective: this rank saves what it holds as the checkpoint of a world of one.
-
-    Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
-    of the two, whole. `step` is recorded as it is given. Without a directory it is the next of the
-    numbered ones, and those over `total_limit` are removed once it is complete. With `wait=False` a copy
-    of the state is taken now, and a thread writes it while training goes on; the next save waits for
-    that, and raises what went wrong, as do `Saver.settle` and the end of the run.
-
-    Raises:
-        CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
-            directory holds something else, a rank failed to write, now or in the save before, or `alone`
-            this rank holds only a part of something.
-            Raised on all ranks; what was there before is unchanged.
-    """
-    run.require_alive()
-    if not alone:
-        assemble(run, "save_state", f"{len(run.registered)} registered object(s)" if run.registered else "")
-    if run.saver is None or run.saver.alone is not alone:
-        if run.saver is not None:
-            run.saver.settle()
-        run.saver = Saver(run, alone=alone)
-    saver: Saver = run.saver
-    return saver.save(directory, step=step, wait=wait)
+__all__ = ["Saver"]
 
 
 class Saver:
@@ -79,8 +44,9 @@ class Saver:
     Made by all ranks; `alone`, by the rank that saves.
     """
 
-    def __init__(self, run: Run, *, alone: bool = False) -> None:
+    def __init__(self, run: Run, series: CheckpointSeries, *, alone: bool) -> None:
         self.run, self.alone = run, alone
+        self._series = series
         self.control = run.collectives("alone" if alone else "control")
         timeout = run.config.process_group.timeout or default_pg_timeout
         self._timeout = timeout.total_seconds()
@@ -94,7 +60,7 @@ class Saver:
         )
 
     def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
-        """See `save`."""
+        """See `CheckpointSession.save`."""
         agree(self.control, self.settle)
         with without_collecting_garbage():
             self._flight = flight = self._snapshot(directory, step, wait=wait)
@@ -116,7 +82,7 @@ class Saver:
         layout = self._layout_of(state)
         if control.size > 1:
             layout.replicas.compare(control, state.leaves, state.declared)
-        place = Place.choose(run, control, directory, self._domains)
+        place = Place.choose(self._series, control, directory, self._domains)
         try:
             shared = agree(control, lambda: as_json(state.shared) if place.first else None)
             if len(place.firsts) > 1:  # one file, whatever disk it is on

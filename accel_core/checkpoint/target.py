@@ -23,10 +23,9 @@ from accel_core.checkpoint.commit import (
     publish,
     replaced,
 )
-from accel_core.checkpoint.retention import folder_of, next_number, retain
 
 if TYPE_CHECKING:
-    from accel_core.contract.run import Run
+    from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.world import Collectives
 
 __all__ = ["Place"]
@@ -41,7 +40,7 @@ class Place:
     held before.
     """
 
-    run: Run
+    series: CheckpointSeries
     target: Path
     save_id: str
     number: int
@@ -55,7 +54,7 @@ class Place:
     @classmethod
     def choose(
         cls,
-        run: Run,
+        series: CheckpointSeries,
         control: Collectives,
         directory: str | os.PathLike[str] | None,
         domains: Sequence[int],
@@ -70,9 +69,9 @@ class Place:
         numbered = directory is None
         firsts = [domains.index(disk) for disk in sorted(set(domains))]
         first = control.rank in firsts
-        parent = folder_of(run) if directory is None else Path(os.path.realpath(directory)).parent
+        parent = series.folder if directory is None else Path(os.path.realpath(directory)).parent
         left = agree(control, lambda: leftovers(parent) if first else set())
-        told = control.all_gather_object((new_save_id(run.run_id) if control.rank == 0 else "", left))
+        told = control.all_gather_object((new_save_id(series.run.run_id) if control.rank == 0 else "", left))
         save_id = told[0][0]
         # A process of another node may have made what lies on this disk: each rank knows its own machine.
         found: set[str] = set().union(*(each for _, each in told))
@@ -82,14 +81,14 @@ class Place:
         def look() -> int:
             # A save that was named on one disk only is loaded from under its other name on the next.
             clean(parent, found, all_is_committed=len(firsts) == 1)
-            return next_number(run) if numbered else run.iteration
+            return series.free_number() if numbered else series.next_number
 
         number = max(control.all_gather_object(agree(control, lambda: look() if first else 0)))
         target = Path(os.path.realpath(parent / f"checkpoint_{number}" if directory is None else directory))
         try:
             seen = agree(control, lambda: begin(target, save_id) if first else None)
-            run.iteration = number + 1
-            place = cls(run, target, save_id, number, numbered, control.rank, domains, firsts, found, seen)
+            series.number_from(number + 1)
+            place = cls(series, target, save_id, number, numbered, control.rank, domains, firsts, found, seen)
             finalize(place, finish, save_id).atexit = False  # of one that Ctrl-C keeps from the caller
         except BaseException:  # of another rank, perhaps
             finish(save_id)
@@ -110,8 +109,7 @@ class Place:
     def members(self) -> dict[str, Any]:
         """What the manifest says of it."""
         name = self.target.name if self.numbered else None
-        lineage = [*dict.fromkeys([*self.run.ancestors, self.run.run_id])]
-        ids = {"save_id": self.save_id, "run_id": self.run.run_id, "lineage": lineage}
+        ids = {"save_id": self.save_id, "run_id": self.series.run.run_id, "lineage": self.series.lineage}
         disks = [
             [rank for rank, disk in enumerate(self.domains) if disk == self.domains[one]]
             for one in self.firsts
@@ -124,14 +122,14 @@ class Place:
         ranks = {rank for rank, disk in enumerate(self.domains) if disk == here}
         publish(self.target, self.save_id, seen=self.seen, replace=not self.numbered, ranks=ranks)
         if self.numbered:
-            self.run.kept[self.number] = self.save_id
+            self.series.published(self.number, self.save_id)
 
     def settle(self) -> None:
         """Remove what the new checkpoint replaces, once it has its name on all disks. As `publish`."""
         for old in replaced(self.target, self.save_id):
             discard(old, self.target)
         if self.numbered:
-            retain(self.run, self.save_id)
+            self.series.retain(self.save_id)
         clean(self.target.parent, self.over, all_is_committed=True)
 
     def discard(self) -> None:

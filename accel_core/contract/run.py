@@ -37,16 +37,13 @@ class Run(UnitRun, Protocol):
     active_loaders: list[Any]
     """The prepared loaders that are being iterated, the innermost last."""
     registered: list[Any]
-    ancestors: Sequence[str]
     accumulation_steps: int
-    iteration: int
-    kept: dict[int, str]
     group: int
     environment: list[str]
     environment_notes: list[str]
     process: int
-    saver: Any
-    preemption: Any
+    checkpoints: Any
+    """The run's checkpoint session: saves, loads, and what one leaves to the next."""
 
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
         """A unit without objects, its hooks resolved for its strategy."""
@@ -71,6 +68,9 @@ class Run(UnitRun, Protocol):
 
     def end_accumulation(self, accumulation: Any) -> None:
         """Return to the `accumulate` around this one."""
+
+    def resume(self, run_id: str) -> None:
+        """Take over the id of the run whose state was loaded, unless a launcher has named this run."""
 
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from attrs import evolve
 
 from accel_core.checkpoint import unheard
+from accel_core.checkpoint.session import CheckpointSession
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import unused_profile_options
 from accel_core.contract.run import live_runs
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.preemption import Preemption
-    from accel_core.checkpoint.save import Saver
     from accel_core.contract.card import Card
     from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh
@@ -78,14 +77,8 @@ class Run:
 
     run_id: str
     mesh: Mesh | None = None
-    saver: Saver | None = None
-    """Made by the first save."""
-    preemption: Preemption | None = None
-    """Made by the first `save_on_preemption`."""
     group: int = 0
     """The number of the process group that it uses."""
-    ancestors: Sequence[str] = ()
-    """Ids of the runs whose state this one took over, the oldest first."""
 
     def __init__(
         self,
@@ -113,8 +106,6 @@ class Run:
         self.registered: list[Any] = []
         self.apart: list[nn.Module] = []
         """Prepared models whose weights are in no saved state: their program keeps these by itself."""
-        self.kept: dict[int, str] = {}
-        """Numbered checkpoints that `total_limit` counts: number -> save id."""
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
         self.world = World.here()
@@ -124,8 +115,7 @@ class Run:
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
-        self.iteration = self.config.project.iteration
-        """How many states were saved, this run's ancestors' included."""
+        self.checkpoints = CheckpointSession(self)
         self._profile_is_used = False
         self.environment: list[str] = []
         try:
@@ -346,8 +336,7 @@ class Run:
             sys.stderr.writelines(f"accel: {note}\n" for note in unused_profile_options(self.resolved))
         problems: list[BaseException] = []
         try:
-            if self.saver is not None:
-                self.saver.settle(PATIENCE_SECONDS if failed else None)
+            self.checkpoints.wait(PATIENCE_SECONDS if failed else None)
         except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there
             problems.append(error)
         self.ended = True
@@ -355,7 +344,7 @@ class Run:
         for _, optimizer in self.optimizers:
             optimizer.__dict__["step"] = _ended
         live_runs.discard(self)
-        steps: list[Callable[[], object]] = [] if self.preemption is None else [self.preemption.end]
+        steps: list[Callable[[], object]] = [self.checkpoints.end_watch]
         steps += [observer.call for observer in self.hooks.implementations("run_ended")]
         steps += [partial(_release, unit) for unit in self.units]
         if not failed:
@@ -381,10 +370,15 @@ class Run:
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""
         meshes = [mesh for mesh in (self.mesh, *self._meshes.values()) if mesh is not None]
-        self.saver = None
+        self.checkpoints.forget_groups()
         self._dims.clear()
         self._meshes.clear()
         return meshes
+
+    def resume(self, run_id: str) -> None:
+        """Take over the id of the run whose state was loaded, unless a launcher has named this run."""
+        if self.world.run_id is None:
+            self.run_id = run_id
 
     def require_alive(self) -> None:
         """Raise AccelError after `end_training`."""

@@ -84,7 +84,7 @@ def in_ranks(
     for thread in threads:
         thread.join()
     for accelerator in accelerators:
-        accelerator.run.saver = None
+        accelerator.run.checkpoints.forget_groups()
         accelerator.end_training()
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error

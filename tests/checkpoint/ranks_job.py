@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, CheckpointError, Entry, Leaf, OptimizerState
 from accel_core.checkpoint import pending_save
-from accel_core.checkpoint.load import load
-from accel_core.checkpoint.save import save
 from accel_core.plugins.combining import Implementation
 
 
@@ -113,7 +111,7 @@ def prepared(how: str, seed: int = 0) -> Job:
 def save_it(folder: str, how: str = "whole") -> list[list[float]]:
     job = prepared(how)
     job.train(3)
-    save(job.run, Path(folder) / "here")
+    job.run.checkpoints.save(Path(folder) / "here")
     state = job.state()
     job.accelerator.end_training()
     return state
@@ -121,7 +119,7 @@ def save_it(folder: str, how: str = "whole") -> list[list[float]]:
 
 def load_it(folder: str, how: str = "whole") -> tuple[list[list[float]], float]:
     job = prepared(how, seed=1)
-    load(job.run, Path(folder) / "here")
+    job.run.checkpoints.load(Path(folder) / "here")
     found = job.state(), job.inner.param_groups[0]["lr"]
     job.accelerator.end_training()
     return found
@@ -131,12 +129,12 @@ def data_goes_on(folder: str, batch: int, resume: bool) -> list[int]:
     """The samples of this rank after the save, which is made when the epoch is 16 samples old."""
     job = Job(batch=batch)
     if resume:
-        load(job.run, Path(folder) / "here")
+        job.run.checkpoints.load(Path(folder) / "here")
     seen: list[int] = []
     for number, (inputs,) in enumerate(job.loader, 1):
         seen += (inputs[:, 0] * 64).int().tolist()
         if not resume and number * batch * job.run.world.size == 16:
-            save(job.run, Path(folder) / "here")
+            job.run.checkpoints.save(Path(folder) / "here")
             seen.clear()
     job.accelerator.end_training()
     return seen
@@ -149,10 +147,10 @@ def random_after_load(folder: str, resume: bool) -> tuple[list[float], str]:
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("accel_core").addHandler(handler)
     if resume:
-        load(job.run, Path(folder) / "here")
+        job.run.checkpoints.load(Path(folder) / "here")
     else:
         torch.manual_seed(100 + job.run.world.rank)
-        save(job.run, Path(folder) / "here")
+        job.run.checkpoints.save(Path(folder) / "here")
     drawn = torch.rand(4).tolist()
     job.accelerator.end_training()
     return drawn, "\n".join(logged)
@@ -162,9 +160,9 @@ def plugin_entries(folder: str, resume: bool) -> dict:
     job, taken = Job(), {}
     job.plugin(taken)
     if resume:
-        load(job.run, Path(folder) / "here")
+        job.run.checkpoints.load(Path(folder) / "here")
     else:
-        save(job.run, Path(folder) / "here")
+        job.run.checkpoints.save(Path(folder) / "here")
     job.accelerator.end_training()
     return taken
 
@@ -172,7 +170,7 @@ def plugin_entries(folder: str, resume: bool) -> dict:
 def message_of(folder: str, trouble: str) -> tuple[str, list[str]]:
     """What a save says after this trouble on rank 1, and what is on the disk then."""
     job, here = Job(), Path(folder)
-    save(job.run, here / "here")
+    job.run.checkpoints.save(here / "here")
     target = here / "here"
     if job.run.world.rank == 1:
         if trouble == "disk full":
@@ -190,13 +188,13 @@ def message_of(folder: str, trouble: str) -> tuple[str, list[str]]:
     if trouble == "registered":
         job.accelerator.register_for_checkpointing(Lambda(job.run.world.rank))
     try:
-        save(job.run, target)
+        job.run.checkpoints.save(target)
         said = "saved"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     job.accelerator.wait_for_everyone()
     job.run.registered.clear()
-    load(job.run, here / "here")
+    job.run.checkpoints.load(here / "here")
     left = sorted(path.name for path in here.iterdir())
     job.accelerator.end_training()
     return said, left
@@ -219,7 +217,7 @@ def load_damaged(folder: str) -> str:
     job = Job(seed=1)
     before = job.state()
     try:
-        load(job.run, Path(folder) / "here")
+        job.run.checkpoints.load(Path(folder) / "here")
     except Exception as error:
         assert job.state() == before
         return str(error)

@@ -96,11 +96,11 @@ def test_state_that_cannot_be_copied_now_is_not_saved_behind_the_back(job, tmp_p
 
 def test_the_copy_is_made_in_the_same_place_again(job, tmp_path):
     job.accelerator.save_state(tmp_path / "here", wait=False)
-    layout = job.accelerator.run.saver._layout
+    layout = job.accelerator.run.checkpoints._saver._layout
     place = layout._buffer.data_ptr()
     job.accelerator.save_state(tmp_path / "here", wait=False)
     job.accelerator.save_state(tmp_path / "here")
-    assert job.accelerator.run.saver._layout is layout
+    assert job.accelerator.run.checkpoints._saver._layout is layout
     assert layout._buffer.data_ptr() == place
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint import files
-from accel_core.checkpoint.load import load
 from accel_core.distributed.tensor_bytes import bytes_of
 from accel_core.errors import CheckpointError
 
@@ -165,7 +164,7 @@ def names(saved):
 def refused(saved):
     before = {name: value.clone() for name, value in saved.model.state_dict().items()}
     with pytest.raises(CheckpointError) as found:
-        load(saved.accelerator.run, saved.folder)
+        saved.accelerator.run.checkpoints.load(saved.folder)
     assert all(torch.equal(before[name], value) for name, value in saved.model.state_dict().items())
     return found.value
 
@@ -183,7 +182,7 @@ def test_any_flipped_bit_is_found_and_its_file_is_named(saved):
             assert name in str(error), f"byte {at} of {name}: {error}"
             flips += 1
         path.write_bytes(content)
-    load(saved.accelerator.run, saved.folder)
+    saved.accelerator.run.checkpoints.load(saved.folder)
     print(f"{flips} flips")
     assert flips > 150
 
@@ -280,4 +279,4 @@ def test_a_crafted_state_is_refused(saved):
 def test_what_was_never_a_checkpoint_is_said(saved, tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
-            load(saved.accelerator.run, folder)
+            saved.accelerator.run.checkpoints.load(folder)

@@ -76,7 +76,9 @@ def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_pat
 
 
 def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path):
-    last = "import gc, time; run = job.accelerator.run; thread = run.saver._flight._thread; del run"
+    last = (
+        "import gc, time; run = job.accelerator.run; thread = run.checkpoints._saver._flight._thread; del run"
+    )
     last += "; thread.join(); del thread, job; gc.collect()"
     ended = at_exit(tmp_path, "async_job.flight.write_file = async_job.full", last)
     assert ended.returncode == 1
@@ -124,14 +126,14 @@ def test_state_that_is_loaded_in_inference_mode_is_trained_on(job, tmp_path):
 def test_freed_memory_is_the_copys_too(job, tmp_path):
     job.accelerator.save_state(tmp_path / "here", wait=False)
     job.accelerator.wait_for_checkpoint()
-    assert job.accelerator.run.saver._layout is not None
+    assert job.accelerator.run.checkpoints._saver._layout is not None
     job.accelerator.free_memory()
-    assert job.accelerator.run.saver._layout is None
+    assert job.accelerator.run.checkpoints._saver._layout is None
 
 
 def test_progress_of_a_save_that_has_its_name_by_now_is_shown(job, tmp_path, monkeypatch, capsys):
     job.accelerator.save_state(tmp_path / "here", wait=False)
-    save = job.accelerator.run.saver._flight
+    save = job.accelerator.run.checkpoints._saver._flight
     job.accelerator.wait_for_checkpoint()
     monkeypatch.setattr(pending_save.sys.stderr, "isatty", lambda: True, raising=False)
     save._show_progress()
@@ -238,7 +240,7 @@ def test_any_of_the_signals_that_were_named_is_heard(job, tmp_path, number):
     before = [signal.getsignal(each) for each in signals]
     assert not job.accelerator.save_on_preemption(tmp_path / "here", signals=signals)
     os.kill(os.getpid(), number)
-    assert job.accelerator.run.preemption._agreed.wait(30)
+    assert job.accelerator.run.checkpoints._preemption._agreed.wait(30)
     assert job.accelerator.save_on_preemption(tmp_path / "here")
     assert (tmp_path / "here" / "manifest.json").exists()
     job.accelerator.end_training()

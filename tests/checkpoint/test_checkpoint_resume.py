@@ -17,8 +17,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 from accel_core import Accelerator
 from accel_core.checkpoint import pending_save
 from accel_core.checkpoint.commit import begin, finish, new_save_id, partial_folder
-from accel_core.checkpoint.load import _joined, load
-from accel_core.checkpoint.save import save
+from accel_core.checkpoint.load import _joined
 from accel_core.errors import CheckpointError
 
 
@@ -770,7 +769,7 @@ def test_not_strict_loads_what_fits_and_logs_the_rest(prepared, tmp_path, caplog
     first = prepared(network, steps=1, scheduler=lambda o: lr_scheduler.StepLR(o, 2))
     first.accelerator.save_state(tmp_path / "here")
     second = prepared(network)
-    load(second.accelerator.run, tmp_path / "here", strict=False)
+    second.accelerator.run.checkpoints.load(tmp_path / "here", strict=False)
     assert torch.equal(second.raw[0].weight, first.raw[0].weight)
     assert "unexpected, the run has no such state: unit0: scheduler 0" in caplog.text
 
@@ -855,7 +854,7 @@ def test_what_this_process_writes_no_more_is_removed_and_what_it_writes_is_not(p
         begin(tmp_path / "old", save_id)
         (partial_folder(tmp_path / "old", save_id) / "rank-00000.safetensors").touch()
     finish(over)
-    save(run, tmp_path / "here")
+    run.checkpoints.save(tmp_path / "here")
     left = partial_folder(tmp_path / "old", alive).name
     assert sorted(path.name for path in tmp_path.iterdir()) == [left, "here"]
     finish(alive)

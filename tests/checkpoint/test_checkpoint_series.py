@@ -15,7 +15,8 @@ import series_job
 from series_job import Job
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.checkpoint import commit, pending_save, save, target
+from accel_core.checkpoint import commit, pending_save, save
+from accel_core.checkpoint.retention import CheckpointSeries
 from accel_core.errors import CheckpointError
 from accel_testing.processes import run_processes
 
@@ -410,7 +411,7 @@ def test_two_that_went_on_from_one_checkpoint_keep_each_others(job, folder):
 def test_a_number_that_was_taken_meanwhile_is_not_overwritten(job, folder, monkeypatch):
     first, second = job(), job()
     first.save(1)
-    monkeypatch.setattr(target, "next_number", lambda run: 0)
+    monkeypatch.setattr(CheckpointSeries, "free_number", lambda series: 0)
     with pytest.raises(CheckpointError, match="has appeared while this save was written: another run saves"):
         second.save(2)
     assert names(folder) == ["checkpoint_0"]
@@ -439,7 +440,7 @@ def dying(folder, where, how="KILL"):
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("where", ["flight.write_manifest", "place.publish"])
+@pytest.mark.parametrize("where", ["pending_save.write_manifest", "target.publish"])
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(job, tmp_path, folder, where):
     job().save(1)
     with dying(tmp_path, where) as process:
@@ -452,7 +453,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(job, tmp_path
 
 def test_what_a_living_process_of_the_same_run_writes_is_not_touched(job, tmp_path, folder):
     job().save(1)
-    with dying(tmp_path, "place.publish", "STOP") as process:
+    with dying(tmp_path, "target.publish", "STOP") as process:
         try:
             wait_for(folder, 2)
             second = job()

@@ -118,7 +118,7 @@ class States(Ranks):
             if made is not None and any(path != made for path in made.parent.rglob("*")):
                 self.wait_for_checkpoint()
                 self._deliver(made, target)
-        self.project_configuration.iteration = self.run.iteration
+        self.project_configuration.iteration = self.run.checkpoints.series.next_number
         return str(target)
 
     def _write(self, target: Path, options: Mapping[str, Any]) -> Path:
@@ -127,7 +127,8 @@ class States(Ranks):
         if self.is_main_process or not alone:
             target = super().save_state(None if numbered else target, alone=alone, **options)
         else:
-            self.run.iteration += 1
+            series = self.run.checkpoints.series
+            series.number_from(series.next_number + 1)
         if alone:
             _rank_states.write(self.run, target)
         _logger.info("All states saved in %s", target)
@@ -160,7 +161,7 @@ class States(Ranks):
         """Hand on what the program has assigned to `project_configuration`, or to its fields."""
         project, run = self.project_configuration, self.run
         run.reconfigure(project=project.to_ours())
-        run.iteration = project.iteration
+        run.checkpoints.series.number_from(project.iteration)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class States(Ranks):
         finally:
             self.run.keep_apart(self._apart)
         self._count = int(json.loads((loaded / "manifest.json").read_text())["step"] or 0)
-        project.iteration = self.run.iteration
+        project.iteration = self.run.checkpoints.series.next_number
         if self._saves_alone():
             _rank_states.read(self.run, loaded)
         _logger.info("All states loaded from %s", loaded)

@@ -1,0 +1,141 @@
+"""The checkpoints of one run: save, load, wait for a save, stop when the job is told to stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_core.checkpoint.retention import CheckpointSeries
+from accel_core.distributed.watch import assemble
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.preemption import Preemption
+    from accel_core.checkpoint.save import Saver
+    from accel_core.contract.run import Run
+
+__all__ = ["CheckpointSession"]
+
+
+class CheckpointSession:
+    """What one save or load of a run leaves to the next. Only the session and its series write it.
+
+    series: the numbers and the lineage of the run's checkpoints.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.series = CheckpointSeries(run)
+        self._saver: Saver | None = None
+        self._preemption: Preemption | None = None
+
+    def save(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        step: int | None = None,
+        wait: bool = True,
+        alone: bool = False,
+    ) -> Path:
+        """Save all state of the run as the checkpoint `directory`.
+
+        Collective: all ranks, one directory. With `alone` it is not collective: this rank saves what it
+        holds as the checkpoint of a world of one.
+
+        Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
+        of the two, whole. `step` is recorded as it is given. Without a directory it is the next of the
+        numbered ones, and those over `total_limit` are removed once it is complete. With `wait=False` a
+        copy of the state is taken now, and a thread writes it while training goes on; the next save waits
+        for that, and raises what went wrong, as do `wait` and the end of the run.
+
+        Raises:
+            CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
+                directory holds something else, a rank failed to write, now or in the save before, or
+                `alone` this rank holds only a part of something.
+                Raised on all ranks; what was there before is unchanged.
+        """
+        from accel_core.checkpoint.save import Saver  # late: start-up need not wait for it
+
+        run = self.run
+        run.require_alive()
+        if not alone:
+            objects = len(run.registered)
+            assemble(run, "save_state", f"{objects} registered object(s)" if objects else "")
+        if self._saver is None or self._saver.alone is not alone:
+            self.wait()
+            self._saver = Saver(run, self.series, alone=alone)
+        return self._saver.save(directory, step=step, wait=wait)
+
+    def load(
+        self, directory: str | os.PathLike[str] | None, *, strict: bool = True, missing_ok: bool = False
+    ) -> Path | None:
+        """Bring the run into the state that the checkpoint `directory` holds. Collective: all ranks.
+
+        The checkpoint may have been saved by another stack, or at another world size; what that means for
+        random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's. Gradients are
+        dropped, and windows begin anew: a checkpoint is taken between two.
+        `strict=False` loads what fits and logs the rest. Without a directory it is the newest valid one of
+        the numbered; what is damaged is logged and passed over. Returns the folder that was loaded; None,
+        with `missing_ok`, if there is none.
+
+        Raises:
+            CheckpointError: it is not a checkpoint, a file is damaged, or (strict) the run has other state
+                than it has: missing, unexpected and mismatched states are named; or a save that was under
+                way has failed. Raised on all ranks, before any state is touched. Or code of the user's own
+                or of a plugin failed while state was being restored: the message says what, and what has
+                changed.
+        """
+        from accel_core.checkpoint.agree import agree  # late: start-up need not wait for it
+        from accel_core.checkpoint.load import load
+
+        run = self.run
+        run.require_alive()
+        assemble(run, "load_state")
+        agree(run.collectives("control"), self.wait)  # one rank may have saved alone
+        loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok)
+        if loaded is None:
+            return None
+        folder, manifest = loaded
+        run.resume(manifest.run_id)
+        self.series.resume(manifest)
+        return folder
+
+    def wait(self, patience: float | None = None) -> None:
+        """Wait for the save that is under way, if one is, `patience` seconds at most. Not collective.
+
+        Raises:
+            CheckpointError: it failed; raised once.
+        """
+        if self._saver is not None:
+            self._saver.settle(patience)
+
+    def is_preempted(self, signals: Sequence[int]) -> bool:
+        """Whether all ranks stop now, because a rank was told to. Every rank asks, after each step.
+
+        The first call begins to watch for these signals.
+
+        Raises:
+            CheckpointError: a rank does not answer.
+        """
+        from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
+
+        if self._preemption is None:
+            self.run.require_alive()
+            self._preemption = Preemption(self.run, signals)
+        # A checkpoint holds no gradients: within a window there is nothing to ask yet.
+        return all(unit.window.boundary for unit in self.run.units) and self._preemption.due()
+
+    def end_watch(self) -> None:
+        """Watch for signals no more."""
+        if self._preemption is not None:
+            self._preemption.end()
+
+    def free_memory(self) -> None:
+        """Give back the copy of the state that a save with `wait=False` keeps for the next."""
+        if self._saver is not None:
+            self._saver.free()
+
+    def forget_groups(self) -> None:
+        """Drop what holds the process group."""
+        self._saver = None
