@@ -1,11 +1,11 @@
-"""Checkpoints: whole or not there, verified before use, readable by any stack at any world size.
+"""Checkpoints: whole or absent, verified, readable by any stack and world size.
 
-`save` and `load` do it; docs/checkpoint-format.md says what is on the disk.
+`session` is what a run has of it; docs/checkpoint-format.md says what is on the disk.
 """
 
 from __future__ import annotations
 
-__all__ = ["unheard"]
+__all__ = ["unreported"]
 
-unheard: dict[str, tuple[int, str]] = {}
-"""Background saves that have failed, by id: the process, and what nobody has been told yet."""
+unreported: dict[str, tuple[int, str]] = {}
+"""Background saves that have failed, by id: the process, and the message that nobody has seen yet."""

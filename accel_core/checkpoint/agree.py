@@ -1,38 +1,70 @@
-"""Ranks act together: what fails on one fails on all, at once, and says where."""
+"""One step of a collective operation: done on all ranks, or raised on all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_core.errors import CheckpointError
+from accel_core.contract.world import current_operation
+from accel_core.errors import CheckpointError, CollectiveError
 
 if TYPE_CHECKING:
     from accel_core.contract.world import Collectives
 
-__all__ = ["agree"]
+__all__ = ["gather_from_all_ranks", "run_on_all_ranks"]
 
 T = TypeVar("T")
 
 
-def agree(control: Collectives, action: Callable[[], T]) -> T:
-    """What `action` returns on this rank, once it has succeeded on every rank. Collective.
+def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:
+    """This rank's result of `action`, once it has succeeded on every rank.
+
+    Collective; raises as `gather_from_all_ranks`.
+    """
+    results: list[T] = []
+    gather_from_all_ranks(control, step, lambda: results.append(action()))
+    return results[0]
+
+
+def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> list[T]:
+    """Every rank's result of `action`, in rank order, once it has succeeded on every rank. Collective.
+
+    step: in words; must be the same on all ranks.
 
     Raises:
         CheckpointError: it failed somewhere; the message has each rank's failure. One that all ranks
             have alike is raised as it is; else it is of the most special kind among them.
+        CollectiveError: ranks make different steps.
     """
     error: Exception | None = None
+    result: Any = None
     try:
         result = action()
-    except Exception as raised:  # whatever it is, the other ranks are waiting for our word
+    except Exception as raised:  # whatever it is, the other ranks are waiting for this one's word
         error = raised
     kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-    votes = control.all_gather_object(error and (kind, f"{type(error).__name__}: {error}"))
-    if error is not None and len(set(votes)) == 1:
+    failure = None if error is None else (kind, f"{type(error).__name__}: {error}")
+    before = current_operation.set(step)  # what an error says that is raised inside
+    try:
+        votes = control.all_gather_object((step, failure, result))
+    finally:
+        current_operation.reset(before)
+    steps, failures, results = zip(*votes, strict=True)
+    _compare_steps(steps)
+    if error is not None and len(set(failures)) == 1:
         raise error
-    said = [f"rank {rank}: {vote[1]}" for rank, vote in enumerate(votes) if vote is not None]
-    if said:
-        kind = max((vote[0] for vote in votes if vote is not None), key=lambda kind: len(kind.__mro__))
-        raise kind("\n".join(said), path=getattr(error, "path", None)) from error
-    return result
+    failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+    if failed:
+        kind = max((kind for kind, _ in failed.values()), key=lambda kind: len(kind.__mro__))
+        text = "\n".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
+        raise kind(text, path=getattr(error, "path", None)) from error
+    return list(results)
+
+
+def _compare_steps(steps: Sequence[str]) -> None:
+    if len(set(steps)) > 1:
+        listed = "\n".join(f"  rank {rank}: {step}" for rank, step in enumerate(steps))
+        raise CollectiveError(
+            f"{steps[0]}: the ranks are at different steps\n{listed}\ncall it on all ranks alike",
+            operation=steps[0],
+        )

@@ -1,4 +1,4 @@
-"""Tagged JSON: plain Python state as JSON text, back as equal values of equal types, and nothing else.
+"""Tagged JSON: plain Python state as JSON text, and back with the same types.
 
 JSON alone turns tuples into lists and integer keys into text, and knows no infinity: a scheduler
 restored from it skips its milestones. Here what JSON cannot say is an object with one key that
@@ -47,12 +47,15 @@ _REMEDY: Final = (
     "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
 )
 _FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
-"""What a defaultdict may fill itself with."""
+"""Types that a defaultdict may fill itself with."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
 
 
 def not_plain(tensor: Tensor) -> str:
-    """What a tensor is that is not its elements in memory, and so cannot be stored; "" if it is."""
+    """Words for a tensor that is not its elements in memory.
+
+    It is "" for a tensor that can be stored.
+    """
     if is_lazy(tensor):
         return "a lazy tensor without a shape, before the first batch,"
     if tensor.is_nested:
@@ -106,7 +109,7 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
 
 
 def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
-    """What `encode` was given, from what `json.loads` gave. Tensors come back on the CPU.
+    """Decode tagged JSON, as `json.loads` gives it. Tensors come back on the CPU.
 
     Raises:
         CheckpointError: a tag is unknown or malformed; the message names its path.
@@ -146,7 +149,10 @@ def key_of(text: str) -> Any:
 
 
 def _step(key: str) -> str:
-    """A key in a path; two paths are never alike, for large tensors are stored under them."""
+    """A key in a path.
+
+    Two paths are never alike, for large tensors are stored under them.
+    """
     return f"[{key!r}]" if "." in key or "[" in key else f".{key}"
 
 
@@ -155,7 +161,7 @@ def _refusal(path: str, problem: str, remedy: str = _REMEDY) -> CheckpointError:
 
 
 def _of_class(value: Any) -> dict[str, list[Any]] | None:
-    """Tag and body of an enum's member or a named tuple whose class a reader can find by its name."""
+    """Tag and body of an enum's member or a named tuple of an importable class."""
     kind = type(value)
     home = [kind.__module__, kind.__qualname__]
     fields = getattr(kind, "_fields", None)
@@ -202,7 +208,7 @@ def _imported(module: str, name: str, base: type) -> Any:
 
 
 def _instead_of(value: Any) -> str:
-    """How to store what only a class that cannot be found by its name can make again."""
+    """The remedy for a value whose class cannot be found by its name."""
     if isinstance(value, Enum):
         return "define the enum at the top level of a module, or let state_dict() return its member's .value"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

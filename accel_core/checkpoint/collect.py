@@ -1,4 +1,4 @@
-"""A run's state, as this rank has it: leaves for the data file, and plain data for JSON."""
+"""Collect a run's state: leaves for the data file, and plain data for JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import field, frozen
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.account import account
+from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.codec import encode, require_plain
 from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.files import as_json
+from accel_core.checkpoint.module_state import module_state
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.contract.state import Entry, Leaf, whole
 from accel_core.distributed.streams import states
@@ -35,7 +36,7 @@ __all__ = [
     "collect",
     "entry_key",
     "extra_state",
-    "keep_own_part",
+    "split_rank_state",
     "without_apart",
     "without_collecting_garbage",
 ]
@@ -48,7 +49,11 @@ NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 @frozen
 class Collected:
-    """leaves and how each is declared; `shared`: what all ranks have alike; `own`: what only this one has."""
+    """The state of a run on one rank.
+
+    declared: how each leaf is declared. shared: plain data that all ranks have alike. own: plain data that
+    only this rank has.
+    """
 
     leaves: dict[Key, Leaf] = field(factory=dict)
     declared: dict[Key, Declared] = field(factory=dict)
@@ -82,7 +87,7 @@ class Collected:
             ) from None
 
     def encode_objects(self, items: Sequence[Any], path: str) -> list[Any]:
-        """Objects with a `state_dict`, each with the name of its class, by which it is recognised."""
+        """Encode objects with a `state_dict`, each with the name of its class."""
         objects = [(class_of(item), item.state_dict()) for item in items]
         return [
             {"class": kind, "state": self.encode(state, f"{path}[{number}] ({kind})")}
@@ -91,7 +96,7 @@ class Collected:
 
 
 def collect(run: Run) -> Collected:
-    """All state of the run that this rank has.
+    """Collect the state of the run that this rank has.
 
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
@@ -115,15 +120,21 @@ def _random(run: Run) -> dict[str, Any]:
     return {**run.hooks.rng_state(), **states(run)}
 
 
-def keep_own_part(control: Collectives, found: Collected) -> None:
-    """What rank 0 does not have alike (a pipeline's stages differ) goes into this rank's file. Collective."""
-    mine = xxh3_64_hexdigest(as_json(found.shared["units"]))
-    if control.broadcast_object(mine) != mine:
-        found.own["units"] = found.shared["units"]
+def split_rank_state(control: Collectives, state: Collected) -> None:
+    """Move state that differs from rank 0's (pipeline stages) into this rank's file.
+
+    Collective.
+    """
+    units = state.shared["units"]
+    digests = gather_from_all_ranks(
+        control, "save_state: compare units", lambda: xxh3_64_hexdigest(as_json(units))
+    )
+    if digests[control.rank] != digests[0]:
+        state.own["units"] = units
 
 
 def check_names(run: Run, found: Collected) -> None:
-    """Raises CheckpointError if a plugin offers other names than the user's own model has."""
+    """Raise CheckpointError if a plugin offers other names than the user's model has."""
     for unit in run.units:
         keys = [(key.partition("/"), leaf) for (name, key), leaf in found.leaves.items() if name == unit.name]
         offered = {name: leaf for (sort, _, name), leaf in keys if sort == "model"}
@@ -139,8 +150,9 @@ def check_names(run: Run, found: Collected) -> None:
 
 @contextmanager
 def without_collecting_garbage() -> Iterator[None]:
-    """Saving and loading make some objects a leaf, and drop them: looking for cycles meanwhile finds none,
-    and takes as long as the rest.
+    """Keep the garbage collector off while many objects are made and dropped at once.
+
+    A search for cycles would find none, and take as long as the rest of a save.
     """
     enabled = gc.isenabled()
     try:
@@ -152,7 +164,7 @@ def without_collecting_garbage() -> Iterator[None]:
 
 
 def class_of(value: object) -> str:
-    """How an object's class is recorded."""
+    """The name under which an object's class is recorded."""
     return type(value).__qualname__
 
 
@@ -163,11 +175,11 @@ def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry) -> str:
 
 
 def extra_state(unit: Unit) -> dict[str, Any]:
-    """What is in the models' own `state_dict` beside parameters and buffers, by its key there."""
+    """State in the models' own `state_dict` beside parameters and buffers, by key."""
     return {
         f"{unit.qualify(number, '')}{key}": value
         for number in range(len(unit.models))
-        for key, value in account(unit, number).extra.items()
+        for key, value in module_state(unit, number).extra.items()
     }
 
 
@@ -177,13 +189,13 @@ def _names(unit: Unit) -> dict[str, list[str]]:
         f"{prefix}{name}": [f"{prefix}{key}" for key in keys]
         for number in range(len(unit.models))
         for prefix in [unit.qualify(number, "")]
-        for name, keys in (account(unit, number).names or {}).items()
+        for name, keys in (module_state(unit, number).names or {}).items()
         if keys != [name]
     }
 
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
-    """What is named by canonical names, but for the models that `Run.apart` lists."""
+    """The entries of `named` without those of the models that `Run.apart` lists."""
     apart = [str(number) for number, model in enumerate(unit.wrapped) if model in unit.run.apart]
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)
@@ -191,7 +203,7 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
-    """By sort, (unit, number there) of what was prepared, in the order in which it was."""
+    """(unit, number there) of prepared objects, by sort, in the order of `prepare`."""
     found: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
     for each in run.prepared:
         for unit in run.units:

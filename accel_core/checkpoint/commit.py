@@ -1,9 +1,9 @@
-"""From a folder being written to a checkpoint, in one step that is either done or not.
+"""Commit a save: give its folder the target's name, in one step or not at all.
 
 A save is written beside its target as `.NAME.SAVE_ID.partial` and takes the target's name last. A
-kill at any instant leaves the old checkpoint, or the new one; what else is left lies under such a
-name, which tells what process made it. Only what a dead process left is removed, and nothing that no
-save wrote. One rank of each disk calls these, the others wait.
+kill at any instant leaves the old checkpoint, or the new one. What else is left bears such a name, and
+the id in it names the process that made it. Only what a dead process left is removed, and nothing
+that no save wrote. One rank of each disk calls these functions, the others wait.
 """
 
 from __future__ import annotations
@@ -11,33 +11,37 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from xxhash import xxh3_64_hexdigest
+from attrs import frozen
 
-from accel_core.checkpoint.files import is_ours, manifest_if_any, read_manifest, sync_folder
+from accel_core.checkpoint.files import sync_folder
+from accel_core.checkpoint.manifest import is_ours, manifest_if_any, read_manifest
+from accel_core.checkpoint.writer import (
+    SAVE_ID,
+    begin_writing,
+    end_writing,
+    is_of_another_machine,
+    is_over,
+    new_save_id,
+)
 from accel_core.errors import CheckpointError
 
 __all__ = [
     "begin",
     "carry_back",
-    "clean",
     "discard",
-    "finish",
-    "holders",
-    "is_over",
-    "leftovers",
+    "find_copies",
+    "leftover_ids",
     "locate",
-    "new_save_id",
     "partial_folder",
     "publish",
+    "remove_leftovers",
     "replaced",
     "workshop",
 ]
@@ -46,33 +50,37 @@ logger = logging.getLogger(__name__)
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
-_SAVE_ID: Final = r"[0-9a-f]{16}-[0-9a-f]{8}-\d+-\d+-[0-9a-f]{8}"
-_LEFTOVER: Final = re.compile(rf"\.(.+)\.({_SAVE_ID})\.(partial|replaced|removed)")
-_WORKSHOP: Final = re.compile(rf"\.{_SAVE_ID}\.(weights|removed)")
+_LEFTOVER: Final = re.compile(rf"\.(.+)\.({SAVE_ID})\.(partial|replaced|removed)")
+_WORKSHOP: Final = re.compile(rf"\.({SAVE_ID})\.(weights|removed)")
 _OURS: Final = re.compile(r"manifest\.json|state\.json|rank-\d{5,}\.(json|safetensors)|\.nfs[0-9a-f]+")
 """The files of a checkpoint, and what NFS makes of an open one that is removed. The rest is the user's."""
-_UNKNOWN: Final = "0"
-_live: Final[set[str]] = set()
-"""The saves that this process has begun and not finished."""
 _told: Final[set[Path]] = set()
 """The leftovers of which the log has said that they stay."""
 
 
-def new_save_id(run_id: str) -> str:
-    """An id for one save: digests of the run's id and of this machine, the process, its start, and chance."""
-    run, process = xxh3_64_hexdigest(run_id.encode("utf-8", "surrogateescape")), os.getpid()
-    return f"{run}-{_machine()}-{process}-{_started(process)}-{secrets.token_hex(4)}"
+@frozen
+class Leftover:
+    """A folder of a save that does not have the name of its target.
+
+    kind: `partial`, being written or complete; `replaced`, the checkpoint of before; `removed`, on its
+    way out.
+    """
+
+    path: Path
+    target: Path
+    save_id: str
+    kind: str
 
 
 def partial_folder(target: Path, save_id: str) -> Path:
-    """Where a save is written."""
+    """The folder that a save is written into."""
     return target.parent / f".{target.name}.{save_id}.partial"
 
 
 def begin(target: Path, save_id: str) -> str | None:
-    """Make the folder to write into. Returns the id of the save that the target holds, if it holds one.
+    """Make the folder to write into. Returns the id of the save in the target.
 
-    From now on the save counts as alive, until `finish`.
+    From now on this process writes the save, until `end_writing`.
 
     Raises:
         CheckpointError: the target exists and is not a checkpoint, or is the working folder of this process.
@@ -89,7 +97,7 @@ def begin(target: Path, save_id: str) -> str | None:
             "save to another folder, or move this one away",
             path=str(target),
         )
-    _live.add(save_id)
+    begin_writing(save_id)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial_folder(target, save_id).mkdir()
@@ -106,11 +114,6 @@ def begin(target: Path, save_id: str) -> str | None:
             path=str(target),
         ) from None
     return _holds(target)
-
-
-def finish(save_id: str) -> None:
-    """Say that this process writes the save no more: what is left of it may be removed."""
-    _live.discard(save_id)
 
 
 def publish(target: Path, save_id: str, *, seen: str | None, replace: bool, ranks: Collection[int]) -> None:
@@ -146,13 +149,15 @@ def publish(target: Path, save_id: str, *, seen: str | None, replace: bool, rank
 
 
 def replaced(target: Path, save_id: str) -> list[Path]:
-    """The folder that had the target's name before this save was published, if there was one."""
+    """The folder that had the target's name before this save, if there was one."""
     partial = partial_folder(target, save_id)
     return [old for old in (partial, partial.with_suffix(".replaced")) if old.exists()]
 
 
 def discard(folder: Path, target: Path) -> None:
-    """Remove a folder that a save of `target` made or replaced. What no save wrote moves to the target.
+    """Remove a folder that a save of `target` made or replaced.
+
+    Files that no save wrote move to the target.
 
     Renamed first, so that a writer that was thought dead cannot publish what is left of it. What fails is
     logged.
@@ -174,82 +179,79 @@ def discard(folder: Path, target: Path) -> None:
 
 @contextmanager
 def workshop(folder: Path) -> Iterator[Path]:
-    """A folder in `folder` to write into, gone afterwards; what dead processes left there goes too."""
-    for left in [path for path in folder.iterdir() if _WORKSHOP.fullmatch(path.name)]:
-        if is_over(left.name.split(".")[1]) and not left.is_symlink():
-            aside = left.with_suffix(".removed")
-            with suppress(FileNotFoundError):  # another writer is clearing up as well
-                left.replace(aside)  # first, so that a writer that was thought dead cannot go on
-            shutil.rmtree(aside, ignore_errors=True)
+    """A folder in `folder` to write into. Folders of dead processes are removed."""
+    named = [(path, name) for path in folder.iterdir() if (name := _WORKSHOP.fullmatch(path.name))]
+    for left in [path for path, name in named if is_over(name[1]) and not path.is_symlink()]:
+        aside = left.with_suffix(".removed")
+        with suppress(FileNotFoundError):  # another writer is clearing up as well
+            left.replace(aside)  # first, so that a writer that was thought dead cannot go on
+        shutil.rmtree(aside, ignore_errors=True)
     save_id = new_save_id("")
     made = folder / f".{save_id}.weights"
-    _live.add(save_id)
+    begin_writing(save_id)
     try:
         made.mkdir()
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        finish(save_id)
+        end_writing(save_id)
 
 
 def locate(target: Path) -> Path:
-    """The folder that holds the checkpoint `target`: itself, but for a kill between two renames."""
-    left = [
-        path for path, found in _leftovers(target.parent) if found.group(1, 3) == (target.name, "replaced")
-    ]
-    return next(filter(is_ours, sorted(left)), target) if not target.exists() else target
+    """The folder that holds the checkpoint `target`.
+
+    It is another than the target after a kill between two renames.
+    """
+    if target.exists():
+        return target
+    old = sorted(left.path for left in _leftovers_of(target) if left.kind == "replaced")
+    return next(filter(is_ours, old), target)
 
 
 def carry_back(target: Path) -> None:
-    """Move into the target what no save wrote, if a save died between the exchange and that."""
-    for left, found in _leftovers(target.parent) if target.exists() else ():
-        if found[1] == target.name and is_over(found[2]):
-            _carry_over(left, target)
+    """Move the user's files into the target, if a save died before it did."""
+    for left in _leftovers_of(target) if target.exists() else ():
+        if is_over(left.save_id):
+            _carry_over(left.path, target)
 
 
-def holders(target: Path) -> dict[str, Path]:
-    """Save id -> folder, of all that is complete and has been, or is to be, the checkpoint `target`."""
-    left = sorted(left for left, found in _leftovers(target.parent) if found[1] == target.name)
-    return {found.save_id: path for path in [*left, target] if (found := manifest_if_any(path))}
+def find_copies(target: Path) -> dict[str, Path]:
+    """Save id -> folder, of each complete folder that was or will be `target`."""
+    paths = [*sorted(left.path for left in _leftovers_of(target)), target]
+    return {manifest.save_id: path for path in paths if (manifest := manifest_if_any(path))}
 
 
-def leftovers(parent: Path) -> set[str]:
-    """The ids of the saves that have left something in `parent`, or are being written there."""
-    return {found[2] for _, found in _leftovers(parent)}
+def leftover_ids(parent: Path) -> set[str]:
+    """The ids of saves that have left folders in `parent`, or are written there now."""
+    return {left.save_id for left in _leftovers(parent)}
 
 
-def clean(parent: Path, over: Collection[str], *, all_is_committed: bool) -> None:
-    """Remove what the saves `over` left in `parent`; a checkpoint among it gets its name back.
+def remove_leftovers(parent: Path, over: Collection[str], *, keep_complete: bool) -> None:
+    """Remove what the saves `over` left in `parent`. What fails is logged.
 
-    `all_is_committed`: no other disk may need what is complete here. What fails is logged.
+    | save | folder | what is done |
+    | --- | --- | --- |
+    | not in `over`: its process may live | any | stays; said once, if nobody here can know |
+    | in `over` | complete, and `keep_complete`: another disk may need this save | stays |
+    | in `over` | `replaced`, and no folder has the target's name | gets the name back |
+    | in `over` | any other | removed; what no save wrote moves to the target |
     """
-    for left, found in _leftovers(parent):
-        target = parent / found[1]
-        if found[2] not in over:
-            _tell_of(left, found[2])
-        elif all_is_committed or not is_ours(left):
-            if found[3] == "replaced" and not target.exists():
-                left.rename(target)
-            else:
-                discard(left, target)
-
-
-def is_over(save_id: str) -> bool:
-    """Whether the save is known to be written no more: this process has finished it, or its own is dead.
-
-    A run's id says nothing: two jobs may have one. Of a process of another machine nothing is known here.
-    """
-    _, machine, number, started, _ = save_id.split("-")
-    process = int(number)
-    if machine != _machine():
-        return False
-    if process == os.getpid() and started == _started(process):
-        return save_id not in _live
-    return _has_ended(process) or _started(process) not in (started, _UNKNOWN)
+    for left in _leftovers(parent):
+        if left.save_id not in over:
+            _warn_once(left)
+        elif keep_complete and is_ours(left.path):
+            continue
+        elif left.kind == "replaced" and not left.target.exists():
+            left.path.rename(left.target)
+        else:
+            discard(left.path, left.target)
 
 
 def _carry_over(old: Path, target: Path) -> None:
-    """Move what no save wrote from a checkpoint's old folder into its new one. What fails is logged."""
+    """Move the user's files from a checkpoint's old folder into its new one.
+
+    What fails is logged.
+    """
     for path in [path for path in old.iterdir() if not _OURS.fullmatch(path.name)]:
         try:
             target.mkdir(exist_ok=True)
@@ -270,7 +272,7 @@ def _is_working_folder(target: Path) -> bool:
 
 
 def _check_files(folder: Path, ranks: Collection[int]) -> None:
-    """Raises CheckpointError if a file for which the manifest vouches is not in the folder."""
+    """Raise CheckpointError if a file of the manifest is not in the folder."""
     for name, record in read_manifest(folder).files.items():
         number = name.removeprefix("rank-").partition(".")[0]
         here = not number.isdecimal() or int(number) in ranks
@@ -288,53 +290,26 @@ def _holds(target: Path) -> str | None:
     return None if manifest is None else manifest.save_id
 
 
-def _tell_of(left: Path, save_id: str) -> None:
-    """Once, that a leftover stays of which no rank knows whether it is still written."""
-    if save_id not in _live and save_id.split("-")[1] != _machine() and left not in _told:
-        _told.add(left)
+def _warn_once(left: Leftover) -> None:
+    if is_of_another_machine(left.save_id) and left.path not in _told:
+        _told.add(left.path)
         logger.warning(
             "%s is of a process on another machine, or before this one was started again; it stays, since"
             " that may be alive: remove it if it is not",
-            left,
+            left.path,
         )
 
 
-def _leftovers(parent: Path) -> list[tuple[Path, re.Match[str]]]:
+def _leftovers(parent: Path) -> list[Leftover]:
     entries = parent.iterdir() if parent.is_dir() else ()
-    named = [(path, found) for path in entries if (found := _LEFTOVER.fullmatch(path.name))]
-    return [(path, found) for path, found in named if not path.is_symlink()]
-
-
-def _machine() -> str:
-    """Where a process number means the same process: a machine since its start, as a container sees it."""
-    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    found = [
-        platform.node(),
-        boot.read_text() if boot.exists() else "",
-        space.exists() and space.stat().st_ino,
+    named = [(path, name) for path in entries if (name := _LEFTOVER.fullmatch(path.name))]
+    return [
+        Leftover(path, parent / name[1], name[2], name[3]) for path, name in named if not path.is_symlink()
     ]
-    return xxh3_64_hexdigest(repr(found).encode())[:8]
 
 
-def _started(process: int) -> str:
-    """When the process was started, in the kernel's ticks; "" of one that has ended and is not yet reaped."""
-    try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return _UNKNOWN
-    return "" if state in "ZX" else fields[18]
-
-
-def _has_ended(process: int) -> bool:
-    if os.name == "nt":  # asking there would end it
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # somebody else's, and alive
-        return False
-    return False
+def _leftovers_of(target: Path) -> list[Leftover]:
+    return [left for left in _leftovers(target.parent) if left.target == target]
 
 
 def _exchange(one: Path, other: Path) -> bool:

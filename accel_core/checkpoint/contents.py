@@ -1,4 +1,4 @@
-"""A checkpoint as plain values, to be read, changed and written where no run is: by converters."""
+"""A checkpoint as plain values, for converters, which have no run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from typing import Any
 from attrs import asdict, define, evolve
 
 from accel_core.checkpoint.collect import Collected
-from accel_core.checkpoint.commit import (
-    begin,
-    discard,
-    finish,
-    locate,
-    new_save_id,
-    partial_folder,
-    publish,
-    replaced,
-)
-from accel_core.checkpoint.files import as_json, manifest_of, write_manifest
+from accel_core.checkpoint.commit import begin, discard, locate, partial_folder, publish, replaced
+from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.layout import Layout
+from accel_core.checkpoint.manifest import manifest_of, write_manifest
 from accel_core.checkpoint.paths import local_path
 from accel_core.checkpoint.pending_save import Share
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.writer import end_writing, new_save_id
 from accel_core.contract.state import Leaf, whole
 
 __all__ = ["CheckpointContents"]
@@ -32,7 +25,7 @@ __all__ = ["CheckpointContents"]
 
 @define
 class CheckpointContents:
-    """What docs/checkpoint-format.md lists, decoded.
+    """All that docs/checkpoint-format.md lists, decoded.
 
     members: of the manifest. state: of `state.json`. ranks: the `state` of each rank. leaves: whole tensors
     by (unit, key), without those that `state` and `ranks` hold themselves.
@@ -45,10 +38,10 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> CheckpointContents:
-        """All of the checkpoint `folder`, verified, in memory.
+        """Read the checkpoint `folder` into memory, verified.
 
         Raises:
-            CheckpointError: it is none, or is damaged.
+            CheckpointError: it is not a checkpoint, or is damaged.
         """
         checkpoint = Checkpoint.open(locate(local_path(folder)))
         checkpoint.verify(0, 1)
@@ -58,15 +51,17 @@ class CheckpointContents:
             if key[0]
         }
         world = range(checkpoint.manifest.world["size"])
-        ranks = [checkpoint.decode(checkpoint.own(rank), f"rank[{rank}]") for rank in world]
+        ranks = [checkpoint.decode(checkpoint.rank_state(rank), f"rank[{rank}]") for rank in world]
         members = {key: value for key, value in checkpoint.manifest.members.items() if key != "checksum"}
         return cls(members, checkpoint.decode(checkpoint.state, "state"), ranks, leaves)
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
-        """Save as the checkpoint `folder`, as atomically as a run does. Returns the folder.
+        """Save as the checkpoint `folder`, as atomically as a run does.
+
+        Returns the folder.
 
         Raises:
-            CheckpointError: something is no plain data, or the folder is there and is no checkpoint.
+            CheckpointError: something is not plain data, or the folder is there and is not a checkpoint.
         """
         target, save_id = Path(os.path.realpath(local_path(folder))), new_save_id(self.members["run_id"])
         shares = [self._share(rank, save_id) for rank in range(len(self.ranks))]
@@ -81,7 +76,7 @@ class CheckpointContents:
         finally:
             for left in replaced(target, save_id):  # published, or of no use
                 discard(left, target)
-            finish(save_id)
+            end_writing(save_id)
         return target
 
     def _share(self, rank: int, save_id: str) -> Share:

@@ -1,4 +1,4 @@
-"""State by canonical name, as plain torch holds it: what the base layer's state hooks return."""
+"""The state hooks of the base layer: state by canonical name, as torch holds it."""
 
 from __future__ import annotations
 
@@ -159,7 +159,10 @@ class BaseState:
 
 
 def model_state(unit: Unit) -> dict[str, Leaf]:
-    """The unit's parameters and persistent buffers, as torch holds them; tied weights once."""
+    """The unit's parameters and persistent buffers, as torch holds them.
+
+    Tied weights stand there once.
+    """
     found: dict[str, Tensor] = {**unit.named_parameters()}
     for number, model in enumerate(unit.models):
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -202,7 +205,7 @@ def _unpack(stream: Tensor, name: str) -> Any:
 
 
 def _device_streams(run: Run) -> dict[str, torch.device]:
-    """Stream -> device: the run's own, and those that the only process of a run may use beside it."""
+    """Stream -> device: the run's own, and others that its only process may use."""
     kind, own = run.device.type, run.device
     module: Any = getattr(torch, kind, None)  # not every backend gives torch a module of its device
     if not hasattr(module, "get_rng_state"):

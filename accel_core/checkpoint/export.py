@@ -1,4 +1,4 @@
-"""A checkpoint's weights as whole files for other libraries, whatever strategy saved it."""
+"""Export a checkpoint's weights as whole files for other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ __all__ = ["export", "weights"]
 def export(
     folder: Path, target: Path, unit: str | None, limit: int | str, *, safe: bool, force: bool = False
 ) -> list[Path]:
-    """Write the weights of a unit into `target`, or of each into a folder there. Returns the folders.
+    """Write the weights of a unit into `target`, or of each into a folder there.
+
+    Returns the folders.
 
     A unit of several models gets a folder for each: `model0`, `model1`, ..., in the order of `prepare`.
     Everything is verified first. Needs memory for the weights of one file of `limit` bytes. `force`: files of
@@ -36,7 +38,7 @@ def export(
     """
     checkpoint = Checkpoint.open(locate(folder))
     checkpoint.verify(0, 1)
-    with understanding(checkpoint.folder):
+    with understanding(checkpoint.folder, calls_plugins=True):
         units = checkpoint.state["units"]
         if unit is not None and unit not in units:
             raise CheckpointError(
@@ -69,7 +71,7 @@ def export(
 
 
 def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Tensor]]:
-    """Each parameter and buffer of a unit: all its names, and the whole tensor, one after the other.
+    """(all names, whole tensor) of each parameter and buffer of a unit, one by one.
 
     prefix: only those whose names begin with it, named without it.
     """
@@ -88,7 +90,7 @@ def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tup
 
 
 def _prefixes(checkpoint: Checkpoint, unit: str) -> list[tuple[int, str]]:
-    """(place in the order of `prepare`, what stands before its names) of each model with weights here."""
+    """(place in the order of `prepare`, prefix of its names) of models with weights."""
     if checkpoint.state["units"][unit]["models"] == 1:
         return [(0, "")]
     names = [name for listed, _ in _named(checkpoint, unit) for name in listed]

@@ -1,4 +1,4 @@
-"""One object into one file, which is either the old one or the whole new one; and back, running no code."""
+"""Save one object into one file, atomically, and load it without running code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ __all__ = ["load", "not_written", "save", "write_whole"]
 
 
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
-    """Write `obj` beside `path`, then replace `path` by it; or into an open file. Not collective.
+    """Write `obj` beside `path`, then replace `path` by it, or into an open file.
+
+    Not collective.
 
     safe_serialization: as safetensors; `obj` then maps names to tensors. Else by `torch.save`.
 
@@ -42,7 +44,7 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
 
 
 def not_written(path: Path, error: Exception) -> CheckpointError:
-    """What to raise for a file or folder that the disk does not take."""
+    """The error for a file or folder that the disk does not take."""
     return CheckpointError(
         f"{path} could not be written: {type(error).__name__}: {error}\n"
         "what was there before is unchanged; free some space, or write to another folder",
@@ -77,7 +79,7 @@ def _as_safetensors(obj: Any, path: Path) -> None:
 
 @contextmanager
 def _tensors_by_name(where: object) -> Iterator[None]:
-    """Say it as ours where safetensors refuses an object, which it does by four kinds of errors."""
+    """Raise CheckpointError where safetensors refuses an object, by any error."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -97,7 +99,9 @@ def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """What `save` wrote, in either form. Tensors, NumPy arrays and plain data only, so it runs no code.
+    """Load what `save` wrote, in either form.
+
+    Runs no code: only tensors, arrays, plain data.
 
     Args:
         f: a path, or a file opened for reading bytes.
@@ -118,7 +122,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
 
 def _numpys_own() -> list[Any]:
-    """What arrays and scalars are made of; none of it can do more than hold numbers and strings."""
+    """NumPy's classes for arrays and scalars, which only hold numbers and strings."""
     made_by = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
     return [np.ndarray, np.dtype, *made_by, *dtypes]

@@ -1,6 +1,6 @@
-"""Files of a checkpoint: written once, hashed a block on the way, synced; read back verified.
+"""Files of a checkpoint: written once, hashed per block on the way, synced.
 
-manifest.json says what the checkpoint is, and is the proof that all of it is there.
+Read back verified.
 
 Data files have the safetensors layout. The writer is our own because the library's can neither hash
 while it writes nor sync what it wrote. Imports torch only to look into tensors.
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import ref
 
 from attrs import frozen
-from cattrs import Converter
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from accel_core.errors import CheckpointError, module_that_raised
@@ -32,25 +31,22 @@ if TYPE_CHECKING:
 __all__ = [
     "DataFile",
     "FileRecord",
-    "Manifest",
     "UnreadableError",
+    "as_json",
+    "cannot_be_read",
     "damaged",
-    "is_ours",
-    "read_manifest",
-    "write_manifest",
+    "lay_out",
+    "open_file",
+    "sync_folder",
+    "understanding",
+    "write_file",
 ]
 
-MANIFEST: Final = "manifest.json"
-MANIFEST_BYTES: Final = 1 << 28
-"""No manifest is larger: it has a line of some 100 bytes for each file."""
-FORMAT: Final = "accel-checkpoint"
-VERSION: Final = 1
-_CONVERTER: Final = Converter(detailed_validation=False)
 BLOCK_BYTES: Final = 4 << 20
 OPEN_FILES: Final = 64
-"""How many data files are held open: a checkpoint of many ranks has more than a process may open."""
+"""Data files held open at most: a checkpoint of many ranks has more than a process may open."""
 _memory: Final = threading.local()
-"""Of each thread, the `block` that it reads into."""
+"""The buffer `block` of each thread, which it reads into."""
 _seeking: Final = threading.Lock()
 """Held while a handle is moved and read, on systems that read nowhere else."""
 _ALIGNMENT: Final = 64
@@ -63,12 +59,12 @@ _SAFETENSORS: Final[Mapping[str, str]] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""What safetensors has a word for. The rest is bytes there, and its dtype in our index."""
+"""Dtypes that safetensors supports. Others are bytes there, with the dtype in our index."""
 
 
 @frozen
 class FileRecord:
-    """A file by size (bytes) and digest: the xxh3_64 of its blocks' xxh3_64, 8 bytes each."""
+    """Size (bytes) and digest of a file: xxh3_64 of its blocks' xxh3_64."""
 
     size: int
     digest: str
@@ -105,7 +101,7 @@ def as_json(value: Any) -> bytes:
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
-    """The head of a data file of these named tensors, in this order, and where in the file each starts."""
+    """The head of a data file of these named tensors, and where each starts in it."""
     from accel_core.distributed.tensor_bytes import name_of
 
     header: dict[str, Any] = {}
@@ -122,19 +118,23 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
 
 
 class UnreadableError(CheckpointError):
-    """It cannot be read here and now, and may be whole: no older checkpoint is taken instead."""
+    """The checkpoint cannot be read now, and may be whole.
+
+    No older one is taken instead.
+    """
 
 
 class DataFile:
-    """A file of a checkpoint that is being read. Copied from, never mapped: of a mapped file, what the
-    disk cannot read ends the process.
+    """A file of a checkpoint that is being read.
+
+    It is copied from, never mapped: a disk error in a mapped file ends the process.
 
     Raises:
         CheckpointError: it is not a file of the recorded size, or cannot be read.
     """
 
     _open: ClassVar[deque[ref[DataFile]]] = deque()
-    """Those that are open."""
+    """The data files that are open, the oldest first."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         self.path, self.record = path, record
@@ -157,7 +157,7 @@ class DataFile:
             try:
                 count = _read_at(self._opened(), into, start)
             except OSError as error:
-                raise _failed(self.path, error) from error
+                raise cannot_be_read(self.path, error) from error
             if not count:
                 raise damaged(self.path, f"it ends after {start} bytes")
             start, into = start + count, into[count:]
@@ -172,7 +172,7 @@ class DataFile:
         return xxh3_64_hexdigest(block)
 
     def check(self, blocks: Iterable[str]) -> None:
-        """Raises CheckpointError if these are not the blocks that the manifest vouches for."""
+        """Raise CheckpointError if these are not the blocks of the manifest."""
         if FileRecord.of(self.record.size, blocks) != self.record:
             raise damaged(self.path, "its digest is not the one in the manifest")
 
@@ -181,10 +181,8 @@ class DataFile:
         content = bytearray(self.record.size)
         self.read(0, whole := memoryview(content))
         self.check([xxh3_64_hexdigest(whole[number * BLOCK_BYTES :][:BLOCK_BYTES]) for number in self.blocks])
-        try:
+        with understanding(self.path):
             return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise damaged(self.path, f"it cannot be understood ({error!r})") from error
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
         """A tensor of the bytes from `start` on, in memory of its own."""
@@ -196,11 +194,11 @@ class DataFile:
 
     def _opened(self) -> int:
         if self._handle is None:
-            self._handle = _open_file(self.path)
+            self._handle = open_file(self.path)
             found = os.fstat(self._handle)
             identity = found.st_dev, found.st_ino, found.st_mtime_ns
             if not S_ISREG(found.st_mode) or found.st_size != self.record.size:
-                raise damaged(self.path, f"it is no file of {self.record.size} bytes")
+                raise damaged(self.path, f"it is not a file of {self.record.size} bytes")
             if identity != (self._identity or identity):
                 raise damaged(self.path, "it was replaced while it was read")
             self._identity = identity
@@ -219,13 +217,13 @@ class DataFile:
         self._close()
 
 
-def _open_file(path: Path) -> int:
+def open_file(path: Path) -> int:
     """A handle to read from; follows no symbolic link and waits for no pipe."""
     try:
         wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
         return os.open(path, sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY))
     except OSError as error:
-        raise _failed(path, error) from error
+        raise cannot_be_read(path, error) from error
 
 
 def _read_at(handle: int, into: memoryview, start: int) -> int:
@@ -239,8 +237,8 @@ def _read_at(handle: int, into: memoryview, start: int) -> int:
     return len(content)
 
 
-def _failed(path: Path, error: OSError) -> CheckpointError:
-    """What to raise for a file that the system does not let us read."""
+def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the system does not let us read."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EIO):
         return damaged(path, f"it cannot be read ({error})")
     return UnreadableError(
@@ -261,7 +259,7 @@ def sync_folder(path: Path) -> None:
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:
-    """What to raise for a file that is not what was written."""
+    """The error for a file that is not what was written."""
     return CheckpointError(
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
         path=str(path),
@@ -269,120 +267,17 @@ def damaged(path: Path, problem: str) -> CheckpointError:
 
 
 @contextmanager
-def understanding(path: Path) -> Iterator[None]:
-    """Around what takes a checkpoint's JSON at its word, and calls plugins, whose errors stay theirs.
+def understanding(path: Path, *, calls_plugins: bool = False) -> Iterator[None]:
+    """Around code that takes a checkpoint's JSON at its word.
+
+    calls_plugins: errors that other code than ours raises inside stay what they are.
 
     Raises:
-        CheckpointError: our own code found something else than is written there by a save.
+        CheckpointError: something else is written there than a save writes.
     """
     try:
         yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if not module_that_raised(error).startswith("accel_core.checkpoint."):
+    except (AttributeError, LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        if calls_plugins and not module_that_raised(error).startswith("accel_core.checkpoint."):
             raise
         raise damaged(path, f"it cannot be understood ({error!r})") from error
-
-
-# -- the manifest --------------------------------------------------------------------------------
-
-
-@frozen
-class Manifest:
-    """What a reader acts on; the rest is for people (docs/checkpoint-format.md)."""
-
-    save_id: str
-    run_id: str
-    world: Mapping[str, int]
-    files: Mapping[str, FileRecord]
-    name: str | None
-    """What this library named it; None where the user did."""
-    iteration: int
-    lineage: Sequence[str]
-    domains: Sequence[Sequence[int]]
-    """Where nodes have disks of their own: node -> the ranks whose files are there; else empty."""
-    members: Mapping[str, Any]
-    """All of it, as it stands there."""
-
-
-def manifest_of(members: Mapping[str, Any]) -> bytes:
-    """The manifest's content; its last line is a checksum of all bytes before it."""
-    named = {"format": FORMAT, "version": VERSION, **members}
-    text = json.dumps(named, indent=2, allow_nan=False, default=repr)
-    return _sealed(text.removesuffix("\n}").encode())
-
-
-def write_manifest(folder: Path, content: bytes) -> None:
-    """Write and sync the manifest."""
-    write_file(folder / MANIFEST, [content])
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or of a version that is not known here.
-    """
-    path = folder / MANIFEST
-    if not os.path.lexists(path):
-        raise CheckpointError(
-            f"{folder} is no checkpoint: it has no {MANIFEST}\ngive the folder that save_state() returned",
-            path=str(folder),
-        )
-    content = _content(path)
-    try:
-        members = json.loads(content, parse_constant=_no_number)
-        if (members["format"], members["version"]) != (FORMAT, VERSION):
-            raise UnreadableError(
-                f"{path} is of format {members['format']} version {members['version']}\n"
-                f"this accel-core reads {FORMAT} version {VERSION}; load it with the one that wrote it",
-                path=str(path),
-            )
-        if content != _sealed(content[: -len(_sealed(b""))]):
-            raise ValueError("its checksum does not fit its content")
-        if outside := [name for name in members["files"] if Path(name).name != name]:
-            raise ValueError(f"{outside[0]!r} is no file in this folder")
-        size, readers = members["world"]["size"], members["world"]["readers"]
-        if not (1 <= size <= len(members["files"]) and readers >= 1):
-            raise ValueError(f"it is of a world of {size} ranks and {readers} readers")
-        return _CONVERTER.structure({**members, "members": members}, Manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise damaged(path, f"it cannot be understood ({error!r})") from error
-
-
-def _content(path: Path) -> bytes:
-    """All of a manifest. Raises CheckpointError."""
-    handle = _open_file(path)
-    try:
-        found = os.fstat(handle)
-        if not S_ISREG(found.st_mode) or found.st_size > MANIFEST_BYTES:
-            raise damaged(path, f"it is no file of at most {MANIFEST_BYTES} bytes")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            return file.read()
-    except OSError as error:
-        raise _failed(path, error) from error
-    finally:
-        os.close(handle)
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
-
-
-def manifest_if_any(folder: Path) -> Manifest | None:
-    """The manifest, or None where `read_manifest` raises."""
-    try:
-        return read_manifest(folder)
-    except CheckpointError:
-        return None
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether some version of this format wrote the folder, damaged or not."""
-    try:
-        return bool(json.loads(_content(folder / MANIFEST))["format"] == FORMAT)
-    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-
-
-def _sealed(content: bytes) -> bytes:
-    return content + f',\n  "checksum": "{xxh3_64_hexdigest(content)}"\n}}\n'.encode()

@@ -1,4 +1,4 @@
-"""What one save has in common with the next: this rank's share of the state, as long as no leaf changes."""
+"""The file layout of a rank's share, reused between saves while no leaf changes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Layout"]
 
 Leaves = Mapping["Key", "Leaf"]
 _TOGETHER: Final = 256
-"""How many small tensors are written at once."""
+"""Number of small tensors that are written at once."""
 
 
 @define(eq=False)
 class Layout:
-    """Where in this rank's data file each box that it writes stands.
+    """The place of each box that this rank writes in its data file.
 
     name: one word on all ranks, for the plan that they made together. declared: this rank's leaves then.
     head: what the data file starts with. index: what the rank's JSON file says of the tensors, which
@@ -80,7 +80,7 @@ class Layout:
         return [leaves[key].shards[number][1] for key, number in self._parts]
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
-        """The body of the data file, straight from the tensors: whoever writes it must not be overtaken.
+        """The body of the data file, straight from the tensors, which must not change.
 
         Each part is valid until the next one is asked for.
         """
@@ -89,7 +89,7 @@ class Layout:
         return _joined(tensors) if device is None else map(bytes_of, staged(tensors, device))
 
     def stage(self, leaves: Leaves) -> memoryview:
-        """The body of the data file as it is now, copied into a buffer that the next save overwrites."""
+        """The body of the data file, copied into a buffer that the next save overwrites."""
         tensors = self.tensors(leaves)
         if self._buffer is None:
             with torch.inference_mode(False):  # later saves write into it, in whatever mode
@@ -112,7 +112,10 @@ class Layout:
 
 
 def _joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of the tensors, in order. Small ones are joined, for each part that is written costs time."""
+    """The bytes of the tensors, in order.
+
+    Small ones joined, since each write costs time.
+    """
     alike = groupby(tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device))
     for (dtype, small, _), group in alike:
         # Of others, torch copies some not at all (int4), and some with a warning.
@@ -127,7 +130,7 @@ def _described(declared: Declared) -> dict[str, Any]:
 
 
 def _name(key: Key, declared: Declared, number: int) -> str:
-    """A name for the safetensors header, which only other tools read: the key, and where a part starts."""
+    """The name in the safetensors header, for other tools: key and start of the part."""
     box = declared.boxes[number]
     part = "" if box.shape == declared.shape else f"@{','.join(map(str, box.offset))}"
     return "/".join(filter(None, key)) + part

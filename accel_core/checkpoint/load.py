@@ -1,20 +1,17 @@
-"""Loading: everything is verified and compared first; only then is any state touched, in place."""
+"""Load a checkpoint: verify and compare first, then change state in place."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
-from xxhash import xxh3_64_intdigest
 
-from accel_core.checkpoint.account import owner_of, restore_extra
-from accel_core.checkpoint.agree import agree
+from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.collect import (
     class_of,
     entry_key,
@@ -24,26 +21,24 @@ from accel_core.checkpoint.collect import (
 )
 from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.find import find
-from accel_core.checkpoint.optimizers import restore_optimizers
-from accel_core.checkpoint.problems import Problems
+from accel_core.checkpoint.module_state import owner_of, restore_extra
+from accel_core.checkpoint.optimizers import OptimizerPlan
+from accel_core.checkpoint.problems import Action, Problems
+from accel_core.checkpoint.random_state import plan_random
 from accel_core.checkpoint.read import Checkpoint, fill
+from accel_core.checkpoint.saved_units import compare_state_of_tied, join_units, tensors_by_sort
 from accel_core.contract.state import Entry, Leaf
-from accel_core.distributed.streams import check, reseed, restore, states
-from accel_core.distributed.tensor_bytes import bytes_of
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.files import Manifest
+    from accel_core.checkpoint.manifest import Manifest
     from accel_core.checkpoint.read import Stored
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["Restoration", "derived_seed", "load"]
+__all__ = ["Restoration", "load"]
 
-
-Action = tuple[str, Callable[[], object]]
-"""What is restored, in words, and how."""
 Scope = Literal["replicated", "per_reader", "per_rank"]
 
 
@@ -55,7 +50,10 @@ def load(
     strict: bool,
     missing_ok: bool,
 ) -> tuple[Path, Manifest] | None:
-    """See `CheckpointSession.load`. Returns the folder and manifest of what was loaded, if anything was."""
+    """Load a checkpoint, and return its folder and manifest.
+
+    See `CheckpointSession.load`.
+    """
     control = run.collectives("control")
     with without_collecting_garbage():
         checkpoint = find(run, series, directory, missing_ok=missing_ok)
@@ -63,16 +61,18 @@ def load(
             return None
 
         def compared() -> Restoration:
-            with understanding(checkpoint.folder):
+            with understanding(checkpoint.folder, calls_plugins=True):
                 return Restoration(run, checkpoint, strict=strict)
 
-        restoration = agree(control, compared)
-        agree(control, restoration.apply)
+        restoration = run_on_all_ranks(control, "load_state: compare", compared)
+        run_on_all_ranks(control, "load_state: restore", restoration.apply)
         return checkpoint.folder, checkpoint.manifest
 
 
 class Restoration:
-    """The actions that bring a run into a checkpoint's state. Making one changes nothing.
+    """The actions that bring a run into a checkpoint's state.
+
+    Making one changes nothing.
 
     Raises:
         CheckpointError: the checkpoint does not fit the run.
@@ -86,34 +86,35 @@ class Restoration:
         self._copies: list[Action] = []
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
-        self._same_world = same_readers and world["size"] == run.world.size
-        self._own = checkpoint.own(run.world.rank if self._same_world else 0)
+        same_world = same_readers and world["size"] == run.world.size
+        self._own = checkpoint.rank_state(run.world.rank if same_world else 0)
         # Scope of plugins' entries -> the rank to take them from, where they mean something in this world.
         self._scopes: dict[Scope, Any] = {"replicated": next(iter(ranks.values()))}
         if same_readers:
             same = [own for own in ranks.values() if own["reader"] == reader]
-            self._scopes["per_reader"] = same[0] if same else checkpoint.own(-1)
-        if self._same_world:
+            self._scopes["per_reader"] = same[0] if same else checkpoint.rank_state(-1)
+        if same_world:
             self._scopes["per_rank"] = self._own
         else:
             scopes = " and ".join(self._scopes)
             self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
         with self._understood("dataloaders"):
             self._loaders()
-        registered = self._paired("registered object ", checkpoint.state["registered"], run.registered)
+        registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
         self._objects += [(what, partial(item.load_state_dict, state)) for what, item, state in registered]
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
-        saved = _joined([part["units"] for part in parts if "units" in part])
+        saved = join_units([part["units"] for part in parts if "units" in part])
         self._problems.compare("unit ", saved, [unit.name for unit in run.units])
         for unit in run.units:
             if unit.name in saved:
                 self._unit(unit, saved[unit.name])
         with self._understood("random streams"):
-            self._random()
-        self._problems.settle()
+            random = plan_random(run, checkpoint, self._own["random"], self._problems, same_world=same_world)
+            self._copies += random
+        self._problems.raise_if_any()
 
     def apply(self) -> None:
-        """Do it.
+        """Make all changes.
 
         Raises:
             CheckpointError: an action failed; it says which, and what it leaves behind.
@@ -133,23 +134,31 @@ class Restoration:
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
                 found = f"{alias} was tied to {owner}, and is not tied to it here"
                 self._problems.found.append(f"{unit.name}: {found}")
-        tensors = self._tensors(unit)
+        tensors = tensors_by_sort(unit, self.checkpoint, self._problems)
         if unit.aliases:
-            self._compare_state_of_tied(unit, saved["optimizers"])
+            compare_state_of_tied(unit, self.checkpoint, saved["optimizers"], self._problems)
         leaves = without_apart(unit, unit.hooks.model_state(unit))
         misfits = self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
         self._extra(unit, without_apart(unit, saved["extra"]))
-        schedulers = self._paired(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
-        elsewhere = {name for name, leaf in leaves.items() if not leaf.shards}
-        described = saved["optimizers"], tensors["optimizer"], elsewhere, misfits
-        restore = restore_optimizers(unit, self.checkpoint, *described, self._problems, schedulers)
-        self._copies += [*restore]
+        schedulers = self._pair(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
+        plan = OptimizerPlan(
+            unit, self.checkpoint, saved["optimizers"], tensors["optimizer"], misfits, self._problems
+        )
+        for optimizer in unit.optimizers:
+            plan.add_optimizer(optimizer)
+        plan.note_unclaimed({name for name, leaf in leaves.items() if not leaf.shards})
+        for what, scheduler, state in schedulers:
+            plan.add_scheduler(what, scheduler, state)
+        self._copies += plan.actions
         self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
         self._copies.append((f"{unit.name}", unit.begin_anew))
         self._plugins(unit, tensors["plugins"])
 
     def _extra(self, unit: Unit, saved: Mapping[str, Any]) -> None:
-        """What modules put into their own `state_dict`. Some of it may be made in the first step only."""
+        """Plan the state that modules add to their own `state_dict`.
+
+        A module may make some of it in its first step only.
+        """
         here = without_apart(unit, extra_state(unit))
         for number in range(len(unit.models)):
             prefix = unit.qualify(number, "")
@@ -168,7 +177,10 @@ class Restoration:
                 self._objects.append((what, partial(restore_extra, unit, number, values)))
 
     def _loaders(self) -> None:
-        """Positions in the data; one that its loader cannot take is a difference like others."""
+        """Positions in the data.
+
+        One that its loader cannot take is a difference like others.
+        """
         positions = self.checkpoint.decode(self._own["loaders"], "loaders")
         loaders = self.run.loaders
         self._problems.compare("dataloader ", range(len(positions)), range(len(loaders)))
@@ -180,44 +192,6 @@ class Restoration:
                 self._problems.found.append(f"dataloader {number}: {found}; {remedy}")
             else:
                 self._objects.append((f"dataloader {number}", partial(loader.load_state_dict, position)))
-
-    def _tensors(self, unit: Unit) -> dict[str, dict[str, Stored]]:
-        """The unit's stored tensors by sort, named as this run names tied weights."""
-        found: dict[str, dict[str, Stored]] = {"model": {}, "optimizer": {}, "plugins": {}}
-        names: dict[str, str] = {}
-        for (name, key), stored in self.checkpoint.tensors.items():
-            if name == unit.name:
-                sort, _, rest = key.partition("/")
-                owner, slash, part = rest.rpartition("/") if sort == "optimizer" else (rest, "", "")
-                here = f"{unit.aliases.get(owner, owner)}{slash}{part}"
-                known = found[sort].setdefault(here, stored)
-                first = names.setdefault(f"{sort}/{here}", key)
-                if first != key and not _alike(known, stored):
-                    differ = f"{first} and {key} differ in the checkpoint, and are one here, by a tie"
-                    self._problems.found.append(f"{unit.name}: {differ}")
-        return found
-
-    def _compare_state_of_tied(self, unit: Unit, optimizers: Sequence[Mapping[str, Any]]) -> None:
-        """Note weights that are one here, by a tie, and of which optimizers kept other things."""
-        kept: dict[str, dict[str, set[str]]] = {}
-        keys = [key.partition("/") for name, key in self.checkpoint.tensors if name == unit.name]
-        for owner in [rest for sort, _, rest in keys if sort == "model"]:
-            kept.setdefault(unit.aliases.get(owner, owner), {})[owner] = set()
-        for owner, _, part in [rest.rpartition("/") for sort, _, rest in keys if sort == "optimizer"]:
-            kept.get(unit.aliases.get(owner, owner), {}).setdefault(owner, set()).add(part)
-        for each in optimizers:
-            for group in self.checkpoint.decode(each["groups"], f"units.{unit.name} groups"):
-                for name in group["params"]:
-                    kept.get(unit.aliases.get(name, name), {}).setdefault(name, set()).add("a group")
-        for (first, had), *others in [[*each.items()] for each in kept.values() if each]:
-            for name, has in others:
-                if had != has:
-                    words = [", ".join(sorted(each)) or "nothing" for each in (had, has)]
-                    kinds = f"{first} has {words[0]}; {name} has {words[1]}"
-                    differ = (
-                        f"differ in what their optimizer has of them ({kinds}), and are one here, by a tie"
-                    )
-                    self._problems.found.append(f"{unit.name}: {first} and {name} {differ}")
 
     def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
         """Note what is to be copied; gives the names of what does not fit."""
@@ -233,21 +207,27 @@ class Restoration:
             self._copies.append((what.removesuffix("/"), partial(fill, places)))
         return misfits
 
-    def _paired(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
-        """Objects, in words and themselves, and the states saved for them, by position; those that are not
-        of one class are named.
+    def _pair(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+        """Objects, in words and themselves, and the states saved for them, by position.
+
+        Those that are not of one class are noted, and left out.
         """
+        pairs = []
         self._problems.compare(what, range(len(saved)), range(len(here)))
-        for number, (each, item) in enumerate(zip(saved, here, strict=False)):
-            if each["class"] == class_of(item):
+        for number, (described, item) in enumerate(zip(saved, here, strict=False)):
+            if described["class"] == class_of(item):
                 name = f"{what}{number} ({class_of(item)})"
-                yield name, item, self.checkpoint.decode(each["state"], name)
+                pairs.append((name, item, self.checkpoint.decode(described["state"], name)))
             else:
-                found = f"is a {each['class']} in the checkpoint, a {class_of(item)} here"
-                self._problems.fatal.append(f"{what}{number} {found}")
+                classes = f"is a {described['class']} in the checkpoint, a {class_of(item)} here"
+                self._problems.fatal.append(f"{what}{number} {classes}")
+        return pairs
 
     def _plugins(self, unit: Unit, tensors: Mapping[str, Stored]) -> None:
-        """Plugins' own entries. One that is not in this stack cannot take them back: logged, no error."""
+        """Plugins' own entries.
+
+        One that is not in this stack cannot take them back: logged, no error.
+        """
         given: dict[str, dict[str, Entry]] = {}
         leaves: dict[str, Leaf] = {}
         for each in unit.hooks.implementations("save_state"):
@@ -275,43 +255,9 @@ class Restoration:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
                 self._problems.warn(what)
 
-    def _random(self) -> None:
-        streams: dict[str, Tensor] = self.checkpoint.decode(self._own["random"], "random")
-        own = states(self.run)
-        here = self.run.hooks.rng_state().keys() | own.keys()
-        # "kind:index" is a device that the process sees beside the run's own.
-        beside = sorted(name for name in streams.keys() ^ here if ":" in name)
-        if self._same_world and streams.keys() ^ here == {*beside}:
-            if beside:
-                seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
-                self._problems.warn(f"{seen}; the random streams of all others go on")
-            known = {name: state for name, state in streams.items() if name in here - own.keys()}
-            self._copies.append(("random streams", partial(self.run.hooks.set_rng_state, known)))
-            self._copies.append(("random streams", partial(restore, self.run, streams)))
-            self._try_random(known)
-            check(self.run, streams)
-            return
-        first = self.checkpoint.decode(self.checkpoint.own(0)["random"], "random")
-        seed = derived_seed(first, self.run.topology.reader)
-        self._problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
-        self._copies.append(("random streams", partial(self.run.hooks.seed, seed, self.run.topology)))
-        self._copies.append(("random streams", partial(reseed, self.run, derived_seed(first, 0))))
-        if self.run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
-            goes_on = partial(self.run.hooks.set_rng_state, {"torch": first["torch"]})
-            self._try_random({"torch": first["torch"]})
-            self._copies.append(("random streams", goes_on))
-
-    def _try_random(self, streams: Mapping[str, Tensor]) -> None:
-        """Find out whether the generators take these states, and put them back as they are."""
-        before = self.run.hooks.rng_state()
-        try:
-            self.run.hooks.set_rng_state(streams)
-        finally:
-            self.run.hooks.set_rng_state(before)
-
     @contextmanager
     def _understood(self, what: str) -> Iterator[None]:
-        """Around what reads values of any content: what they cannot be used for is a problem."""
+        """Note as a problem any error of code that reads values of any content."""
         try:
             yield
         except CheckpointError:
@@ -320,15 +266,8 @@ class Restoration:
             self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
 
 
-def _alike(one: Stored, other: Stored) -> bool:
-    """Whether they have the same contents."""
-    return (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout) and bytes_of(
-        one.tensor()
-    ) == bytes_of(other.tensor())
-
-
 def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> CheckpointError:
-    """What to raise for an action that failed after those that are done."""
+    """The error for an action that failed after others were done."""
     state = "nothing else was changed"
     if done:
         more = f" and {len(done) - 5} more" if len(done) > 5 else ""
@@ -338,29 +277,3 @@ def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> Ch
         f"{state}\nload it into a new run, once that object takes back what it gave",
         path=str(folder),
     )
-
-
-def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Units as several ranks have described them; where two tell of one thing, the first is right."""
-    found: dict[str, dict[str, Any]] = {}
-    for part in reversed(parts):
-        for name, unit in part.items():
-            known = found.setdefault(name, {"aliases": {}, "extra": {}, "optimizers": []})
-            known["schedulers"] = unit["schedulers"]
-            known["aliases"].update(unit["aliases"])
-            known["extra"].update(unit["extra"])
-            told = [_names(each) for each in unit["optimizers"]]
-            others = [each for each in known["optimizers"] if _names(each) not in told]
-            known["optimizers"] = others + unit["optimizers"]
-    return found
-
-
-def _names(optimizer: Mapping[str, Any]) -> set[str]:
-    """Parameters of an optimizer that a rank has described; where they are the same, so is the optimizer."""
-    return {name for group in optimizer["groups"] for name in group["params"]}
-
-
-def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:
-    """The seed of a reader in another world than the checkpoint's, from rank 0's random streams there."""
-    content = b"".join(bytes(bytes_of(streams[name])) for name in sorted(streams))
-    return xxh3_64_intdigest(content + reader.to_bytes(8, "big")) % (1 << 32)

@@ -1,11 +1,11 @@
-"""Optimizers from a checkpoint: hyperparameters and state by parameter name, schedulers by position."""
+"""Restore optimizers by parameter name, and schedulers by position."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from attrs import frozen
@@ -20,33 +20,39 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.problems import Problems
+    from accel_core.checkpoint.problems import Action, Problems
     from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.contract.unit import Unit
 
-__all__ = ["restore_optimizers"]
-
+__all__ = ["OptimizerPlan"]
 
 _PER_GROUP: Final = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )
-"""What torch's schedulers keep a value a group of."""
+"""Attributes of torch's schedulers that are lists of one value per group."""
+
+
+class SavedGroup(NamedTuple):
+    """A group of an optimizer, by their numbers in the checkpoint."""
+
+    optimizer: int
+    group: int
 
 
 @frozen
 class Saved:
-    """What was saved of one parameter: its group's values, its state that is no tensor, who stepped it.
+    """The saved optimizer state of one parameter.
 
-    group: (number of its optimizer, number of its group there).
+    values: its group's. plain: its state that is not a tensor. algorithm: the class that stepped it.
     """
 
     values: Mapping[str, Any]
     plain: Mapping[str, Any]
     algorithm: str
-    group: tuple[int, int]
+    group: SavedGroup
 
     def is_like(self, other: Saved) -> bool:
-        """Whether all but the place in groups is the same."""
+        """Compare all but the place in groups."""
         pairs = ((self.values, other.values), (self.plain, other.plain))
         return self.algorithm == other.algorithm and all(
             one.keys() == two.keys() and all(torch.as_tensor(one[key] == two[key]).all() for key in one)
@@ -54,72 +60,105 @@ class Saved:
         )
 
 
-def restore_optimizers(
-    unit: Unit,
-    checkpoint: Checkpoint,
-    described: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, Stored],
-    elsewhere: Collection[str],
-    misfits: Collection[str],
-    problems: Problems,
-    schedulers: Iterable[tuple[str, Any, Any]],
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What to do to bring the unit's optimizers and schedulers into the saved state. Changes nothing yet.
+class OptimizerPlan:
+    """The unit's optimizers and schedulers, compared with the saved ones; `actions` restores them, in order.
 
-    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. elsewhere: the parameters that
-    only other ranks hold. misfits: those that do not fit, whose state is left out. schedulers: each in
-    words, itself, and its state.
+    Making a plan changes nothing: what does not fit is noted in `problems`, and the caller raises.
+
+    described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. misfits: the parameters that do
+    not fit, whose state is left out.
     """
-    left = _by_name_here(unit, _saved_parameters(unit, checkpoint, described), problems)
-    owns = {
-        number: checkpoint.decode(each["own"], f"units.{unit.name} {each['class']}.own")
-        for number, each in enumerate(described)
-        if "own" in each
-    }
-    origins: dict[Optimizer, list[set[tuple[int, int]]]] = {}
-    for optimizer in unit.optimizers:
+
+    def __init__(
+        self,
+        unit: Unit,
+        checkpoint: Checkpoint,
+        described: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, Stored],
+        misfits: Collection[str],
+        problems: Problems,
+    ) -> None:
+        self.actions: list[Action] = []
+        self._unit, self._tensors, self._misfits, self._problems = unit, tensors, misfits, problems
+        # What no optimizer of this run has claimed yet: state by parameter, own state by saved optimizer.
+        self._unclaimed = _by_name_here(unit, _saved_parameters(unit, checkpoint, described), problems)
+        self._own = {
+            number: (
+                saved["class"],
+                checkpoint.decode(saved["own"], f"units.{unit.name} {saved['class']}.own"),
+            )
+            for number, saved in enumerate(described)
+            if "own" in saved
+        }
+        self._origins: dict[Optimizer, list[set[SavedGroup]]] = {}
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Claim what was saved of the optimizer's parameters."""
+        unit, problems = self._unit, self._problems
         state = unit.hooks.optimizer_state(unit, optimizer)
         algorithm = state.algorithm or class_of(optimizer)
         names = [name for group in state.groups for name in group["params"]]
-        mine = {name: left.pop(name) for name in names if name in left}
+        mine = {name: self._unclaimed.pop(name) for name in names if name in self._unclaimed}
         problems.compare(f"{unit.name}: {algorithm} of ", mine, names)
         for name in [name for name in mine if mine[name].algorithm != algorithm]:
-            found = f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, another class"
-            problems.found.append(f"{unit.name}: {name} {found}")
-        what = f"{unit.name}: own state of {algorithm}"
-        own = _own(
-            what, [owns.pop(n, {}) for n in sorted({each.group[0] for each in mine.values()})], problems
-        )
-        problems.compare(f"{what}: ", own.get("rest", ()), state.own.get("rest", ()))
+            stepped = f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, another class"
+            problems.found.append(f"{unit.name}: {name} {stepped}")
+        own = self._claim_own(f"{unit.name}: own state of {algorithm}", mine, state.own)
         if own:
-            yield what, partial(restore_own_state, optimizer, own)
-        for number, has in enumerate(state.groups):
+            what = f"{unit.name}: own state of {algorithm}"
+            self.actions.append((what, partial(restore_own_state, optimizer, own)))
+        for number, group in enumerate(state.groups):
             what = f"{unit.name}: group {number} of {algorithm}"
-            yield what, partial(_set_group, optimizer, number, _group_values(what, has, mine, problems))
-            groups = {mine[name].group for name in has["params"] if name in mine}
-            origins.setdefault(optimizer, []).append(groups)
-        fit = {name: each for name, each in mine.items() if name not in misfits}
+            values = _group_values(what, group, mine, problems)
+            self.actions.append((what, partial(_set_group, optimizer, number, values)))
+            places = {mine[name].group for name in group["params"] if name in mine}
+            self._origins.setdefault(optimizer, []).append(places)
+        self._add_state(optimizer, algorithm, mine)
+        if own:  # a wrapper's `load_state_dict` may have given what it wraps another state to step with
+            self.actions.append((f"{unit.name}: state of {algorithm}", partial(own_state, optimizer)))
+
+    def note_unclaimed(self, elsewhere: Collection[str]) -> None:
+        """Note what is left, once all optimizers are added. elsewhere: parameters that other ranks hold."""
+        name, unused = self._unit.name, [kind for kind, own in self._own.values() if own]
+        self._problems.compare(f"{name}: optimizer state of ", self._unclaimed.keys() - elsewhere, ())
+        self._problems.compare(f"{name}: own state of ", unused, ())
+
+    def add_scheduler(self, what: str, scheduler: Any, state: dict[str, Any]) -> None:
+        """Fit the saved state of a scheduler to the groups of its optimizer, which is added already."""
+        self._problems.fatal.extend(_regroup(what, state, self._origins.get(scheduler.optimizer, ())))
+        self.actions.append((what, partial(scheduler.load_state_dict, state)))
+
+    def _claim_own(self, what: str, mine: Mapping[str, Saved], here: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The saved state beside parameters, of optimizers that are one here."""
+        numbers = sorted({saved.group.optimizer for saved in mine.values()})
+        claimed = [self._own.pop(number, ("", {}))[1] for number in numbers]
+        if len(claimed) > 1 and any(claimed):
+            self._problems.fatal.append(f"{what}: {len(claimed)} optimizers that each have such are one now")
+        own: Mapping[str, Any] = next(iter(claimed), {})
+        self._problems.compare(f"{what}: ", own.get("rest", ()), here.get("rest", ()))
+        return own
+
+    def _add_state(self, optimizer: Optimizer, algorithm: str, mine: Mapping[str, Saved]) -> None:
+        unit, problems, what = self._unit, self._problems, f"{self._unit.name}: state of {algorithm}"
+        fit = {name: saved for name, saved in mine.items() if name not in self._misfits}
         if not problems.strict and (odd := sorted(mine.keys() - fit.keys())):
             problems.warn(f"{unit.name}: {algorithm} begins anew with {', '.join(odd)}, which do not fit")
-        stored = {key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in fit}
-        plain = {name: each.plain for name, each in fit.items() if each.plain}
-        template = _template(stored)
-        what = f"{unit.name}: state of {algorithm}"
+        stored = {key: each for key, each in self._tensors.items() if key.rpartition("/")[0] in fit}
+        plain = {name: saved.plain for name, saved in fit.items() if saved.plain}
+        template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
+        for key, tensor in stored.items():
+            name, _, part = key.rpartition("/")
+            kind, shape, dtype, layout = tensor.kind, tensor.shape, tensor.dtype, tensor.layout
+            template[name][part] = TensorTemplate(kind, shape, dtype, layout, tensor.number)
         reasons = unit.hooks.refuse_optimizer_state(unit, optimizer, template, plain)
         problems.fatal.extend(f"{what}: {reason}" for reason in reasons)
-        yield what, partial(_fill_state, unit, optimizer, stored, template, plain)
-        if own:  # a wrapper's `load_state_dict` may have given what it wraps another state to step with
-            yield what, partial(own_state, optimizer)
-    problems.compare(f"{unit.name}: optimizer state of ", left.keys() - elsewhere, ())
-    unused = [f"{described[number]['class']}" for number, own in owns.items() if own]
-    problems.compare(f"{unit.name}: own state of ", unused, ())
-    for what, scheduler, state in schedulers:
-        problems.fatal.extend(_regroup(what, state, origins.get(scheduler.optimizer, ())))
-        yield what, partial(scheduler.load_state_dict, state)
+        self.actions.append((what, partial(_fill_state, unit, optimizer, stored, template, plain)))
 
 
-def _regroup(what: str, state: dict[str, Any], origins: Sequence[set[tuple[int, int]]]) -> Iterator[str]:
-    """Fit a scheduler's lists of one value a group to the groups that there are now; tell what cannot be.
+def _regroup(what: str, state: dict[str, Any], origins: Sequence[Collection[SavedGroup]]) -> Iterator[str]:
+    """Fit a scheduler's lists of one value per group to the groups here.
+
+    Yields problems.
 
     origins: for each group, the saved groups in which its parameters were.
     """
@@ -143,13 +182,16 @@ def _saved_parameters(
         plain = checkpoint.decode(each["plain"], f"{path}.state")
         for position, group in enumerate(checkpoint.decode(each["groups"], f"{path}.groups")):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
+            place = SavedGroup(number, position)
             for name in group["params"]:
-                saved = Saved(values, plain.get(name, {}), algorithm, (number, position))
-                yield name, saved
+                yield name, Saved(values, plain.get(name, {}), algorithm, place)
 
 
 def _by_name_here(unit: Unit, saved: Iterable[tuple[str, Saved]], problems: Problems) -> dict[str, Saved]:
-    """Name as it is here -> what was saved; two that are one here, by a tie, must have been alike."""
+    """Name as it is here -> what was saved.
+
+    Two that are one here, by a tie, must have been alike.
+    """
     found: dict[str, Saved] = {}
     names: dict[str, str] = {}
     for name, each in saved:
@@ -179,13 +221,6 @@ def _group_values(
     return {key: value for key, (_, value) in agreed.items()}
 
 
-def _own(what: str, saved: Sequence[Mapping[str, Any]], problems: Problems) -> Mapping[str, Any]:
-    """What belongs to no parameter, of the saved optimizers whose parameters are in one here."""
-    if len(saved) > 1 and any(saved):
-        problems.fatal.append(f"{what}: {len(saved)} optimizers that each have such are one now")
-    return next(iter(saved), {})
-
-
 def _set_group(optimizer: Optimizer, number: int, values: Mapping[str, Any]) -> None:
     group = optimizer.param_groups[number]
     for key, value in values.items():
@@ -193,16 +228,6 @@ def _set_group(optimizer: Optimizer, number: int, values: Mapping[str, Any]) -> 
             group[key].copy_(torch.as_tensor(value))
         else:
             group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-
-
-def _template(tensors: Mapping[str, Stored]) -> dict[str, dict[str, TensorTemplate]]:
-    template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
-    for key, stored in tensors.items():
-        name, _, part = key.rpartition("/")
-        template[name][part] = TensorTemplate(
-            stored.kind, stored.shape, stored.dtype, stored.layout, stored.number
-        )
-    return template
 
 
 def _fill_state(
@@ -220,7 +245,7 @@ def _fill_state(
         if leaf is None or (leaf.global_shape, leaf.layout) != (stored.shape, stored.layout):
             layout = f" of layout {stored.layout}" if stored.layout else ""
             raise CheckpointError(
-                f"unit {unit.name!r}: strategy {unit.strategy!r} made no place for optimizer/{key},"
+                f"unit {unit.name!r}: strategy {unit.strategy!r} did not allocate optimizer/{key},"
                 f" {stored.dtype} {list(stored.shape)}{layout}\n"
                 "its materialize_optimizer_state must offer what the template asks for"
             )

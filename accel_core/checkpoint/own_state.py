@@ -1,4 +1,4 @@
-"""What an optimizer holds beside the state of its parameters, by its own account."""
+"""State that an optimizer holds beside the state of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["own_state", "refuse_own_state", "restore_own_state"]
 
 
 def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
-    """As `OptimizerState.own` describes it.
+    """Collect the state that `OptimizerState.own` describes.
 
     Raises:
         CheckpointError: its `state_dict` tells of the parameters' state otherwise than `optimizer.state`.
@@ -23,7 +23,7 @@ def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
     held: dict[Any, Any] = optimizer.state  # by parameter, says torch
     state = {key: value for key, value in held.items() if not isinstance(key, Tensor)}
     rest: dict[Any, Any] = {}
-    if _has_own_account(optimizer):
+    if _has_own_state_dict(optimizer):
         told = optimizer.state_dict()
         rest = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
         _compare(optimizer, told)
@@ -31,7 +31,7 @@ def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
 
 
 def refuse_own_state(optimizer: Optimizer) -> None:
-    """For strategies that keep the state of parameters, and nothing else, of an optimizer.
+    """Raise if an optimizer keeps other state than that of parameters.
 
     Raises:
         CheckpointError: the optimizer has other state, by name.
@@ -45,7 +45,10 @@ def refuse_own_state(optimizer: Optimizer) -> None:
 
 
 def restore_own_state(optimizer: Optimizer, own: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Take back what `own_state` gave; the state of parameters may be another's afterwards."""
+    """Take back what `own_state` gave.
+
+    The state of parameters may be another's afterwards.
+    """
     held: dict[Any, Any] = optimizer.state
     for key in [key for key in held if not isinstance(key, Tensor)]:
         del held[key]
@@ -54,7 +57,7 @@ def restore_own_state(optimizer: Optimizer, own: Mapping[str, Mapping[Any, Any]]
         optimizer.load_state_dict({**optimizer.state_dict(), **own["rest"]})
 
 
-def _has_own_account(optimizer: Optimizer) -> bool:
+def _has_own_state_dict(optimizer: Optimizer) -> bool:
     # A wrapper that never calls torch's `__init__` has none of torch's hooks.
     hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
     return any(hooks) or type(optimizer).state_dict is not Optimizer.state_dict

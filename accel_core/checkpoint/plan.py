@@ -1,4 +1,4 @@
-"""Who writes which box of which leaf, and whether the boxes of all ranks make up the whole state."""
+"""Plan which rank writes which box. The boxes must make up the whole state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "Declared", "Key", "declare", "intersect", "plan", "refuse", "tiling_problem"]
+__all__ = ["Box", "Declared", "Key", "declare", "intersect", "plan", "raise_problems", "tiling_problem"]
 
 Key = tuple[str, str]
 """(unit, `model/NAME` | `optimizer/NAME/KEY` | ...). The run's own leaves have the unit ""."""
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """What a rank tells the others of a leaf: everything but the data."""
+    """A rank's description of a leaf for the others: everything but the data."""
 
     kind: str
     shape: tuple[int, ...]
@@ -67,14 +67,16 @@ def declare(leaf: Leaf, *, spread: bool) -> Declared:
 
 @lru_cache(maxsize=4096)
 def _one(declared: Declared) -> Declared:
-    """One object for equal ones, which are kept between saves: leaves are many, their shapes are few."""
+    """One object for equal ones: leaves are many, their shapes are few."""
     return declared
 
 
 def plan(
     declarations: Sequence[Mapping[Key, Declared]], domains: Sequence[int] = ()
 ) -> list[dict[Key, list[Box]]]:
-    """For each rank, the boxes it writes. Every rank computes the same from all declarations.
+    """For each rank, the boxes it writes.
+
+    Every rank computes the same from all declarations.
 
     Replicas that are equal are spread, the largest first, over the ranks with the least to write.
     `domains`: rank -> its disk, where there are several; each gets all that its ranks hold.
@@ -104,7 +106,7 @@ def plan(
                 disks[domains[rank] if domains else 0].append(rank)
             items += [(box.volume, key, box, each if spread else each[:1]) for each in disks.values()]
     remedy = "this must be fixed in the plugin that describes it"
-    refuse(problems, "the state of this run cannot be saved", remedy)
+    raise_problems(problems, "the state of this run cannot be saved", remedy)
     writes: list[dict[Key, list[Box]]] = [{} for _ in declarations]
     load = [0] * len(declarations)
     for volume, key, box, ranks in sorted(items, key=lambda item: (len(item[3]) > 1, -item[0])):
@@ -115,7 +117,7 @@ def plan(
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None:
-    """What keeps `boxes` from covering a tensor of `shape` exactly once."""
+    """The reason why `boxes` do not cover a tensor of `shape` exactly once, or None."""
     if [*boxes] == [((0,) * len(shape), shape)]:  # the usual case
         return None
     for box in boxes:
@@ -145,7 +147,7 @@ def intersect(one: Box, other: Box) -> Box | None:
     return Box(offset, shape) if min(shape, default=1) > 0 else None
 
 
-def refuse(problems: Sequence[str], what: str, remedy: str, *, path: str | None = None) -> None:
+def raise_problems(problems: Sequence[str], what: str, remedy: str, *, path: str | None = None) -> None:
     """Raise a CheckpointError that names the problems, if there is any."""
     if problems:
         more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []

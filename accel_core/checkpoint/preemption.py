@@ -1,4 +1,4 @@
-"""A job that is told to stop saves first: all ranks after the same step, whichever of them was told."""
+"""Stop all ranks after the same step, once any of them is told to stop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import Store, default_pg_timeout
-
+from accel_core.checkpoint.votes import Votes
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Preemption"]
 
 LOOK_SECONDS: Final = 0.25
-"""How soon a rank notices that another was told."""
+"""Seconds until a rank notices that another was told."""
 _made: Final = count()
 """All ranks make them in one order, and each has keys of its own."""
 
 
 class Preemption:
-    """Watches for signals on any rank, from when it is made until `end`, or until its run is gone.
+    """Watch for signals on any rank until `end`, or until the run is gone.
 
     Made in the main thread. To forked children the signals do what they did before.
 
@@ -41,10 +39,7 @@ class Preemption:
 
     def __init__(self, run: Run, signals: Sequence[int]) -> None:
         self._rank, self._ranks = run.world.rank, run.world.size
-        store: Any = run.world.store  # torch's stub lacks `clone`
-        self._store: Store = HashStore() if store is None else store.clone()
-        self._timeout = (run.config.process_group.timeout or default_pg_timeout).total_seconds()
-        self._number = next(_made)
+        self._votes = Votes.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
         self._steps, self._last = 0, 0
         self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()
@@ -56,7 +51,7 @@ class Preemption:
         self._thread.start()
 
     def due(self) -> bool:
-        """Whether all ranks stop now. Every rank asks, after each step.
+        """Ask whether all ranks stop now. Every rank asks, after each step.
 
         Raises:
             CheckpointError: a rank does not answer.
@@ -81,7 +76,8 @@ class Preemption:
                 self._give_back(number)
         if first and not self._heard:
             with suppress(RuntimeError):  # the store may be gone already, and then nobody asks
-                self._say(self._rank, self._steps + 1)  # others may hear yet: this rank does not stop them
+                # Others may hear yet: this rank does not keep them from stopping.
+                self._votes.publish(f"{self._rank}", {"step": self._steps + 1})
 
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._tell:
@@ -97,33 +93,24 @@ class Preemption:
 
     def _watch(self) -> None:
         try:
-            while not self._said("told"):
+            while not self._votes.has("told"):
                 if self._told:
-                    self._say("told", 1)
+                    self._votes.publish("told", {})
                 elif self._ended.wait(LOOK_SECONDS):
                     return
             with self._lock:
                 self._heard, earliest = True, self._steps + 1
-            self._say(self._rank, earliest)
-            deadline = time.monotonic() + self._timeout
-            while silent := [rank for rank in range(self._ranks) if not self._said(rank)]:
+            self._votes.publish(f"{self._rank}", {"step": earliest})
+            deadline = time.monotonic() + self._votes.timeout
+            while silent := [rank for rank in range(self._ranks) if not self._votes.has(f"{rank}")]:
                 if self._ended.wait(LOOK_SECONDS / 10):
                     return
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"no answer from rank(s) {', '.join(map(str, silent))}")
-            self._last = max(int(self._store.get(self._key(rank))) for rank in range(self._ranks))
+            self._last = max(self._votes.read(f"{rank}")["step"] for rank in range(self._ranks))
         except RuntimeError as error:  # the store's too: the process that serves it has ended
             self._failure = (
                 f"this job was told to stop, but its ranks cannot agree when: {error}\nit cannot save"
             )
             self._heard = True
         self._agreed.set()
-
-    def _say(self, what: str | int, value: int) -> None:
-        self._store.set(self._key(what), str(value))
-
-    def _said(self, what: str | int) -> bool:
-        return self._store.check([self._key(what)])
-
-    def _key(self, what: str | int) -> str:
-        return f"preemption/{self._number}/{what}"

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import field, frozen
 
-from accel_core.checkpoint.plan import refuse
+from accel_core.checkpoint.plan import raise_problems
 from accel_core.contract.state import Leaf
 from accel_core.distributed.tensor_bytes import DTYPES, name_of
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
 
-__all__ = ["Problems"]
+__all__ = ["Action", "Problems"]
+
+Action = tuple[str, Callable[[], object]]
+"""(name of what is restored, function that restores it)."""
 
 logger = logging.getLogger(__name__)
 
 
 @frozen
 class Problems:
-    """Differences between a checkpoint and a run. Where loading is not strict, only `fatal` ones count."""
+    """Differences between a checkpoint and a run.
+
+    Not strict, only `fatal` ones count.
+    """
 
     folder: Path
     strict: bool
@@ -39,7 +45,10 @@ class Problems:
         self.found.extend(f"{extra}: {what}{name}" for name in saved if name not in here)
 
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
-        """Whether the stored tensor can be copied into the leaf; if not, the difference is noted."""
+        """Note differences.
+
+        Returns whether the stored tensor can be copied into the leaf.
+        """
         there, here = ([*stored.shape], stored.layout), ([*leaf.global_shape], leaf.layout)
         if there != here:
             for word, one, other, noted in zip(
@@ -57,10 +66,10 @@ class Problems:
         """Log what is left out, though nothing is wrong."""
         logger.warning("%s: %s", self.folder, what)
 
-    def settle(self) -> None:
+    def raise_if_any(self) -> None:
         """Raises CheckpointError if there are problems that count; the others are logged."""
         remedy = "prepare what was prepared when it was saved"
-        refuse(
+        raise_problems(
             [*self.fatal, *(self.found if self.strict else ())],
             f"the checkpoint {self.folder} does not fit this run; nothing was loaded",
             remedy if self.fatal else f"{remedy}, or load what fits with strict=False",
@@ -71,7 +80,7 @@ class Problems:
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every number of the other dtype is one of this."""
+    """True if this dtype can hold every number of the other."""
     try:
         return torch.promote_types(other, dtype) == dtype
     except RuntimeError:  # torch promotes no float8, and no unsigned integers of several bytes

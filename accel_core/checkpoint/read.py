@@ -1,4 +1,4 @@
-"""A checkpoint that is being read: its files, checked, and the tensors in them, by key."""
+"""Read the tensors of a checkpoint, by key."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.files import MANIFEST, DataFile, damaged
+from accel_core.checkpoint.files import DataFile, damaged, understanding
+from accel_core.checkpoint.manifest import MANIFEST
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
-from accel_core.checkpoint.reader import Opened
+from accel_core.checkpoint.reader import CheckpointFiles
 from accel_core.contract.state import Kind, Leaf, whole
 from accel_core.distributed.tensor_bytes import DTYPES, bytes_within
 from accel_core.errors import CheckpointError
@@ -25,14 +26,14 @@ from accel_core.errors import CheckpointError
 __all__ = ["Checkpoint", "Stored", "fill"]
 
 STAGING_BYTES: Final = 16 << 20
-"""What is read at a time, where a tensor is not read to where it belongs."""
+"""Bytes read at a time, where a tensor is not read straight into its place."""
 SMALL_ELEMENTS: Final = 1 << 14
-"""Of larger tensors each is read by itself, for then a read takes longer than asking for it."""
+"""Larger tensors are read one by one: reading takes longer than asking for it."""
 
 
 @frozen
 class Stored:
-    """A tensor of the checkpoint: what it is, and in which file each box of it starts where."""
+    """A tensor of the checkpoint, and the file and start of each of its boxes."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -40,7 +41,7 @@ class Stored:
     layout: str | None
     boxes: dict[Box, tuple[DataFile, int]] = field(factory=dict, eq=False)
     _lacks: Callable[[str], CheckpointError] | None = field(default=None, eq=False)
-    """Where some of the boxes are on other nodes: what to raise for one that is needed."""
+    """The error for a box that is needed and on another node; None where all are here."""
 
     def tensor(self) -> Tensor:
         """The whole tensor, in memory of its own."""
@@ -54,7 +55,7 @@ class Stored:
         return float(self.tensor())
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
-        """Fill the tensor, which is this box of the whole, from the boxes it has parts of."""
+        """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
         for box, (file, start) in self.boxes.items():
             if common := intersect(box, wanted):
                 self._copy(tensor[_slices(common, wanted)], common, box, file, start)
@@ -75,7 +76,7 @@ class Stored:
             target[begin : begin + rows].copy_(source[inner])
 
     def require(self, leaf: Leaf) -> None:
-        """Raises CheckpointError if a part that this rank holds of the leaf is on another node."""
+        """Raise CheckpointError if a part that this rank needs is on another node."""
         if self._lacks is not None:
             wanted = [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
             common = [intersect(box, each) for each in wanted for box in self.boxes]
@@ -84,31 +85,32 @@ class Stored:
 
 
 @frozen
-class Checkpoint(Opened):
-    """An opened checkpoint with its tensors. ranks: what each rank had of its own, still encoded."""
+class Checkpoint(CheckpointFiles):
+    """An opened checkpoint with its tensors.
+
+    ranks: the state of each rank, still encoded.
+    """
 
     ranks: Mapping[int, Mapping[str, Any]]
     tensors: Mapping[Key, Stored]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        files, path = Opened.open(folder), folder / MANIFEST
-        ranks: dict[int, Any] = {}
+        files = CheckpointFiles.open(folder)
         tensors: dict[Key, Stored] = {}
-        try:
-            for rank, (data, index) in files.shares.items():
-                path = data.path.with_suffix(".json")
+        ranks: dict[int, Any] = {}
+        for rank, (data, index) in files.shares.items():
+            with understanding(data.path.with_suffix(".json")):
                 _add_tensors(tensors, index["tensors"], data, files)
                 ranks[rank] = index["state"]
-            for (unit, key), stored in tensors.items() if files.absent is None else ():
+        with understanding(folder / MANIFEST):
+            for (unit, key), stored in tensors.items() if not files.absent else ():
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        except (AttributeError, LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise damaged(path, f"it cannot be understood ({error!r})") from error
         return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
 
-    def own(self, rank: int) -> Mapping[str, Any]:
-        """What the rank had of its own, still encoded."""
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """The state of one rank, still encoded."""
         if rank not in self.ranks:
             raise self.lacks(f"what belongs to rank {rank} alone")
         return self.ranks[rank]
@@ -125,7 +127,7 @@ class Checkpoint(Opened):
 
 
 def _add_tensors(
-    tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile, files: Opened
+    tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile, files: CheckpointFiles
 ) -> None:
     lacks = files.lacks if files.absent else None
     for unit, keys in index.items():
@@ -148,8 +150,9 @@ def _add_tensors(
 
 
 def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
-    """Overwrite the parts of the leaves that this rank holds. Small tensors that are neighbours in a file are
-    read at once.
+    """Overwrite the parts of the leaves that this rank holds.
+
+    Small tensors that are neighbours in a file are read at once.
 
     Raises:
         CheckpointError: a part is on another node, or cannot be read.
@@ -175,7 +178,7 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
 
 
 def _neighbours(parts: Iterable[tuple[int, Tensor]], itemsize: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Where in the file the first starts, and all, of tensors that follow each other there without a gap."""
+    """(start in the file, tensors) of each row of tensors without a gap."""
     run: list[Tensor] = []
     first = end = 0
     for start, tensor in sorted(parts, key=itemgetter(0)):
@@ -190,12 +193,12 @@ def _neighbours(parts: Iterable[tuple[int, Tensor]], itemsize: int) -> Iterator[
 
 
 def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
-    """Whether the tensor's memory is that of the file: it can be read there."""
+    """True if the tensor's memory is laid out as in the file, and can be read into."""
     return tensor.is_cpu and tensor.dtype == DTYPES[dtype] and tensor.is_contiguous() and not _is_lazy(tensor)
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Whether the memory has what torch conjugates or negates when it is read. _foreach_copy_ takes none."""
+    """True if torch conjugates or negates it on reading: `_foreach_copy_` cannot."""
     return tensor.is_neg() or tensor.is_conj()
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, opened and verified. Imports no torch: that comes when tensors are read."""
+"""Open and verify the files of a checkpoint, without torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 from attrs import frozen
 
-from accel_core.checkpoint.files import MANIFEST, DataFile, Manifest, damaged, read_manifest
+from accel_core.checkpoint.disks import files_are_elsewhere, nodes_without
+from accel_core.checkpoint.files import DataFile, damaged, understanding
+from accel_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from accel_core.errors import CheckpointError
 
-__all__ = ["Opened"]
+__all__ = ["CheckpointFiles"]
 
 
 @frozen
-class Opened:
+class CheckpointFiles:
     """An opened checkpoint. Only what its manifest vouches for is ever looked at.
 
     state: what all ranks shared, still encoded; shares: rank -> its data file and index. Where nodes had
@@ -28,11 +30,11 @@ class Opened:
     shares: Mapping[int, tuple[DataFile, Mapping[str, Any]]]
 
     @classmethod
-    def open(cls, folder: Path) -> Opened:
+    def open(cls, folder: Path) -> CheckpointFiles:
         """Open the checkpoint in `folder`, its small files verified.
 
         Raises:
-            CheckpointError: it is none, or a file is missing or damaged; the message names it.
+            CheckpointError: it is not a checkpoint, or a file is missing or damaged; the message names it.
         """
         manifest = read_manifest(folder)
         while True:
@@ -45,59 +47,32 @@ class Opened:
                 manifest = now  # it was replaced by another save meanwhile
 
     @classmethod
-    def _of(cls, folder: Path, manifest: Manifest) -> Opened:
-        path = folder / MANIFEST
-
+    def _of(cls, folder: Path, manifest: Manifest) -> CheckpointFiles:
         def opened(name: str) -> DataFile:
-            return DataFile(folder / name, manifest.files[name])
+            with understanding(folder / MANIFEST):
+                record = manifest.files[name]
+            return DataFile(folder / name, record)
 
-        shares = {}
-        try:
-            state = opened("state.json").json()
-            for rank in range(manifest.world["size"]):
-                names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-                if manifest.domains and not any((folder / name).exists() for name in names):
-                    continue
-                data, file = map(opened, names)
-                path, index = file.path, file.json()
+        state, shares = opened("state.json").json(), {}
+        for rank in range(manifest.world["size"]):
+            names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+            if manifest.domains and not any((folder / name).exists() for name in names):
+                continue
+            data, file = map(opened, names)
+            index = file.json()
+            with understanding(file.path):
                 data.check(index["blocks"])
-                shares[rank] = data, index
-        except (AttributeError, LookupError, ValueError, TypeError, OverflowError) as error:
-            raise damaged(path, f"it cannot be understood ({error!r})") from error
-        return Opened(folder, manifest, state, shares)
+            shares[rank] = data, index
+        return CheckpointFiles(folder, manifest, state, shares)
 
     @property
-    def blocks(self) -> list[tuple[DataFile, int, str]]:
-        """Of all data files: (file, number of the block, its digest)."""
-        return [
-            (data, number, digest)
-            for data, index in self.shares.values()
-            for number, digest in enumerate(index["blocks"])
-        ]
-
-    @property
-    def absent(self) -> str | None:
-        """In words, the files that are not in this folder since they were written on other nodes."""
-        nodes = {
-            node: lacking
-            for node, ranks in enumerate(self.manifest.domains)
-            if (lacking := [rank for rank in ranks if rank not in self.shares])
-        }
-        return (
-            "; ".join(
-                f"node {node}, with the files of rank(s) {', '.join(map(str, ranks))}"
-                for node, ranks in nodes.items()
-            )
-            or None
-        )
+    def absent(self) -> str:
+        """In words, the nodes whose files are not in this folder; "" if all are."""
+        return nodes_without(self.manifest, self.shares)
 
     def lacks(self, what: str) -> CheckpointError:
-        """What to raise for a part that is on another node."""
-        return CheckpointError(
-            f"{self.folder} lacks {what}: it was saved on the disks of several nodes, and what {self.absent},"
-            f" wrote is not here\ncopy the files of {self.folder.name} on that node into this folder",
-            path=str(self.folder),
-        )
+        """The error for a part that is on another node."""
+        return files_are_elsewhere(self.folder, what, self.absent)
 
     def verify(self, share: int, shares: int) -> None:
         """Compare every block of this share of the data with its digest.
@@ -105,6 +80,11 @@ class Opened:
         Raises:
             CheckpointError: a block is not what was written.
         """
-        for file, number, digest in self.blocks[share::shares]:
+        blocks = [
+            (data, number, digest)
+            for data, index in self.shares.values()
+            for number, digest in enumerate(index["blocks"])
+        ]
+        for file, number, digest in blocks[share::shares]:
             if file.block(number) != digest:
                 raise damaged(file.path, f"block {number} is not what was written")

@@ -1,8 +1,8 @@
-"""Ranks that declare to hold the same do hold the same: contents are compared at every save, by checksums."""
+"""Compare the contents of replicas at every save, by checksums."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
@@ -12,15 +12,15 @@ from attrs import define, field
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from accel_core.checkpoint.agree import agree
-from accel_core.checkpoint.plan import Box, Declared, Key, refuse
+from accel_core.checkpoint.agree import gather_from_all_ranks
+from accel_core.checkpoint.plan import Box, Declared, Key, raise_problems
 from accel_core.distributed.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from accel_core.contract.state import Leaf
     from accel_core.contract.world import Collectives
 
-__all__ = ["Replicas", "checksums", "compare_replicas"]
+__all__ = ["Replicas", "checksums", "sums"]
 
 SMALL_BYTES: Final = 1 << 16
 """Smaller tensors are copied together first: a checksum of each would take longer."""
@@ -30,7 +30,7 @@ _CHUNK: Final = 1 << 22
 
 @define(eq=False)
 class Replicas:
-    """The parts of this rank's leaves that other ranks hold too, as long as no leaf changes.
+    """The parts of this rank's leaves that other ranks hold too.
 
     Leaves of which only one rank's is kept, as batch norm's statistics, are not among them.
     """
@@ -38,11 +38,14 @@ class Replicas:
     _parts: Mapping[str, list[tuple[Key, int]]]
     """A digest of the ranks that hold them all -> the leaf, and the number of its shard."""
     _together: dict[tuple[str, torch.device], tuple[Tensor, list[Tensor]]] = field(factory=dict, init=False)
-    """Of the same -> memory for the small ones, and views of it."""
+    """(such a digest, device) -> memory for the small ones, and views of it."""
 
     @classmethod
     def of(cls, declarations: Sequence[Mapping[Key, Declared]], rank: int) -> Replicas:
-        """Those of a rank. Every rank's parts of one digest are the same, in the same order."""
+        """The replicas of a rank.
+
+        Parts of one digest are the same on all, in the same order.
+        """
         holders: dict[tuple[Key, Box], list[int]] = defaultdict(list)
         for number, declared in enumerate(declarations):
             for key, leaf in declared.items():
@@ -63,13 +66,14 @@ class Replicas:
         Raises:
             CheckpointError: the ranks that hold a box have different contents; names leaf and ranks.
         """
-        mine = agree(control, lambda: self._checksums(leaves))
         found: dict[str, set[str]] = defaultdict(set)
-        for each in control.all_gather_object(mine):
-            for held, checksum in each.items():
+        for told in gather_from_all_ranks(
+            control, "save_state: compare replicas", lambda: self._checksums(leaves)
+        ):
+            for held, checksum in told.items():
                 found[held].add(checksum)
         if any(len(checksums) > 1 for checksums in found.values()):
-            compare_replicas(control, leaves, control.all_gather_object(declared))
+            _name_differences(control, leaves, declared)
 
     def _checksums(self, leaves: Mapping[Key, Leaf]) -> dict[str, str]:
         return {
@@ -103,7 +107,10 @@ def _room_for(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers of which some differ if any byte of the tensors does. Read from each device once."""
+    """Numbers of which some differ if any byte of the tensors does.
+
+    Read from each device once.
+    """
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         here = [tensor for tensor in tensors if tensor.is_cpu]
         found = list(threads.map(lambda tensor: xxh3_64_intdigest(bytes_of(tensor)), here))
@@ -117,7 +124,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def sums(tensor: Tensor) -> list[Tensor]:
-    """Two integers, computed where the tensor is: weighted sums of its words, and of their upper halves.
+    """Weighted sums of a tensor's words, and of their upper halves, on its device.
 
     Weights are odd, so one word that differs shows in the first. The second shows what cancels there, the
     signs of many words above all.
@@ -137,44 +144,35 @@ def sums(tensor: Tensor) -> list[Tensor]:
     return [first, second]
 
 
-def compare_replicas(
-    control: Collectives, leaves: Mapping[Key, Leaf], declarations: Sequence[Mapping[Key, Declared]]
+def _name_differences(
+    control: Collectives, leaves: Mapping[Key, Leaf], declared: Mapping[Key, Declared]
 ) -> None:
-    """Compare each part by itself. Collective.
+    """Compare each part by itself, and raise. Collective.
 
     Raises:
         CheckpointError: the ranks that hold a box have different contents; names leaf and ranks.
     """
-    holders = Counter(
-        (key, box)
-        for declared in declarations
-        for key, leaf in declared.items()
-        for box in set(leaf.boxes)
-        if leaf.spread
-    )
-    here = declarations[control.rank]
-    mine = agree(
-        control,
-        lambda: {
+
+    def digests() -> dict[tuple[Key, Box], int]:
+        return {
             (key, box): xxh3_64_intdigest(bytes_of(tensor))
             for key, leaf in leaves.items()
-            for box, (_, tensor) in zip(here[key].boxes, leaf.shards, strict=True)
-            if holders[key, box] > 1
-        },
-    )
-    found: dict[tuple[Key, Box], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, digests in enumerate(control.all_gather_object(mine)):
-        for part, digest in digests.items():
-            found[part][digest].append(rank)
+            if declared[key].spread
+            for box, (_, tensor) in zip(declared[key].boxes, leaf.shards, strict=True)
+        }
+
+    held: dict[tuple[Key, Box], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, told in enumerate(gather_from_all_ranks(control, "save_state: compare replicas", digests)):
+        for part, digest in told.items():
+            held[part][digest].append(rank)
     problems = [
         f"{key[0]}: {key[1]} {box}: "
-        + " differ from ".join(f"rank(s) {_list(ranks)}" for ranks in held.values())
-        for (key, box), held in found.items()
-        if len(held) > 1
+        + " differ from ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in by_digest.values())
+        for (key, box), by_digest in held.items()
+        if len(by_digest) > 1
     ]
-    remedy = "ranks must be equal here: start them with one seed, average what drifts apart, then save"
-    refuse(problems, "ranks hold different contents of what should be the same on all", remedy)
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    raise_problems(
+        problems,
+        "ranks hold different contents of what should be the same on all",
+        "ranks must be equal here: start them with one seed, average what drifts apart, then save",
+    )

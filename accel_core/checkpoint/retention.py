@@ -1,4 +1,4 @@
-"""The checkpoints that are named for the user: the next number, the newest, and those that may go.
+"""Numbered checkpoints: the next number, the newest, and those that may go.
 
 They are `PROJECT/checkpoints/checkpoint_N`. Numbers rise with every save, whatever the clock says. A
 folder is one of them if its own manifest says that it was saved under this name; any other is foreign:
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_core.checkpoint.commit import discard
-from accel_core.checkpoint.files import Manifest, manifest_if_any
+from accel_core.checkpoint.manifest import Manifest, manifest_if_any
 from accel_core.checkpoint.paths import local_path
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ _WRITING: Final = re.compile(r"\.checkpoint_(0|[1-9]\d*)\..*\.partial")
 
 
 class CheckpointSeries:
-    """The checkpoints of a run and of the runs that it resumed. Only the series changes its attributes.
+    """The checkpoints of a run and of the runs that it resumed.
+
+    Only the series itself changes its attributes.
 
     next_number: the number of the next checkpoint, whether it is named by it or by the user.
     ancestors: ids of the runs whose state this one took over, the oldest first.
@@ -58,7 +60,7 @@ class CheckpointSeries:
         self.next_number = number
 
     def free_number(self) -> int:
-        """A number above that of everything in the folder, also of what others are saving there now."""
+        """A number above all in the folder, also above those that others save now."""
         taken = [number for pattern in (_NAME, _WRITING) for number, _ in _numbered(self.folder, pattern)]
         number = max([self.next_number, *(each + 1 for each in taken)])
         if number > self.next_number:
@@ -102,7 +104,10 @@ class CheckpointSeries:
         return [path.name for path, _ in found]
 
     def resume(self, loaded: Manifest) -> None:
-        """Go on from a checkpoint: its lineage is this run's, and `total_limit` counts what led to it."""
+        """Go on from a checkpoint.
+
+        Its lineage is this run's, and `total_limit` counts the checkpoints that led to it.
+        """
         self.ancestors = loaded.lineage
         self.next_number = max(self.next_number, loaded.iteration + 1)  # numbers only rise
         project = self.run.config.project
@@ -119,7 +124,7 @@ class CheckpointSeries:
         self.kept[number] = save_id
 
     def retain(self, save_id: str) -> None:
-        """Remove the oldest of what this run wrote or resumed from, down to `total_limit`.
+        """Remove the oldest that this run wrote or resumed from, down to `total_limit`.
 
         Renamed aside first: nothing half removed ever bears the name of a checkpoint. What no save wrote
         stays in a folder of that name. What fails is logged: the save itself is complete.

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its share beside the target, all agree, and the target appears at once."""
+"""Save a run: snapshot its state on all ranks, and start to write it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from accel_core._version import __version__
-from accel_core.checkpoint.agree import agree
+from accel_core.checkpoint.agree import gather_from_all_ranks, run_on_all_ranks
 from accel_core.checkpoint.collect import (
     Collected,
     check_names,
     collect,
-    keep_own_part,
+    split_rank_state,
     without_collecting_garbage,
 )
+from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.layout import Layout
-from accel_core.checkpoint.pending_save import Flight, Share
+from accel_core.checkpoint.pending_save import PendingSave, Share
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import Replicas
-from accel_core.checkpoint.target import Place
+from accel_core.checkpoint.target import SaveTarget
+from accel_core.checkpoint.votes import Votes
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,81 +39,84 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves one run, again and again: what a save leaves to the next is kept here.
+    """Saves one run, again and again: it keeps what one save leaves to the next.
 
     Made by all ranks; `alone`, by the rank that saves.
     """
 
     def __init__(self, run: Run, series: CheckpointSeries, *, alone: bool) -> None:
-        self.run, self.alone = run, alone
-        self._series = series
+        self.run, self.alone, self._series = run, alone, series
         self.control = run.collectives("alone" if alone else "control")
-        timeout = run.config.process_group.timeout or default_pg_timeout
-        self._timeout = timeout.total_seconds()
-        store: Any = run.world.store  # torch's stub lacks `clone`
-        self._store: Store = HashStore() if store is None or alone else store.clone()
+        self._votes = Votes.of(run, alone=alone)
         self._layout: Layout | None = None
-        self._flight: Flight | None = None
-        project = run.config.project
-        self._domains = self.control.all_gather_object(
-            run.world.node_rank if project.save_on_each_node else 0
-        )
+        self._pending: PendingSave | None = None
+        self._disks = Disks.of(run, self.control)
 
     def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
         """See `CheckpointSession.save`."""
-        agree(self.control, self.settle)
+        run_on_all_ranks(self.control, "save_state: wait for the save before", self.wait)
         with without_collecting_garbage():
-            self._flight = flight = self._snapshot(directory, step, wait=wait)
+            self._pending = pending = self._snapshot(directory, step, wait=wait)
             if wait:  # before garbage is collected again: it drops most of what was made for it
-                flight.run()
+                pending.run()
         if wait:
-            self.settle()
+            self.wait()
         else:
-            flight.start()
-        return flight.place.target
+            pending.start()
+        return pending.target.path
 
-    def _snapshot(self, directory: str | os.PathLike[str] | None, step: int | None, *, wait: bool) -> Flight:
-        """All that ranks do together, and all that reads the run's state; the rest only writes."""
-        run, control = self.run, self.control
+    def _snapshot(
+        self, directory: str | os.PathLike[str] | None, step: int | None, *, wait: bool
+    ) -> PendingSave:
+        """Do all that is collective or reads the run's state; the rest only writes."""
+        run, control, disks = self.run, self.control, self._disks
         if run.mark_step is not None:
             run.mark_step("state")
-        state = agree(control, lambda: self._collect(wait=wait))
-        keep_own_part(control, state)
+        state = run_on_all_ranks(control, "save_state: collect", lambda: self._collect(wait=wait))
+        split_rank_state(control, state)
         layout = self._layout_of(state)
         if control.size > 1:
             layout.replicas.compare(control, state.leaves, state.declared)
-        place = Place.choose(self._series, control, directory, self._domains)
+        target = SaveTarget.choose(self._series, control, directory, disks)
+
+        def share() -> Share:
+            # Each disk has the state of rank 0: one file, though several write it.
+            shared = as_json(state.shared) if disks.is_first else None
+            body = layout.read(state.leaves) if wait else [layout.stage(state.leaves)]
+            return Share(
+                control.rank, layout.head, body, layout.size, as_json(state.own), layout.index, shared
+            )
+
         try:
-            shared = agree(control, lambda: as_json(state.shared) if place.first else None)
-            if len(place.firsts) > 1:  # one file, whatever disk it is on
-                said = control.broadcast_object(shared)
-                shared = said if place.first else None
-            share = agree(control, lambda: _share(control.rank, state, layout, shared, stage=not wait))
-            manifest = {**place.members, "step": step, **_manifest(run, control)}
+            mine = run_on_all_ranks(control, "save_state: copy", share)
+            if disks.are_several:
+                shared = control.broadcast_object(mine.state)
+                mine.state = shared if disks.is_first else None
+            manifest = {**target.members, "step": step, **_manifest(run, control)}
         except BaseException:  # no memory for the copy, Ctrl-C: nothing half-written stays
-            if place.first:
-                place.discard()
+            if disks.is_first:
+                target.discard()
             raise
-        return Flight(place, step, share, control.size, manifest, self._store, self._timeout)
+        votes = self._votes.under(f"save/{target.save_id}")
+        return PendingSave(target, step, mine, control.size, manifest, votes)
 
-    def settle(self, patience: float | None = None) -> None:
-        """Wait for the save that is under way, if one is, `patience` seconds at most. Not collective.
-
-        Raises:
-            CheckpointError: it failed; raised once.
-        """
-        flight = self._flight
-        if flight is None:
+    def wait(self, patience: float | None = None) -> None:
+        """See `CheckpointSession.wait`."""
+        pending = self._pending
+        if pending is None:
             return
         try:
-            flight.settle(patience)
+            pending.wait(patience)
         finally:
-            if flight.over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
-                self._flight = None
-        self.run.hooks.checkpoint_committed(flight.place.target, flight.step)
+            if pending.is_over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
+                self._pending = None
+        self.run.hooks.checkpoint_committed(pending.target.path, pending.step)
 
-    def free(self) -> None:
-        """Give back the memory of the copy; what a thread still writes, it holds until it has ended."""
+    def free_memory(self) -> None:
+        """Give back the memory of the copy.
+
+        What a thread still writes, it holds until it has ended.
+        """
         self._layout = None
 
     def _collect(self, *, wait: bool) -> Collected:
@@ -126,31 +129,33 @@ class Saver:
         return collect(self.run)
 
     def _layout_of(self, state: Collected) -> Layout:
-        """The layout of the save before, if on no rank any leaf has changed; else a new plan of all ranks."""
-        known, control = self._layout, self.control
-        same = known is not None and known.declared == state.declared
-        votes = control.all_gather_object(known.name if known is not None and same else None)
-        if known is not None and None not in votes and len(set(votes)) == 1:
-            return known
-        self._layout = None  # with its buffer, before the next one is made
-        agree(control, lambda: check_names(self.run, state))
-        declarations = control.all_gather_object(state.declared)
+        """The layout of the save before, while no leaf changes on any rank.
+
+        Else a new one.
+        """
+        before, control = self._layout, self.control
+        name = before.name if before is not None and before.declared == state.declared else None
+        names = set(gather_from_all_ranks(control, "save_state: compare layouts", lambda: name))
+        if before is not None and len(names) == 1 and None not in names:
+            return before
+        self._layout = before = None  # with its buffer, before the next one is made
+
+        def declared() -> tuple[str, Any]:
+            check_names(self.run, state)
+            return secrets.token_hex(8), state.declared
+
+        told = gather_from_all_ranks(control, "save_state: plan", declared)
+        declarations = [leaves for _, leaves in told]
         try:
-            writes = plan(declarations, self._domains)[control.rank]
+            writes = plan(declarations, self._disks.of_rank)[control.rank]
         except CheckpointError as error:
             if not self.alone:
                 raise
             text = f"save_state(alone=True): this rank does not hold the whole state\n{error}"
             raise CheckpointError(f"{text}\ncall save_state() without alone, on all ranks") from error
-        made: str = control.broadcast_object(secrets.token_hex(8))
         replicas = Replicas.of(declarations, control.rank)
-        self._layout = Layout.of(made, state.declared, writes, state.leaves, replicas)
+        self._layout = Layout.of(told[0][0], state.declared, writes, state.leaves, replicas)
         return self._layout
-
-
-def _share(rank: int, state: Collected, layout: Layout, shared: bytes | None, *, stage: bool) -> Share:
-    body = [layout.stage(state.leaves)] if stage else layout.read(state.leaves)
-    return Share(rank, layout.head, body, layout.size, as_json(state.own), layout.index, shared)
 
 
 def _manifest(run: Run, control: Collectives) -> dict[str, Any]:

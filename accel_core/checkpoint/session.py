@@ -1,17 +1,18 @@
-"""The checkpoints of one run: save, load, wait for a save, stop when the job is told to stop."""
+"""The checkpoints of one run: save, load, wait, and stop when told to."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core.checkpoint.retention import CheckpointSeries
 from accel_core.distributed.watch import assemble
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.preemption import Preemption
+    from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.checkpoint.save import Saver
     from accel_core.contract.run import Run
 
@@ -19,16 +20,22 @@ __all__ = ["CheckpointSession"]
 
 
 class CheckpointSession:
-    """What one save or load of a run leaves to the next. Only the session and its series write it.
+    """State that one save or load of a run leaves to the next.
 
-    series: the numbers and the lineage of the run's checkpoints.
+    Only the session and its series write it.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.series = CheckpointSeries(run)
         self._saver: Saver | None = None
         self._preemption: Preemption | None = None
+
+    @cached_property
+    def series(self) -> CheckpointSeries:
+        """The numbers and the lineage of the run's checkpoints."""
+        from accel_core.checkpoint.retention import CheckpointSeries  # late: start-up need not wait for it
+
+        return CheckpointSeries(self.run)
 
     def save(
         self,
@@ -70,7 +77,9 @@ class CheckpointSession:
     def load(
         self, directory: str | os.PathLike[str] | None, *, strict: bool = True, missing_ok: bool = False
     ) -> Path | None:
-        """Bring the run into the state that the checkpoint `directory` holds. Collective: all ranks.
+        """Bring the run into the state that the checkpoint `directory` holds.
+
+        Collective: all ranks.
 
         The checkpoint may have been saved by another stack, or at another world size; what that means for
         random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's. Gradients are
@@ -86,13 +95,14 @@ class CheckpointSession:
                 or of a plugin failed while state was being restored: the message says what, and what has
                 changed.
         """
-        from accel_core.checkpoint.agree import agree  # late: start-up need not wait for it
+        from accel_core.checkpoint.agree import run_on_all_ranks  # late: start-up need not wait for it
         from accel_core.checkpoint.load import load
 
         run = self.run
         run.require_alive()
         assemble(run, "load_state")
-        agree(run.collectives("control"), self.wait)  # one rank may have saved alone
+        # One rank may have saved alone, so that the others have nothing to wait for.
+        run_on_all_ranks(run.collectives("control"), "load_state: wait for the save before", self.wait)
         loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok)
         if loaded is None:
             return None
@@ -102,16 +112,20 @@ class CheckpointSession:
         return folder
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait for the save that is under way, if one is, `patience` seconds at most. Not collective.
+        """Wait for the save that is under way, `patience` seconds at most.
+
+        Not collective.
 
         Raises:
             CheckpointError: it failed; raised once.
         """
         if self._saver is not None:
-            self._saver.settle(patience)
+            self._saver.wait(patience)
 
     def is_preempted(self, signals: Sequence[int]) -> bool:
-        """Whether all ranks stop now, because a rank was told to. Every rank asks, after each step.
+        """Ask whether all ranks stop now, because one was told to.
+
+        All ask, after each step.
 
         The first call begins to watch for these signals.
 
@@ -132,9 +146,9 @@ class CheckpointSession:
             self._preemption.end()
 
     def free_memory(self) -> None:
-        """Give back the copy of the state that a save with `wait=False` keeps for the next."""
+        """Free the copy of the state that a save with `wait=False` keeps for the next."""
         if self._saver is not None:
-            self._saver.free()
+            self._saver.free_memory()
 
     def forget_groups(self) -> None:
         """Drop what holds the process group."""

@@ -1,4 +1,4 @@
-"""Tensors of a device on their way to a file: copied into pinned memory, the next piece while one is read."""
+"""Copy tensors of a device into pinned memory, a piece while the last is written."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from accel_core.distributed.nested import can_pin
 __all__ = ["staged", "staging_device"]
 
 PIECE_BYTES: Final = 64 << 20
-"""How much is copied at once. Two such pieces are all the pinned memory that a save takes."""
+"""Bytes copied at once. Two such pieces are all the pinned memory that a save takes."""
 
 
 def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:
-    """The device from which these tensors are best copied by `staged`; None where torch cannot pin for it."""
+    """The device whose tensors `staged` copies best.
+
+    None where torch cannot pin for it.
+    """
     return next((each.device for each in tensors if not each.is_cpu and can_pin(each.device)), None)
 
 
@@ -46,7 +49,10 @@ def staged(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
 
 
 def _arrived(filled: Tensor, copied: torch.Event, parts: list[Tensor]) -> Tensor:
-    """`parts` are held until here: the stream that copies them is not the one that frees their memory."""
+    """Wait for a copy.
+
+    `parts` live until here: another stream than theirs reads them.
+    """
     copied.synchronize()
     return filled
 

@@ -1,4 +1,4 @@
-"""A model's whole weights under its own names: as a stream, as a dict, or in files for other tools."""
+"""A model's whole weights by its own names: a stream, a dict, or files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_core.checkpoint.account import account, outline
-from accel_core.checkpoint.agree import agree
+from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.codec import require_plain
 from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.file import not_written, write_whole
 from accel_core.checkpoint.files import sync_folder, write_file
+from accel_core.checkpoint.module_state import module_state, state_dict_outline
 from accel_core.checkpoint.paths import local_path
 from accel_core.contract.suggest import did_you_mean
 from accel_core.distributed.watch import assemble
@@ -47,7 +47,9 @@ Names = list[str]
 def weights_of(
     run: Run, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
 ) -> Iterator[tuple[Names, Tensor]]:
-    """Each parameter and persistent buffer of the model, whole, one after the other. Collective.
+    """Each parameter and persistent buffer of the model, whole, one after the other.
+
+    Collective.
 
     Names are canonical, without the number that a unit of several models puts before them. A model that
     was not prepared is read as it is.
@@ -60,7 +62,7 @@ def weights_of(
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
-    told = account(unit, number)
+    told = module_state(unit, number)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
             keys = told.keys_of(names.get(canonical, [canonical.removeprefix(prefix)]))
@@ -90,13 +92,13 @@ def full_parameters(
 
 
 def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
-    """What `model.state_dict()` would be if the model were whole and unwrapped. Collective.
+    """The `state_dict()` of the model as if it were whole and unwrapped. Collective.
 
     Parts that only other ranks hold come last.
     """
     found: dict[str, Any] = {name: tensor for names, tensor in weights_of(run, model) for name in names}
     found |= _extra_state(run, model)
-    told: Any = outline(*_home(run, model))
+    told: Any = state_dict_outline(*_home(run, model))
     whole = OrderedDict((key, found.pop(key)) for key in told if key in found)
     whole.update(found)
     if hasattr(told, "_metadata"):  # versions of modules, for `load_state_dict`
@@ -107,7 +109,9 @@ def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
 def save_model(
     run: Run, model: nn.Module, directory: str | os.PathLike[str], *, limit: int | str, safe: bool, here: bool
 ) -> None:
-    """Write the model's weights into `directory`. Collective; ranks with `here` write.
+    """Write the model's weights into `directory`.
+
+    Collective; ranks with `here` write.
 
     limit: bytes of a file, as a number or as in "10GB". safe: as safetensors, else by `torch.save`.
 
@@ -125,7 +129,7 @@ def save_model(
             deque(weights, maxlen=0)
 
     assemble(run, "save_model")
-    agree(run.collectives("control"), write)
+    run_on_all_ranks(run.collectives("control"), "save_model: write", write)
 
 
 def bytes_in(size: int | str) -> int:
@@ -133,7 +137,7 @@ def bytes_in(size: int | str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
     if found is None:
         raise ConfigError(
-            f"max_shard_size={size!r} is no size\ngive bytes, or text such as '10GB' or '500MiB'"
+            f"max_shard_size={size!r} is not a size\ngive bytes, or text such as '10GB' or '500MiB'"
         )
     number, unit, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
@@ -142,7 +146,7 @@ def bytes_in(size: int | str) -> int:
 def write_weights(
     folder: Path, weights: Iterable[tuple[Names, Tensor]], extra: dict[str, Any], limit: int, *, safe: bool
 ) -> None:
-    """Write weights as they come into files of at most `limit` bytes, in the layout of `from_pretrained`.
+    """Write weights in the layout of `from_pretrained`, `limit` bytes a file at most.
 
     Needs memory for one file's. What was there before stays until all of it is written.
     """
@@ -164,7 +168,10 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
-    """The model's unit and its number there; a unit of its own if it was not prepared."""
+    """The model's unit and its number there.
+
+    A unit of its own if it was not prepared.
+    """
     run.require_alive()
     unit = run.unit_of_model(model)
     if unit is None:
@@ -177,15 +184,16 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
 
 
 def _extra_state(run: Run, model: nn.Module) -> dict[str, Any]:
-    """What modules have besides parameters and buffers, under the names that `state_dict` gives it."""
-    return account(*_home(run, model)).extra
+    """State of modules beside parameters and buffers, by the names of `state_dict`."""
+    return module_state(*_home(run, model)).extra
 
 
 def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:
     odd = [name for name, value in extra.items() if not isinstance(value, Tensor)]
     if safe and odd:
         raise CheckpointError(
-            f"{odd[0]} is no tensor, and safetensors holds nothing else\nsave with safe_serialization=False"
+            f"{odd[0]} is not a tensor, and safetensors holds nothing else\n"
+            "save with safe_serialization=False"
         )
     preferred = folder / "model.safetensors"
     if not safe and (preferred.exists() or Path(f"{preferred}.index.json").exists()):
@@ -199,7 +207,7 @@ def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:
 def _write_parts(
     beside: Path, weights: Iterable[tuple[Names, Tensor]], extra: Mapping[str, Any], limit: int, *, safe: bool
 ) -> list[tuple[Names, int]]:
-    """Files "0", "1", ...; gives the names and bytes in each. Holds the weights of one file at a time."""
+    """Write files "0", "1", ... one at a time. Returns the names and bytes in each."""
     written: list[tuple[Names, int]] = []
     told = {name: value for name, value in extra.items() if isinstance(value, Tensor)}
     part, size = {name: value for name, value in extra.items() if name not in told}, 0
@@ -230,7 +238,7 @@ def _write_parts(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other save gives names to files in the folder, as far as its file system has locks."""
+    """Wait for other saves into the folder, as far as its file system has locks."""
     try:
         import fcntl
     except ImportError:  # Windows; `_publish` compares what is there afterwards
@@ -248,7 +256,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool) -> None:
-    """Give the files their names so that a reader finds all of the old save, all of this one, or an error."""
+    """Name the files so that a reader finds the old save, this one, or an error."""
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     count, index = len(written), f"{stem}{suffix}.index.json"
     files = [f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}" for number in range(count)]

@@ -1,4 +1,4 @@
-"""`accel checkpoint`: what is on the disk, whether all of it is there, and its weights for other tools."""
+"""`accel checkpoint`: list, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_core.plugins.discovery import discover, load
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files import DataFile
-    from accel_core.checkpoint.reader import Opened
+    from accel_core.checkpoint.reader import CheckpointFiles
 
 __all__ = ["checkpoint"]
 
@@ -42,7 +42,7 @@ _COLUMNS: Final = ("name", "step", "age", "size", "ranks", "stack", "valid")
 _TIMES: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _SIZES: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 _FORWARDING: Final = {"ignore_unknown_options": True}
-"""What a format of a plugin is given, beyond source and target, is that plugin's."""
+"""Options of a format that a plugin adds are the plugin's, beyond source and target."""
 
 
 @click.group()
@@ -58,11 +58,11 @@ def list_(folder: Path, as_json: bool) -> None:
 
     VALID looks at what describes the data and at the sizes of files; verify reads every byte.
     """
-    from accel_core.checkpoint.files import MANIFEST
-    from accel_core.checkpoint.reader import Opened
+    from accel_core.checkpoint.manifest import MANIFEST
+    from accel_core.checkpoint.reader import CheckpointFiles
 
     if (folder / MANIFEST).exists():
-        parameters = list(_parameters(Opened.open(folder)))
+        parameters = list(_parameters(CheckpointFiles.open(folder)))
         found: Any = {**_describe(folder), "parameters": parameters}
         lines = [*_table(_COLUMNS, [found]), "", *_table(("unit", "name", "shape", "dtype"), parameters)]
     else:
@@ -77,16 +77,19 @@ def _table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Iterato
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, or in its `checkpoints`; damaged ones too, unfinished ones not."""
-    from accel_core.checkpoint.files import MANIFEST
+    """The checkpoints in a folder, or in its `checkpoints`.
+
+    Damaged ones too, unfinished ones not.
+    """
+    from accel_core.checkpoint.manifest import MANIFEST
 
     found = sorted([*folder.glob(f"*/{MANIFEST}"), *folder.glob(f"checkpoints/*/{MANIFEST}")])
     return [path.parent for path in found if not path.parent.name.startswith(".")]
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    from accel_core.checkpoint.files import read_manifest
-    from accel_core.checkpoint.reader import Opened
+    from accel_core.checkpoint.manifest import read_manifest
+    from accel_core.checkpoint.reader import CheckpointFiles
 
     row: dict[str, Any] = {**dict.fromkeys((*_COLUMNS, "bytes")), "name": folder.name, "path": str(folder)}
     row |= {"time": "", "valid": "yes"}
@@ -97,7 +100,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         row |= {"step": about["step"], "time": about["time"], "ranks": about["world"]["size"]}
         row |= {"age": _short(age.total_seconds(), _TIMES), "bytes": size, "size": _short(size, _SIZES)}
         row["stack"] = about["stack"]["summary"]
-        Opened.open(folder)
+        CheckpointFiles.open(folder)
     except CheckpointError as error:
         row["valid"] = _first_line(error)
     return row
@@ -108,7 +111,7 @@ def _short(value: float, scale: Sequence[tuple[str, float]]) -> str:
     return f"{value / size:.0f} {unit}"
 
 
-def _parameters(opened: Opened) -> Iterator[dict[str, Any]]:
+def _parameters(opened: CheckpointFiles) -> Iterator[dict[str, Any]]:
     tensors = {
         (unit, key): described
         for _, index in opened.shares.values()
@@ -126,8 +129,11 @@ def _parameters(opened: Opened) -> Iterator[dict[str, Any]]:
 @click.argument("folders", nargs=-1, required=True, type=_folder)
 @_json
 def verify(folders: tuple[Path, ...], as_json: bool) -> None:
-    """Read all of the checkpoints FOLDERS, or in them, and name each damaged file; exit 1 if there is one."""
-    from accel_core.checkpoint.files import MANIFEST
+    """Read every byte of the checkpoints FOLDERS, or in them, and name damaged files.
+
+    Exit status 1 if there is one.
+    """
+    from accel_core.checkpoint.manifest import MANIFEST
 
     chosen = [one for each in folders for one in ([each] if (each / MANIFEST).exists() else _inside(each))]
     if not chosen:
@@ -142,8 +148,11 @@ def verify(folders: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _problems(folder: Path) -> list[str]:
-    """What is wrong with the checkpoint; looked for again if another save has replaced it meanwhile."""
-    from accel_core.checkpoint.files import manifest_if_any
+    """The problems of a checkpoint.
+
+    Looks again if another save replaces it meanwhile.
+    """
+    from accel_core.checkpoint.manifest import manifest_if_any
 
     before = manifest_if_any(folder)
     found = _problems_now(folder)
@@ -155,8 +164,9 @@ def _problems_now(folder: Path) -> list[str]:
     from rich.console import Console
     from rich.progress import track
 
-    from accel_core.checkpoint.files import DataFile, read_manifest
-    from accel_core.checkpoint.reader import Opened
+    from accel_core.checkpoint.files import DataFile
+    from accel_core.checkpoint.manifest import read_manifest
+    from accel_core.checkpoint.reader import CheckpointFiles
 
     problems: list[str] = []
     files: list[DataFile] = []
@@ -177,7 +187,7 @@ def _problems_now(folder: Path) -> list[str]:
             file.check(digests[file])
     if not problems:
         with _noting(problems):
-            Opened.open(folder)
+            CheckpointFiles.open(folder)
     return problems
 
 
@@ -210,7 +220,7 @@ def export(
     force: bool,
     more: tuple[str, ...],
 ) -> None:
-    """Write the weights in the checkpoint FOLDER to the folder TARGET, whole, for other libraries.
+    """Write the weights in the checkpoint FOLDER to the folder TARGET, whole.
 
     A --format that a plugin adds may have more options: --format NAME --help.
     """
@@ -235,12 +245,15 @@ def export(
 @click.option("--format", "form", required=True, help="What FOLDER is; plugins add formats.")
 @_more
 def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> None:
-    """Write the checkpoint TARGET from FOLDER, which something else has saved. Runs no code found in it."""
+    """Write the checkpoint TARGET from FOLDER, which another library has saved.
+
+    Runs no code found in FOLDER.
+    """
     _hand_over(form, "import", folder, target, *more)
 
 
 def _hand_over(form: str, *words: str | Path) -> None:
-    """To the command plugin `checkpoint-FORM`, a group that has `import` and `export`."""
+    """Call the command plugin `checkpoint-FORM`, which has `import` and `export`."""
     from accel_core.plugins.catalog import not_installed
 
     discovery, name = discover(), f"checkpoint-{form}"

@@ -1,4 +1,4 @@
-"""The state model: what a plugin hands over to be saved, in a form any other stack can read."""
+"""The state model: state that a plugin hands over, in a form any stack can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "Json", "Leaf", "OptimizerState", "TensorTemplate", "flat_range", "leaf_of", "whole"]
 
 Json = Any
-"""What the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
+"""A value that the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
 
 Kind = Literal["like_param", "scalar", "factored", "opaque"]
 
@@ -51,7 +51,7 @@ def whole(
 
 
 def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = None) -> Leaf:
-    """The leaf of a tensor as torch holds it: a DTensor by this rank's part of it, any other whole."""
+    """The leaf of a tensor: this rank's part of a DTensor, any other tensor whole."""
     if not hasattr(tensor, "device_mesh"):
         return whole(tensor, kind=kind, layout=layout)
     from torch.distributed import get_world_size
@@ -80,7 +80,7 @@ def flat_range(
     kind: Kind = "like_param",
     replicated: bool = False,
 ) -> Leaf:
-    """The leaf of an engine that holds elements `start`, `start + 1`, ... of a flattened tensor of `shape`.
+    """The leaf of an engine that holds a flattened tensor from `start` on.
 
     `data` is 1-dim, and the live storage. `strides`: of the tensor before it was flattened, where the engine
     flattened its memory; None where it flattened its elements, row by row. At most 2 * len(shape) - 1 boxes.
@@ -108,7 +108,7 @@ def flat_range(
 
 
 def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
-    """The dimensions of a dense tensor, from the widest steps in memory to the narrowest."""
+    """The dimensions of a dense tensor, from the widest steps to the narrowest."""
     if strides is None or not math.prod(shape):
         return [*range(len(shape))]
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
@@ -117,7 +117,7 @@ def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[i
         if shape[dim] != 1 and strides[dim] != step:
             raise CheckpointError(
                 f"a tensor of shape {list(shape)} and strides {list(strides)} has gaps, or elements that"
-                " share memory, and its place in a flat vector is not known\nmake the parameter contiguous()"
+                " share memory, and its place in a flat vector is unknown\nmake the parameter contiguous()"
             )
         step *= shape[dim]
     return order
@@ -128,12 +128,12 @@ class OptimizerState:
     """An optimizer by parameter name.
 
     leaves: `NAME/KEY` -> leaf, for the tensors of its per-parameter state.
-    plain: parameter name -> key -> what is no tensor (SparseAdam's int step, ...).
+    plain: parameter name -> key -> a value that is not a tensor (SparseAdam's int step, ...).
     groups: for each of the optimizer's `param_groups`, in order: the hyperparameters that mean
         something in any stack, and under `params` the parameters' names. Ranks may have different ones.
     algorithm: name of the class in torch that does the same; None: the optimizer's own class. Only
         state of one algorithm is resumed from.
-    own: what its `state_dict` holds that belongs to no parameter; `state`: entries of `state` by their
+    own: state of its `state_dict` that belongs to no parameter; `state`: entries of `state` by their
         key, `rest`: members beside `state` and `param_groups`. Empty, where there is no such state.
     """
 
@@ -146,7 +146,7 @@ class OptimizerState:
 
 @frozen
 class TensorTemplate:
-    """A tensor to allocate before loading: what a checkpoint says of it."""
+    """A tensor to allocate before loading, as the checkpoint describes it."""
 
     kind: Kind
     global_shape: tuple[int, ...]
@@ -159,7 +159,7 @@ class TensorTemplate:
 
 @frozen(kw_only=True)
 class Entry:
-    """What a plugin itself must remember, one value of `save_state`.
+    """One value of `save_state`: state that a plugin itself must remember.
 
     scope: `replicated` (the same on all ranks), `per_reader` or `per_rank` (meaningless at another
         number of readers or ranks, unless the plugin reassigns it).

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attrs import evolve
 
-from accel_core.checkpoint import unheard
+from accel_core.checkpoint import unreported
 from accel_core.checkpoint.session import CheckpointSession
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import unused_profile_options
@@ -463,7 +463,7 @@ def _release_at_exit() -> None:
         except Exception:  # of a tracker, say: the other runs' turn comes
             traceback.print_exc()
             lost = True
-    for process, said in unheard.values():
+    for process, said in unreported.values():
         if process == os.getpid():
             sys.stderr.write(f"accel: {said}\n")
             lost = True

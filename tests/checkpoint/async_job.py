@@ -20,7 +20,8 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint import pending_save, save
-from accel_core.checkpoint.files import read_manifest
+from accel_core.checkpoint.manifest import read_manifest
+from accel_core.checkpoint.votes import Votes
 
 
 class Job:
@@ -194,20 +195,20 @@ def drifted(folder: str, what: str) -> tuple[str, str]:
 def pair_saves(folder: str, count: int) -> tuple[int, list[str]]:
     """How many keys saves leave in the store, and the largest vote (bytes)."""
     job, sizes = Job(), []
-    tell = pending_save.Flight._tell
+    publish = Votes.publish
 
-    def measured(self, what, said):
-        sizes.append(len(pending_save.as_json(said)))
-        tell(self, what, said)
+    def measured(self, key, message):
+        sizes.append(len(pending_save.as_json(message)))
+        publish(self, key, message)
 
-    pending_save.Flight._tell = measured
+    Votes.publish = measured
     before = job.accelerator.run.world.store.num_keys()
     for _ in range(count):
         job.accelerator.save_state(Path(folder) / "here", wait=False)
         job.accelerator.wait_for_checkpoint()
     job.accelerator.wait_for_everyone()
     left = job.accelerator.run.world.store.num_keys() - before
-    pending_save.Flight._tell = tell
+    Votes.publish = publish
     job.accelerator.end_training()
     return left, max(sizes)
 

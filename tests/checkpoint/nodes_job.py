@@ -118,13 +118,13 @@ def save_and_fail_on_node_1(
 ) -> tuple[str, float, list[str], float]:
     """A save that fails on the second disk; what is said, what is loaded then, and after one that works."""
     on_a_node_of_its_own(folder, per_node)
-    from accel_core.checkpoint import pending_save, target
+    from accel_core.checkpoint import commit, pending_save
 
     job = Job(total_limit=1)
     job.train()
     job.set(1)
     job.accelerator.save_state(name)
-    module = {"write_manifest": pending_save, "publish": target}[what]
+    module = {"write_manifest": pending_save, "publish": commit}[what]
     real = getattr(module, what)
 
     def fails(*_: object, **__: object) -> None:
@@ -155,7 +155,7 @@ def save_and_die(folder: str, node: int, point: str, name: str | None) -> None:
     """A save of 1 that all finish, if there is none yet, and one of 2 during which one node is killed."""
     on_a_node_of_its_own(folder, 1)
     from accel_core.checkpoint import pending_save
-    from accel_core.checkpoint.target import Place
+    from accel_core.checkpoint.target import SaveTarget
 
     job = Job(total_limit=1)
     job.train()
@@ -163,7 +163,7 @@ def save_and_die(folder: str, node: int, point: str, name: str | None) -> None:
         job.set(1)
         job.accelerator.save_state(name)
     when, what = point.split()
-    owner = pending_save if what == "write_manifest" else Place
+    owner = pending_save if what == "write_manifest" else SaveTarget
     real = getattr(owner, what)
 
     def dies(*arguments: object) -> None:

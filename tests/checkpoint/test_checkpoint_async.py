@@ -125,7 +125,7 @@ def test_any_tensor_is_copied(tmp_path, dtype):
 
 
 def test_a_script_that_ends_waits_for_its_last_save(tmp_path):
-    slow = "async_job.flight.write_file = async_job.slow"
+    slow = "async_job.pending_save.write_file = async_job.slow"
     ended = at_exit(tmp_path, slow)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
@@ -138,7 +138,7 @@ def test_a_script_that_fails_does_too(tmp_path):
 
 
 def test_a_script_whose_last_save_failed_has_failed(tmp_path):
-    ended = at_exit(tmp_path, "async_job.flight.write_file = async_job.full")
+    ended = at_exit(tmp_path, "async_job.pending_save.write_file = async_job.full")
     assert ended.returncode == 1
     assert "rank 0: OSError: [Errno 28] No space left on device" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["first"]

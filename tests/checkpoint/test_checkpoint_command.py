@@ -18,7 +18,7 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint import export as exporting
-from accel_core.checkpoint.files import _sealed
+from accel_core.checkpoint.manifest import _with_checksum
 from accel_core.checkpoint.read import Stored
 from accel_core.errors import CheckpointError
 from accel_testing.processes import run_processes
@@ -153,7 +153,7 @@ def test_a_manifest_cannot_point_out_of_its_folder(project):
     members = json.loads(path.read_text())
     members.pop("checksum")
     members["files"]["../at_4/state.json"] = members["files"]["state.json"]
-    path.write_bytes(_sealed(json.dumps(members, indent=2).removesuffix("\n}").encode()))
+    path.write_bytes(_with_checksum(json.dumps(members, indent=2).removesuffix("\n}").encode()))
 
     ended = accel("checkpoint", "verify", str(path.parent))
 

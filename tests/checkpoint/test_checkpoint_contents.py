@@ -7,7 +7,7 @@ import ranks_job
 import torch
 
 from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
-from accel_core.checkpoint.reader import Opened
+from accel_core.checkpoint.reader import CheckpointFiles
 from accel_testing.processes import run_processes
 
 
@@ -46,7 +46,7 @@ def test_what_is_changed_is_loaded_and_all_else_too(saved, tmp_path):
     accelerator.load_state(tmp_path / "there")
     assert (model.weight == 1).all()
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert Opened.open(tmp_path / "there").manifest.members["step"] == 7
+    assert CheckpointFiles.open(tmp_path / "there").manifest.members["step"] == 7
 
 
 def test_a_checkpoint_is_replaced_and_anything_else_is_not(saved, tmp_path):

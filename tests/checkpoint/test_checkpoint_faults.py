@@ -89,7 +89,7 @@ def test_a_byte_flipped_in_each_file_in_turn(job, folder, caplog):
             path.write_bytes(changed)
             value, (said,) = loaded_after(job, caplog)
             assert value == 1
-            assert str(path) in said or f"{path.parent} is no checkpoint" in said
+            assert str(path) in said or f"{path.parent} is not a checkpoint" in said
         path.write_bytes(content)
     assert job.load() == 2
 

@@ -278,5 +278,5 @@ def test_a_crafted_state_is_refused(saved):
 
 def test_what_was_never_a_checkpoint_is_said(saved, tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint: manifest\.json is missing"):
             saved.accelerator.run.checkpoints.load(folder)

@@ -69,24 +69,22 @@ def test_a_run_whose_end_was_interrupted_has_not_ended(job, tmp_path, interrupt)
 def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_path):
     # Whoever starts the tests in the background has Ctrl-C ignored.
     trouble = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    trouble += "; async_job.flight.write_file = async_job.interrupting"
+    trouble += "; async_job.pending_save.write_file = async_job.interrupting"
     ended = at_exit(tmp_path, trouble, "job.accelerator.end_training()")
     assert "KeyboardInterrupt" in ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
 
 
 def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path):
-    last = (
-        "import gc, time; run = job.accelerator.run; thread = run.checkpoints._saver._flight._thread; del run"
-    )
-    last += "; thread.join(); del thread, job; gc.collect()"
-    ended = at_exit(tmp_path, "async_job.flight.write_file = async_job.full", last)
+    last = "import gc, time; saver = job.accelerator.run.checkpoints._saver; thread = saver._pending._thread"
+    last += "; thread.join(); del saver, thread, job; gc.collect()"
+    ended = at_exit(tmp_path, "async_job.pending_save.write_file = async_job.full", last)
     assert ended.returncode == 1
     assert "No space left on device" in ended.stderr
 
 
 def test_a_fork_says_nothing_of_its_parents_save(tmp_path):
-    slow = "async_job.flight.write_file = async_job.slow"
+    slow = "async_job.pending_save.write_file = async_job.slow"
     fork = "import os; child = os.fork(); child or sys.exit(0); assert os.waitpid(child, 0)[1] == 0"
     ended = at_exit(tmp_path, slow, fork)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -133,7 +131,7 @@ def test_freed_memory_is_the_copys_too(job, tmp_path):
 
 def test_progress_of_a_save_that_has_its_name_by_now_is_shown(job, tmp_path, monkeypatch, capsys):
     job.accelerator.save_state(tmp_path / "here", wait=False)
-    save = job.accelerator.run.checkpoints._saver._flight
+    save = job.accelerator.run.checkpoints._saver._pending
     job.accelerator.wait_for_checkpoint()
     monkeypatch.setattr(pending_save.sys.stderr, "isatty", lambda: True, raising=False)
     save._show_progress()

@@ -101,7 +101,7 @@ def test_what_is_not_on_all_disks_is_passed_over(tmp_path):
     found = load(tmp_path)
     assert [value for value, _ in found] == [1, 1]
     assert "rank 1: CheckpointError: " in found[0][1]
-    assert "checkpoint_1 is no checkpoint: it has no manifest.json" in found[0][1]
+    assert "checkpoint_1 is not a checkpoint: manifest.json is missing" in found[0][1]
 
 
 def test_a_lost_node_is_named(tmp_path):
@@ -147,7 +147,13 @@ def test_what_fails_on_one_disk_leaves_the_same_save_on_both(tmp_path, what, nam
     assert found[0][1] == found[1][1]
 
 
-POINTS = ["before write_manifest", "after write_manifest", "before publish", "after publish", "before settle"]
+POINTS = [
+    "before write_manifest",
+    "after write_manifest",
+    "before publish",
+    "after publish",
+    "before remove_replaced",
+]
 
 
 @pytest.mark.parametrize(("node", "name"), [(0, None), (1, "best")])

@@ -10,7 +10,7 @@ import ranks_job
 import torch
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.load import derived_seed
+from accel_core.checkpoint.random_state import derived_seed
 from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together

@@ -16,8 +16,9 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 from accel_core import Accelerator
 from accel_core.checkpoint import pending_save
-from accel_core.checkpoint.commit import begin, finish, new_save_id, partial_folder
-from accel_core.checkpoint.load import _joined
+from accel_core.checkpoint.commit import begin, partial_folder
+from accel_core.checkpoint.saved_units import join_units
+from accel_core.checkpoint.writer import end_writing, new_save_id
 from accel_core.errors import CheckpointError
 
 
@@ -853,11 +854,11 @@ def test_what_this_process_writes_no_more_is_removed_and_what_it_writes_is_not(p
     for save_id in (over, alive):
         begin(tmp_path / "old", save_id)
         (partial_folder(tmp_path / "old", save_id) / "rank-00000.safetensors").touch()
-    finish(over)
+    end_writing(over)
     run.checkpoints.save(tmp_path / "here")
     left = partial_folder(tmp_path / "old", alive).name
     assert sorted(path.name for path in tmp_path.iterdir()) == [left, "here"]
-    finish(alive)
+    end_writing(alive)
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(prepared, tmp_path, monkeypatch):
@@ -912,4 +913,4 @@ def test_an_optimizer_that_two_ranks_have_described_is_one():
         return {"unit0": {"aliases": {}, "extra": {}, "optimizers": list(optimizers), "schedulers": []}}
 
     first, same, other = described("a", "b", calls=1), described("b", "a", calls=2), described("c", calls=3)
-    assert _joined([unit(first), unit(same, other)])["unit0"]["optimizers"] == [other, first]
+    assert join_units([unit(first), unit(same, other)])["unit0"]["optimizers"] == [other, first]

@@ -78,13 +78,13 @@ STOPS = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from accel_core.checkpoint import pending_save as flight
+from accel_core.checkpoint import pending_save
 from saver_job import Saver
-write = flight.Share.write
+write = pending_save.Share.write
 def stop(share, folder):
     os.kill(os.getpid(), signal.SIGSTOP)
     return write(share, folder)
-flight.Share.write = stop
+pending_save.Share.write = stop
 Saver().save(Path({folder!r}), 1)
 """
 
@@ -103,8 +103,8 @@ def test_a_save_that_is_thought_dead_and_is_not_fails_and_the_old_one_stays(save
     saver.save(tmp_path / "here", 1)
     saver.save(tmp_path / "here", 2, wait=False)
     held.begun.wait(30)
-    (left,) = commit.leftovers(tmp_path)
-    commit.clean(tmp_path, {left}, all_is_committed=True)
+    (left,) = commit.leftover_ids(tmp_path)
+    commit.remove_leftovers(tmp_path, {left}, keep_complete=False)
     held.set()
     with pytest.raises(CheckpointError, match="is not visible here"):
         saver.accelerator.wait_for_checkpoint()

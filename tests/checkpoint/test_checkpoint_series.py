@@ -15,7 +15,7 @@ import series_job
 from series_job import Job
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.checkpoint import commit, pending_save, save
+from accel_core.checkpoint import commit, pending_save, save, writer
 from accel_core.checkpoint.retention import CheckpointSeries
 from accel_core.errors import CheckpointError
 from accel_testing.processes import run_processes
@@ -440,7 +440,7 @@ def dying(folder, where, how="KILL"):
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("where", ["pending_save.write_manifest", "target.publish"])
+@pytest.mark.parametrize("where", ["pending_save.write_manifest", "commit.publish"])
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(job, tmp_path, folder, where):
     job().save(1)
     with dying(tmp_path, where) as process:
@@ -453,7 +453,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(job, tmp_path
 
 def test_what_a_living_process_of_the_same_run_writes_is_not_touched(job, tmp_path, folder):
     job().save(1)
-    with dying(tmp_path, "target.publish", "STOP") as process:
+    with dying(tmp_path, "commit.publish", "STOP") as process:
         try:
             wait_for(folder, 2)
             second = job()
@@ -481,13 +481,12 @@ def leftover(folder, save_id, kind="partial", name="checkpoint_3"):
 
 
 def clean(folder):
-    commit.clean(
-        folder, {each for each in commit.leftovers(folder) if commit.is_over(each)}, all_is_committed=True
-    )
+    over = {each for each in commit.leftover_ids(folder) if writer.is_over(each)}
+    commit.remove_leftovers(folder, over, keep_complete=False)
 
 
 def test_what_was_left_on_another_machine_stays_and_is_told_of_once(tmp_path, caplog):
-    run, _, *process = commit.new_save_id("job").split("-")
+    run, _, *process = writer.new_save_id("job").split("-")
     left = leftover(tmp_path, "-".join([run, "0" * 8, *process]))
     for _ in range(2):
         clean(tmp_path)
@@ -497,7 +496,7 @@ def test_what_was_left_on_another_machine_stays_and_is_told_of_once(tmp_path, ca
 
 
 def test_a_process_number_that_was_given_anew_is_not_taken_for_the_writer(tmp_path):
-    run, machine, process, started, chance = commit.new_save_id("job").split("-")
+    run, machine, process, started, chance = writer.new_save_id("job").split("-")
     left = leftover(tmp_path, f"{run}-{machine}-{process}-{int(started) - 1}-{chance}")
     clean(tmp_path)
     assert not left.exists()
@@ -514,7 +513,7 @@ def test_what_only_looks_like_a_leftover_is_not_touched(tmp_path, name):
 
 def test_a_link_that_is_named_like_a_leftover_is_not_followed(tmp_path):
     (tmp_path / "precious").mkdir()
-    link = tmp_path / f".x.{commit.new_save_id('job')}.partial"
+    link = tmp_path / f".x.{writer.new_save_id('job')}.partial"
     link.symlink_to(tmp_path / "precious")
     clean(tmp_path)
     assert link.is_symlink()

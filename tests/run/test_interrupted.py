@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
-from accel_core.checkpoint.target import Place
+from accel_core.checkpoint.target import SaveTarget
 from accel_core.contract.world import current_operation
 
 CORE = str(Path(accel_core.__file__).parent)
@@ -414,14 +414,14 @@ def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_lo
 
 
 def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, monkeypatch):
-    choose = Place.choose
+    choose = SaveTarget.choose
 
     def interrupted_choose(*arguments):
         choose(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
-        patched.setattr(Place, "choose", interrupted_choose)
+        patched.setattr(SaveTarget, "choose", interrupted_choose)
         script.save("other")
     script.save("later")
     assert not script.files()

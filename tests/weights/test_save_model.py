@@ -221,7 +221,7 @@ def test_files_of_an_earlier_save_are_gone_and_others_are_not(accelerator, tmp_p
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00009.bin").write_text("not ours")
     ended = subprocess.run(
-        [sys.executable, "-c", "from accel_core.checkpoint.commit import *; print(new_save_id(''))"],
+        [sys.executable, "-c", "from accel_core.checkpoint.writer import *; print(new_save_id(''))"],
         capture_output=True,
         text=True,
         check=True,

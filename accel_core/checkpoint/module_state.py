@@ -1,6 +1,6 @@
-"""What a model's own `state_dict` holds: its names for weights, and what is neither parameter nor buffer.
+"""Names and extra state that a model's own `state_dict` has beside plain weights.
 
-Modules add to it by `get_extra_state`, `_save_to_state_dict`, `state_dict` and hooks. It is asked of a twin,
+Modules add to it by `get_extra_state`, `_save_to_state_dict`, `state_dict` and hooks. It is asked of a copy
 whose weights are stand-ins without values: sharded weights need not be gathered to know their names.
 """
 
@@ -21,17 +21,17 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
-__all__ = ["Account", "account", "outline", "owner_of", "restore_extra"]
+__all__ = ["ModuleState", "module_state", "owner_of", "restore_extra", "state_dict_outline"]
 
 logger = logging.getLogger(__name__)
 
 
 @frozen
-class Account:
-    """Names are those of the model alone, without its number in the unit.
+class ModuleState:
+    """The keys of a model's `state_dict`, without the model's number in the unit.
 
-    names: canonical name -> the keys under which `state_dict` has that weight; None where no module has a
-    word of its own, and each has its name. extra: key -> what else is in `state_dict`.
+    names: canonical name -> the keys under which `state_dict` has that weight; None where each
+    weight has its name. extra: key -> what else is in `state_dict`.
     """
 
     names: dict[str, list[str]] | None = None
@@ -42,30 +42,30 @@ class Account:
         return names if self.names is None else [key for name in names for key in self.names.get(name, ())]
 
 
-class _Stand(nn.Parameter):
+class _StandIn(nn.Parameter):
     """A weight without values."""
 
     canonical: str
 
-    def detach(self) -> _Stand:
+    def detach(self) -> _StandIn:
         return self
 
 
-def account(unit: Unit, number: int) -> Account:
-    """The account of the unit's model `number`. Not collective.
+def module_state(unit: Unit, number: int) -> ModuleState:
+    """The names and extra state of the unit's model `number`. Not collective.
 
     Raises:
         CheckpointError: `state_dict` computes something from weights.
     """
     model, prefix = unit.models[number], unit.qualify(number, "")
-    if not any(map(_has_own_account, model.modules())):
-        return Account()
-    told = outline(unit, number)
+    if not any(map(_has_own_state_dict, model.modules())):
+        return ModuleState()
+    told = state_dict_outline(unit, number)
     tensors = (name for name, _ in _tensors(model))
-    found = Account({unit.qualify(number, name).removeprefix(prefix): [] for name in tensors})
+    found = ModuleState({unit.qualify(number, name).removeprefix(prefix): [] for name in tensors})
     assert found.names is not None
     for key, value in told.items():
-        name = value.canonical if isinstance(value, _Stand) else key
+        name = value.canonical if isinstance(value, _StandIn) else key
         # Extra state goes back by set_extra_state, which a name of a weight does not.
         if name in found.names and key.rpartition(".")[2] != "_extra_state":
             found.names[name].append(key)
@@ -79,27 +79,33 @@ def account(unit: Unit, number: int) -> Account:
     return found
 
 
-def outline(unit: Unit, number: int) -> dict[str, Any]:
-    """The `state_dict` of the unit's model `number`, with stand-ins for weights. Not collective."""
-    return _twin(unit, number, unit.models[number], "").state_dict()
+def state_dict_outline(unit: Unit, number: int) -> dict[str, Any]:
+    """The `state_dict` of the unit's model `number`, with stand-ins for weights.
+
+    Not collective.
+    """
+    return _copy_without_weights(unit, number, unit.models[number], "").state_dict()
 
 
 def owner_of(unit: Unit, number: int, key: str) -> nn.Module | None:
-    """The module that can take back what is under this key in a `state_dict`: the innermost it may be of."""
+    """The innermost module that can take back a key of a `state_dict`."""
     modules, prefix = _modules(unit, number), unit.qualify(number, "")
     name = key
     while name:
         name = name.rpartition(".")[0]
         module = modules.get(f"{prefix}{name}".removesuffix("." if prefix and not name else ""))
-        if module is not None and _has_own_account(module):
+        if module is not None and _has_own_state_dict(module):
             return module
     return None
 
 
 def restore_extra(unit: Unit, number: int, extra: Mapping[str, Any]) -> None:
-    """Give modules back what `account` found beside weights. Weights are left as they are."""
+    """Give modules back the extra state that `module_state` found.
+
+    Weights are left as they are.
+    """
     model, prefix = unit.models[number], unit.qualify(number, "")
-    here = account(unit, number).extra
+    here = module_state(unit, number).extra
     values = {
         key: value.to(here[key].device)
         if isinstance(value, Tensor) and isinstance(here.get(key), Tensor)
@@ -127,7 +133,7 @@ def restore_extra(unit: Unit, number: int, extra: Mapping[str, Any]) -> None:
             logger.warning("%s takes no notice of its %s", type(module).__qualname__, ", ".join(unexpected))
 
 
-def _has_own_account(module: nn.Module) -> bool:
+def _has_own_state_dict(module: nn.Module) -> bool:
     kind = type(module)
     return not isinstance(module, torch.jit.ScriptModule) and (
         kind.get_extra_state is not nn.Module.get_extra_state
@@ -138,7 +144,7 @@ def _has_own_account(module: nn.Module) -> bool:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Whether a hook is of torch's own wrappers, which only undo what they do to names."""
+    """Tell the hooks of torch's own wrappers, which only undo what they do to names."""
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
@@ -153,37 +159,37 @@ def _modules(unit: Unit, number: int) -> dict[str, nn.Module]:
     return {unit.qualify(number, name).rstrip("."): module for name, module in named}
 
 
-def _twin(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
+def _copy_without_weights(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
     """A copy with stand-ins for weights, and without torch's wrappers and hooks."""
     here = f"{name}." if name else ""
     canonical = unit.qualify(number, name).rstrip(".")
     for key, child in module._modules.items():
         if child is not None and unit.qualify(number, here + key).rstrip(".") == canonical:
-            return _twin(unit, number, child, here + key)
+            return _copy_without_weights(unit, number, child, here + key)
     if isinstance(module, torch.jit.ScriptModule):
         return module
-    twin: nn.Module = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
     for tensors in ("_parameters", "_buffers"):
         stands = {
-            key: None if tensor is None else _stand(unit, number, here + key, tensor)
+            key: None if tensor is None else _stand_in(unit, number, here + key, tensor)
             for key, tensor in module.__dict__[tensors].items()
         }
-        twin.__dict__[tensors] = stands
+        copy.__dict__[tensors] = stands
     for hooks in ("_state_dict_hooks", "_state_dict_pre_hooks"):
         mine = {key: hook for key, hook in module.__dict__[hooks].items() if not _is_torchs(hook)}
-        twin.__dict__[hooks] = mine
-    twin.__dict__["_modules"] = {
-        key: None if child is None else _twin(unit, number, child, here + key)
+        copy.__dict__[hooks] = mine
+    copy.__dict__["_modules"] = {
+        key: None if child is None else _copy_without_weights(unit, number, child, here + key)
         for key, child in module._modules.items()
     }
-    return twin
+    return copy
 
 
-def _stand(unit: Unit, number: int, name: str, tensor: Tensor) -> _Stand:
+def _stand_in(unit: Unit, number: int, name: str, tensor: Tensor) -> _StandIn:
     if is_lazy(tensor) or tensor.is_nested:  # without a shape
         require_plain(f"{name} of unit {unit.name!r}", tensor)
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    stand: _Stand = torch.Tensor._make_subclass(_Stand, like, False)
+    stand: _StandIn = torch.Tensor._make_subclass(_StandIn, like, False)
     stand.canonical = unit.qualify(number, name).removeprefix(unit.qualify(number, ""))
     return stand

@@ -1,0 +1,143 @@
+"""The manifest: what a checkpoint is, and the proof that all of it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Final
+
+from attrs import frozen
+from cattrs import Converter
+from xxhash import xxh3_64_hexdigest
+
+from accel_core.checkpoint.files import (
+    FileRecord,
+    UnreadableError,
+    cannot_be_read,
+    damaged,
+    open_file,
+    understanding,
+    write_file,
+)
+from accel_core.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "is_ours",
+    "manifest_if_any",
+    "manifest_of",
+    "read_manifest",
+    "write_manifest",
+]
+
+MANIFEST: Final = "manifest.json"
+MANIFEST_BYTES: Final = 1 << 28
+"""No manifest is larger: it has a line of some 100 bytes for each file."""
+FORMAT: Final = "accel-checkpoint"
+VERSION: Final = 1
+_CONVERTER: Final = Converter(detailed_validation=False)
+
+
+@frozen
+class Manifest:
+    """The members that loading acts on; docs/checkpoint-format.md lists all."""
+
+    save_id: str
+    run_id: str
+    world: Mapping[str, int]
+    files: Mapping[str, FileRecord]
+    name: str | None
+    """The name that the run gave it; None where the user named it."""
+    iteration: int
+    lineage: Sequence[str]
+    domains: Sequence[Sequence[int]]
+    """Node -> the ranks whose files are on its disk; empty where all see one disk."""
+    members: Mapping[str, Any]
+    """Every member, as read."""
+
+
+def manifest_of(members: Mapping[str, Any]) -> bytes:
+    """The manifest's content; its last line is a checksum of all bytes before it."""
+    named = {"format": FORMAT, "version": VERSION, **members}
+    text = json.dumps(named, indent=2, allow_nan=False, default=repr)
+    return _with_checksum(text.removesuffix("\n}").encode())
+
+
+def write_manifest(folder: Path, content: bytes) -> None:
+    """Write and sync the manifest."""
+    write_file(folder / MANIFEST, [content])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a version that is not known here.
+    """
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: {MANIFEST} is missing\n"
+            "give the folder that save_state() returned",
+            path=str(folder),
+        )
+    content = _content(path)
+    with understanding(path):
+        members = json.loads(content, parse_constant=_no_number)
+        if (members["format"], members["version"]) != (FORMAT, VERSION):
+            raise UnreadableError(
+                f"{path} is of format {members['format']} version {members['version']}\n"
+                f"this accel-core reads {FORMAT} version {VERSION}; load it with the one that wrote it",
+                path=str(path),
+            )
+        if content != _with_checksum(content[: -len(_with_checksum(b""))]):
+            raise ValueError("its checksum does not fit its content")
+        if outside := [name for name in members["files"] if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not a file in this folder")
+        size, readers = members["world"]["size"], members["world"]["readers"]
+        if not (1 <= size <= len(members["files"]) and readers >= 1):
+            raise ValueError(f"it is of a world of {size} ranks and {readers} readers")
+        return _CONVERTER.structure({**members, "members": members}, Manifest)
+
+
+def _content(path: Path) -> bytes:
+    """The content of a manifest. Raises CheckpointError."""
+    handle = open_file(path)
+    try:
+        found = os.fstat(handle)
+        if not S_ISREG(found.st_mode) or found.st_size > MANIFEST_BYTES:
+            raise damaged(path, f"it is not a file of at most {MANIFEST_BYTES} bytes")
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    finally:
+        os.close(handle)
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")
+
+
+def manifest_if_any(folder: Path) -> Manifest | None:
+    """The manifest, or None where `read_manifest` raises."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+def is_ours(folder: Path) -> bool:
+    """True if some version of this format wrote the folder, damaged or not."""
+    try:
+        return bool(json.loads(_content(folder / MANIFEST))["format"] == FORMAT)
+    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _with_checksum(content: bytes) -> bytes:
+    return content + f',\n  "checksum": "{xxh3_64_hexdigest(content)}"\n}}\n'.encode()

@@ -1,0 +1,69 @@
+"""Restore random streams. In another world, they are derived from rank 0's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_64_intdigest
+
+from accel_core.distributed.streams import check, reseed, restore, states
+from accel_core.distributed.tensor_bytes import bytes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_core.checkpoint.problems import Action, Problems
+    from accel_core.checkpoint.read import Checkpoint
+    from accel_core.contract.run import Run
+
+__all__ = ["derived_seed", "plan_random"]
+
+
+def plan_random(
+    run: Run, checkpoint: Checkpoint, saved: Any, problems: Problems, *, same_world: bool
+) -> list[Action]:
+    """Actions that restore random streams.
+
+    Generators are tried and put back as they are.
+
+    saved: this rank's streams, still encoded.
+    """
+    streams: dict[str, Tensor] = checkpoint.decode(saved, "random")
+    own = states(run)
+    here = run.hooks.rng_state().keys() | own.keys()
+    # "kind:index" is a device that the process sees beside the run's own.
+    beside = sorted(name for name in streams.keys() ^ here if ":" in name)
+    if same_world and streams.keys() ^ here == {*beside}:
+        if beside:
+            seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
+            problems.warn(f"{seen}; the random streams of all others go on")
+        known = {name: state for name, state in streams.items() if name in here - own.keys()}
+        _try_streams(run, known)
+        check(run, streams)
+        actions = [partial(run.hooks.set_rng_state, known), partial(restore, run, streams)]
+        return [("random streams", action) for action in actions]
+    first = checkpoint.decode(checkpoint.rank_state(0)["random"], "random")
+    seed = derived_seed(first, run.topology.reader)
+    problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
+    actions = [partial(run.hooks.seed, seed, run.topology), partial(reseed, run, derived_seed(first, 0))]
+    if run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
+        _try_streams(run, {"torch": first["torch"]})
+        actions.append(partial(run.hooks.set_rng_state, {"torch": first["torch"]}))
+    return [("random streams", action) for action in actions]
+
+
+def _try_streams(run: Run, streams: Mapping[str, Tensor]) -> None:
+    """Raise what the generators raise, if they do not take these states."""
+    before = run.hooks.rng_state()
+    try:
+        run.hooks.set_rng_state(streams)
+    finally:
+        run.hooks.set_rng_state(before)
+
+
+def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:
+    """The seed of a reader in another world, from rank 0's streams in the checkpoint."""
+    content = b"".join(bytes(bytes_of(streams[name])) for name in sorted(streams))
+    return xxh3_64_intdigest(content + reader.to_bytes(8, "big")) % (1 << 32)
