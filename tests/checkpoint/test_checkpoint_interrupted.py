@@ -14,7 +14,7 @@ import torch
 from exit_job import at_exit
 
 from accel_core import Accelerator, CheckpointError, GeneralTracker
-from accel_core.checkpoint import pending_save
+from accel_core.checkpoint import commit, pending_save
 from accel_testing.processes import run_processes
 
 
@@ -53,6 +53,30 @@ def test_a_save_whose_wait_was_interrupted_is_still_waited_for_by_the_next(job, 
     for name, value in [("one", 1.0), ("two", 2.0)]:
         job.accelerator.load_state(tmp_path / name)
         assert job.value() == value
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_ctrl_c_as_a_checkpoint_gets_its_name_leaves_a_whole_one(job, tmp_path, monkeypatch, before):
+    publish = commit.publish
+
+    def interrupted(*arguments, **options):
+        if not before:
+            publish(*arguments, **options)
+        raise KeyboardInterrupt
+
+    job.set(1.0)
+    job.accelerator.save_state(tmp_path / "here")
+    job.set(2.0)
+    monkeypatch.setattr(commit, "publish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.accelerator.save_state(tmp_path / "here")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="rank 0: KeyboardInterrupt"):
+        job.accelerator.wait_for_checkpoint()
+    job.accelerator.load_state(tmp_path / "here")
+    assert job.value() == (1.0 if before else 2.0)
+    job.accelerator.save_state(tmp_path / "here")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
 def test_a_run_whose_end_was_interrupted_has_not_ended(job, tmp_path, interrupt):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
 
 from accel_core import Accelerator, CheckpointError
+from accel_core.checkpoint.load import Restoration
+from accel_core.checkpoint.read import Checkpoint
 
 
 class Averaging(torch.optim.SGD):
@@ -206,3 +210,24 @@ def test_registered_state_that_holds_itself_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"registered\[0\] .* cannot be stored: it holds itself"):
         accelerator.save_state(tmp_path / "ck")
     accelerator.end_training()
+
+
+def test_a_plan_that_is_not_carried_out_changes_nothing(tmp_path):
+    made = []
+    for lr in (0.1, 0.2):
+        accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        prepared, stepping = accelerator.prepare(model, optimizer)
+        accelerator.backward(prepared(torch.ones(1, 2)).sum())
+        stepping.step()
+        stepping.zero_grad()
+        made.append((accelerator, optimizer))
+    (first, _), (second, optimizer) = made
+    before = deepcopy(optimizer.state_dict())
+    checkpoint = Checkpoint.open(first.save_state(tmp_path / "here"))
+    restoration = Restoration(second.run, checkpoint, strict=True)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    restoration.apply()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    first.end_training()
+    second.end_training()

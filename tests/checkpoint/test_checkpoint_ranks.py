@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import device_job
 import pytest
 import ranks_job
 import torch
+from rank_threads import Barred
 
+from accel_core import CollectiveError
+from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.random_state import derived_seed
 from accel_testing.processes import run_processes
@@ -163,3 +168,16 @@ def test_a_rank_that_holds_parts_does_not_save_alone(tmp_path):
 
     assert "does not hold the whole state" in said
     assert not (tmp_path / "here").exists()
+
+
+def test_ranks_at_different_steps_are_told_which():
+    slots, barrier = [None] * 2, threading.Barrier(2)
+
+    def step(rank):
+        run_on_all_ranks(Barred(rank, slots, barrier), ("save_state: copy", "load_state: open")[rank], list)
+
+    with ThreadPoolExecutor(2) as threads:
+        errors = [future.exception(20) for future in [threads.submit(step, rank) for rank in range(2)]]
+    for error in errors:
+        assert isinstance(error, CollectiveError)
+        assert "  rank 0: save_state: copy\n  rank 1: load_state: open\n" in str(error)
