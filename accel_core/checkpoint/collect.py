@@ -14,7 +14,7 @@ from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.codec import encode, require_plain
 from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.files import as_json
-from accel_core.checkpoint.module_state import module_state
+from accel_core.checkpoint.module_state import ModuleState, module_state
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.contract.state import Entry, Leaf, whole
 from accel_core.distributed.streams import states
@@ -101,23 +101,21 @@ def collect(run: Run) -> Collected:
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
     """
-    found, here = Collected(), f"rank[{run.world.rank}]"
+    state, path = Collected(), f"rank[{run.world.rank}]"
     for unit in run.units:
         unit.drop_cut_ties()
-    plugins = {unit.name: _plugins(found, unit) for unit in run.units}
+    plugins = {unit.name: _plugins(state, unit) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.loaders]
-    found.shared["units"] = {unit.name: _unit(found, unit) for unit in run.units}
-    found.shared["prepared"] = _prepared(run)
-    found.shared["registered"] = found.encode_objects(run.registered, "registered")
-    found.own["reader"] = run.topology.reader
-    found.own["random"] = found.encode(_random(run), f"{here}.random", replicated=False)
-    found.own["loaders"] = found.encode(loaders, f"{here}.loaders", replicated=False)
-    found.own["plugins"] = plugins
-    return found
-
-
-def _random(run: Run) -> dict[str, Any]:
-    return {**run.hooks.rng_state(), **states(run)}
+    state.shared["units"] = {unit.name: _unit(state, unit) for unit in run.units}
+    state.shared["prepared"] = _prepared(run)
+    state.shared["registered"] = state.encode_objects(run.registered, "registered")
+    state.own["reader"] = run.topology.reader
+    state.own["random"] = state.encode(
+        {**run.hooks.rng_state(), **states(run)}, f"{path}.random", replicated=False
+    )
+    state.own["loaders"] = state.encode(loaders, f"{path}.loaders", replicated=False)
+    state.own["plugins"] = plugins
+    return state
 
 
 def split_rank_state(control: Collectives, state: Collected) -> None:
@@ -133,10 +131,10 @@ def split_rank_state(control: Collectives, state: Collected) -> None:
         state.own["units"] = units
 
 
-def check_names(run: Run, found: Collected) -> None:
+def check_names(run: Run, state: Collected) -> None:
     """Raise CheckpointError if a plugin offers other names than the user's model has."""
     for unit in run.units:
-        keys = [(key.partition("/"), leaf) for (name, key), leaf in found.leaves.items() if name == unit.name]
+        keys = [(key.partition("/"), leaf) for (name, key), leaf in state.leaves.items() if name == unit.name]
         offered = {name: leaf for (sort, _, name), leaf in keys if sort == "model"}
         known = without_apart(unit, model_state(unit)).keys()
         # Without shards it may be of a part of the model that only other ranks have.
@@ -176,22 +174,14 @@ def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry) -> str:
 
 def extra_state(unit: Unit) -> dict[str, Any]:
     """State in the models' own `state_dict` beside parameters and buffers, by key."""
-    return {
-        f"{unit.qualify(number, '')}{key}": value
-        for number in range(len(unit.models))
-        for key, value in module_state(unit, number).extra.items()
-    }
+    states = _module_states(unit)
+    return {f"{prefix}{key}": value for prefix, state in states for key, value in state.extra.items()}
 
 
-def _names(unit: Unit) -> dict[str, list[str]]:
-    """Canonical name -> the keys in `state_dict`, where these are others."""
-    return {
-        f"{prefix}{name}": [f"{prefix}{key}" for key in keys]
-        for number in range(len(unit.models))
-        for prefix in [unit.qualify(number, "")]
-        for name, keys in (module_state(unit, number).names or {}).items()
-        if keys != [name]
-    }
+def _module_states(unit: Unit) -> list[tuple[str, ModuleState]]:
+    """(prefix of its names in the unit, names and extra state) of each model."""
+    numbers = range(len(unit.models))
+    return [(unit.qualify(number, ""), module_state(unit, number)) for number in numbers]
 
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
@@ -204,20 +194,20 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
     """(unit, number there) of prepared objects, by sort, in the order of `prepare`."""
-    found: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
-    for each in run.prepared:
+    places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
+    for proxy in run.prepared:
+        inner = getattr(proxy, "scheduler", getattr(proxy, "optimizer", None))
         for unit in run.units:
-            inner = getattr(each, "scheduler", getattr(each, "optimizer", None))
-            for sort, held, mine in (
-                ("models", unit.wrapped, each),
+            for sort, held, prepared in (
+                ("models", unit.wrapped, proxy),
                 ("optimizers", unit.optimizers, inner),
                 ("schedulers", unit.schedulers, inner),
             ):
-                found[sort] += [(unit.name, n) for n, one in enumerate(held) if one is mine]
-    return found
+                places[sort] += [(unit.name, n) for n, item in enumerate(held) if item is prepared]
+    return places
 
 
-def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
+def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
     path = f"units.{unit.name}"
     buffers = {
         unit.qualify(number, name)
@@ -228,18 +218,27 @@ def _unit(found: Collected, unit: Unit) -> dict[str, Any]:
         raise _unapplied(unit)
     for name, leaf in without_apart(unit, unit.hooks.model_state(unit)).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
-        found.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
+        collected.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
+    states = _module_states(unit)
+    # Only keys of `state_dict` that are not the weight's canonical name.
+    names = {
+        f"{prefix}{name}": [f"{prefix}{key}" for key in keys]
+        for prefix, state in states
+        for name, keys in (state.names or {}).items()
+        if keys != [name]
+    }
+    extra = {f"{prefix}{key}": value for prefix, state in states for key, value in state.extra.items()}
     return {
         "strategy": unit.strategy,
         "models": len(unit.models),
         "aliases": dict(unit.aliases),
         "extra": {
-            name: found.encode(value, f"{path}.{name} (in its state_dict)")
-            for name, value in without_apart(unit, extra_state(unit)).items()
+            name: collected.encode(value, f"{path}.{name} (in its state_dict)")
+            for name, value in without_apart(unit, extra).items()
         },
-        **({"names": names} if (names := without_apart(unit, _names(unit))) else {}),
-        "optimizers": [_optimizer(found, unit, each, path) for each in unit.optimizers],
-        "schedulers": found.encode_objects(unit.schedulers, f"{path}.schedulers"),
+        **({"names": told} if (told := without_apart(unit, names)) else {}),
+        "optimizers": [_optimizer(collected, unit, optimizer, path) for optimizer in unit.optimizers],
+        "schedulers": collected.encode_objects(unit.schedulers, f"{path}.schedulers"),
     }
 
 
@@ -257,30 +256,34 @@ def _unapplied(unit: Unit) -> CheckpointError:
     )
 
 
-def _optimizer(found: Collected, unit: Unit, optimizer: Optimizer, path: str) -> dict[str, Any]:
+def _optimizer(collected: Collected, unit: Unit, optimizer: Optimizer, path: str) -> dict[str, Any]:
     state = unit.hooks.optimizer_state(unit, optimizer)
     for name, leaf in state.leaves.items():
-        found.add((unit.name, f"optimizer/{name}"), leaf)
+        collected.add((unit.name, f"optimizer/{name}"), leaf)
     path = f"{path} {class_of(optimizer)}"
     groups = [{key: group[key] for key in group if key not in NEVER_RESTORED} for group in state.groups]
     return {
         "class": state.algorithm or class_of(optimizer),
-        "groups": found.encode(groups, f"{path}.groups"),
-        "plain": found.encode({name: dict(plain) for name, plain in state.plain.items()}, f"{path}.state"),
-        **({"own": found.encode(dict(state.own), f"{path}.state_dict()")} if state.own else {}),
+        "groups": collected.encode(groups, f"{path}.groups"),
+        "plain": collected.encode(
+            {name: dict(plain) for name, plain in state.plain.items()}, f"{path}.state"
+        ),
+        **({"own": collected.encode(dict(state.own), f"{path}.state_dict()")} if state.own else {}),
     }
 
 
-def _plugins(found: Collected, unit: Unit) -> dict[str, dict[str, dict[str, Any]]]:
+def _plugins(collected: Collected, unit: Unit) -> dict[str, dict[str, dict[str, Any]]]:
     """Scope -> plugin -> the plugin's plain entries; tensor entries become leaves."""
     plain: dict[str, dict[str, dict[str, Any]]] = {}
-    for each in unit.hooks.implementations("save_state"):
-        entries = each.call(unit) or {}
+    for saving in unit.hooks.implementations("save_state"):
+        entries = saving.call(unit) or {}
         for name, entry in entries.items():
-            key = "plugins/" + entry_key(unit.run, each.plugin, name, entry)
+            key = "plugins/" + entry_key(unit.run, saving.plugin, name, entry)
             if isinstance(entry.value, Leaf):
-                found.add((unit.name, key), entry.value)
+                collected.add((unit.name, key), entry.value)
             else:
-                value = found.encode(entry.value, f"{unit.name}.{key}", replicated=entry.scope != "per_rank")
-                plain.setdefault(entry.scope, {}).setdefault(each.plugin, {})[name] = value
+                value = collected.encode(
+                    entry.value, f"{unit.name}.{key}", replicated=entry.scope != "per_rank"
+                )
+                plain.setdefault(entry.scope, {}).setdefault(saving.plugin, {})[name] = value
     return plain

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = sorted(path for path in (ROOT / "accel_core").iterdir() if path.is_dir() and path.name[0] != "_")
 PACKAGES = [ROOT / "accel_core" / "errors.py", *ROOMS, *sorted(ROOT.glob("*/*/src/accel_*"))]
 RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
-NOT_YET: frozenset[str] = frozenset(["checkpoint", "cli", "contract", "runtime"])
+NOT_YET: frozenset[str] = frozenset(["cli", "contract", "runtime"])
 """Rooms and packages whose docstrings are not rewritten yet."""
 
 
