@@ -59,19 +59,7 @@ class SaveTarget:
         numbered = directory is None
         parent = series.folder if directory is None else Path(os.path.realpath(directory)).parent
 
-        def look() -> tuple[str, set[str]]:
-            new_id = new_save_id(series.run.run_id) if control.rank == 0 else ""
-            return new_id, commit.leftover_ids(parent) if disks.is_first else set()
-
-        looked = gather_from_all_ranks(control, "save_state: look for leftovers", look)
-        save_id, left = looked[0][0], set().union(*(ids for _, ids in looked))
-        # A process of another node may have made what lies on this disk: each rank knows its own machine.
-        over: set[str] = set()
-        if left:
-            known = gather_from_all_ranks(
-                control, "save_state: judge leftovers", lambda: {each for each in left if is_over(each)}
-            )
-            over = over.union(*known)
+        save_id, over = _judge_leftovers(parent, series, control, disks)
 
         def clear() -> int:
             if not disks.is_first:
@@ -138,3 +126,25 @@ class SaveTarget:
     def end_writing(self) -> None:
         """Do nothing more for this save. By any rank, any number of times."""
         end_writing(self.save_id)
+
+
+def _judge_leftovers(
+    parent: Path, series: CheckpointSeries, control: Collectives, disks: Disks
+) -> tuple[str, set[str]]:
+    """An id for the new save, and the ids of those beside it that are written no more. Collective."""
+
+    def look() -> tuple[str, set[str]]:
+        new_id = new_save_id(series.run.run_id) if control.rank == 0 else ""
+        return new_id, commit.leftover_ids(parent) if disks.is_first else set()
+
+    looked = gather_from_all_ranks(control, "save_state: look for leftovers", look)
+    save_id, left = looked[0][0], set().union(*(ids for _, ids in looked))
+    if not left:
+        return save_id, left
+
+    def judge() -> set[str]:
+        return {each for each in left if is_over(each)}
+
+    # A process of another node may have made what lies on this disk: each rank knows its own machine.
+    judged = gather_from_all_ranks(control, "save_state: judge leftovers", judge)
+    return save_id, set().union(*judged)
