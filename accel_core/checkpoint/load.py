@@ -91,8 +91,10 @@ class Restoration:
         # Scope of plugins' entries -> the rank to take them from, where they mean something in this world.
         self._scopes: dict[Scope, Any] = {"replicated": next(iter(ranks.values()))}
         if same_readers:
-            same = [own for own in ranks.values() if own["reader"] == reader]
-            self._scopes["per_reader"] = same[0] if same else checkpoint.rank_state(-1)
+            same = [state for state in ranks.values() if state["reader"] == reader]
+            if not same:
+                raise checkpoint.lacks(f"what belongs to reader {reader}")
+            self._scopes["per_reader"] = same[0]
         if same_world:
             self._scopes["per_rank"] = self._own
         else:
