@@ -134,8 +134,8 @@ class Restoration:
         unit.drop_cut_ties()
         for alias, owner in saved["aliases"].items():
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
-                found = f"{alias} was tied to {owner}, and is not tied to it here"
-                self._problems.found.append(f"{unit.name}: {found}")
+                untied = f"{alias} was tied to {owner}, and is not tied to it here"
+                self._problems.found.append(f"{unit.name}: {untied}")
         tensors = tensors_by_sort(unit, self.checkpoint, self._problems)
         if unit.aliases:
             compare_state_of_tied(unit, self.checkpoint, saved["optimizers"], self._problems)
@@ -161,18 +161,21 @@ class Restoration:
 
         A module may make some of it in its first step only.
         """
-        here = without_apart(unit, extra_state(unit))
+        present = without_apart(unit, extra_state(unit))
         for number in range(len(unit.models)):
             prefix = unit.qualify(number, "")
-            mine = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
-            takers = {key: owner_of(unit, number, name) for name, key in mine.items()}
-            taken = {key for key, owner in takers.items() if owner is not None or key in here}
-            known = {key: None for key in here if key.startswith(prefix)} | dict.fromkeys(taken)
-            self._problems.compare(f"{unit.name}: extra state ", mine.values(), known)
+            keys = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
+            takeable = {
+                key
+                for name, key in keys.items()
+                if key in present or owner_of(unit, number, name) is not None
+            }
+            here = [*(key for key in present if key.startswith(prefix)), *sorted(takeable)]
+            self._problems.compare(f"{unit.name}: extra state ", keys.values(), here)
             values = {
                 name: self.checkpoint.decode(saved[key], f"units.{unit.name}.{key}")
-                for name, key in mine.items()
-                if key in taken
+                for name, key in keys.items()
+                if key in takeable
             }
             if values:
                 what = f"extra state of {unit.name}: {', '.join(values)} ({class_of(unit.models[number])})"
@@ -230,29 +233,29 @@ class Restoration:
 
         One that is not in this stack cannot take them back: logged, no error.
         """
-        given: dict[str, dict[str, Entry]] = {}
+        restored: dict[str, dict[str, Entry]] = {}
         leaves: dict[str, Leaf] = {}
-        for each in unit.hooks.implementations("save_state"):
-            entries: Mapping[str, Entry] = each.call(unit) or {}
+        for saving in unit.hooks.implementations("save_state"):
+            entries: Mapping[str, Entry] = saving.call(unit) or {}
             for name, entry in entries.items():
                 if isinstance(entry.value, Leaf) and entry.scope in self._scopes:
-                    key = entry_key(self.run, each.plugin, name, entry)
+                    key = entry_key(self.run, saving.plugin, name, entry)
                     leaves[key] = entry.value
                     if key in tensors:
-                        given.setdefault(each.plugin, {})[name] = entry
-        known = {key: tensors[key] for key in leaves if key in tensors}
-        for key in sorted(self._fill(f"{unit.name}: plugins/", leaves, known)):
+                        restored.setdefault(saving.plugin, {})[name] = entry
+        stored = {key: tensors[key] for key in leaves if key in tensors}
+        for key in sorted(self._fill(f"{unit.name}: plugins/", leaves, stored)):
             self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
         for scope, own in self._scopes.items():
             for plugin, encoded in own["plugins"][unit.name].get(scope, {}).items():
-                values = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
-                entries = {name: Entry(value=value, scope=scope) for name, value in values.items()}
-                given.setdefault(plugin, {}).update(entries)
-        loading = {each.plugin: each.call for each in unit.hooks.implementations("load_state")}
-        for plugin, found in given.items():
+                decoded = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
+                entries = {name: Entry(value=value, scope=scope) for name, value in decoded.items()}
+                restored.setdefault(plugin, {}).update(entries)
+        loading = {hook.plugin: hook.call for hook in unit.hooks.implementations("load_state")}
+        for plugin, taken in restored.items():
             if plugin in loading:
                 what = f"{unit.name}: state of plugin {plugin}"
-                self._copies.append((what, partial(loading[plugin], unit, found)))
+                self._copies.append((what, partial(loading[plugin], unit, taken)))
             else:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
                 self._problems.warn(what)
