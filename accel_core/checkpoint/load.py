@@ -17,7 +17,6 @@ from accel_core.checkpoint.collect import (
     entry_key,
     extra_state,
     without_apart,
-    without_collecting_garbage,
 )
 from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.find import find
@@ -55,18 +54,17 @@ def load(
     See `CheckpointSession.load`.
     """
     control = run.collectives("control")
-    with without_collecting_garbage():
-        checkpoint = find(run, series, directory, missing_ok=missing_ok)
-        if checkpoint is None:
-            return None
+    checkpoint = find(run, series, directory, missing_ok=missing_ok)
+    if checkpoint is None:
+        return None
 
-        def compared() -> Restoration:
-            with understanding(checkpoint.folder, calls_plugins=True):
-                return Restoration(run, checkpoint, strict=strict)
+    def compared() -> Restoration:
+        with understanding(checkpoint.folder, calls_plugins=True):
+            return Restoration(run, checkpoint, strict=strict)
 
-        restoration = run_on_all_ranks(control, "load_state: compare", compared)
-        run_on_all_ranks(control, "load_state: restore", restoration.apply)
-        return checkpoint.folder, checkpoint.manifest
+    restoration = run_on_all_ranks(control, "load_state: compare", compared)
+    run_on_all_ranks(control, "load_state: restore", restoration.apply)
+    return checkpoint.folder, checkpoint.manifest
 
 
 class Restoration:

@@ -96,6 +96,7 @@ class CheckpointSession:
                 changed.
         """
         from accel_core.checkpoint.agree import run_on_all_ranks  # late: start-up need not wait for it
+        from accel_core.checkpoint.collect import without_collecting_garbage
         from accel_core.checkpoint.load import load
 
         run = self.run
@@ -103,7 +104,8 @@ class CheckpointSession:
         assemble(run, "load_state")
         # One rank may have saved alone, so that the others have nothing to wait for.
         run_on_all_ranks(run.collectives("control"), "load_state: wait for the save before", self.wait)
-        loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok)
+        with without_collecting_garbage():  # until `load` has dropped what it made
+            loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok)
         if loaded is None:
             return None
         folder, manifest = loaded
