@@ -157,7 +157,7 @@ def test_a_manifest_cannot_point_out_of_its_folder(project):
 
     ended = accel("checkpoint", "verify", str(path.parent))
 
-    assert "'../at_4/state.json' is no file in this folder" in ended.stdout
+    assert "'../at_4/state.json' is not a file in this folder" in ended.stdout
 
 
 @pytest.mark.parametrize("words", [["list"], ["verify"]], ids=" ".join)

@@ -110,7 +110,7 @@ def test_sizes_are_written_as_people_do(size, meant):
 
 
 def test_a_size_that_is_none_is_refused(accelerator, tmp_path):
-    with pytest.raises(ConfigError, match="max_shard_size='a lot' is no size"):
+    with pytest.raises(ConfigError, match="max_shard_size='a lot' is not a size"):
         accelerator.save_model(nn.Linear(1, 1), tmp_path, max_shard_size="a lot")
 
 
@@ -189,7 +189,7 @@ def test_extra_state_that_is_none_is_refused_by_name(accelerator, tmp_path):
     model = nn.Sequential(WithExtra(2, 2))
     model[0].extra = {"a": 1}
 
-    with pytest.raises(CheckpointError, match=r"0\._extra_state is no tensor"):
+    with pytest.raises(CheckpointError, match=r"0\._extra_state is not a tensor"):
         accelerator.save_model(model, tmp_path)
     accelerator.save_model(model, tmp_path, safe_serialization=False)
 
