@@ -121,7 +121,6 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
     dispatches = wanted and control.size > 1
     _check(loader, run, iterable=iterable, dispatches=dispatches)
-    cuts = _cuts(loader)
     sharding = _sharding(loader, run, iterable=iterable)
     shuffle = Shuffle(
         items=_items(loader),
@@ -133,19 +132,10 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
     inner = stateful(loader) if wants_torchdata else copy.copy(loader)
     inner.__dict__["_iterator"] = None
-    kind: Kind = "replay" if iterable else "indexed" if loader.batch_sampler is None or cuts else "batches"
-    kind, sampler = "stateful" if is_stateful(inner) else kind, None
+    kind, sampler = _kind(loader, inner), None
     if not iterable:
-        single = loader.batch_sampler is None
-        size = loader.batch_sampler.batch_size if cuts else None  # type: ignore[union-attr]
-        sampler = ShardedSampler(
-            shuffle=shuffle,
-            sharding=sharding,
-            batch_size=1 if single else size,
-            single=single,
-            everyone=dispatches,
-        )
-        inner.__dict__["sampler" if single else "batch_sampler"] = sampler
+        sampler = _sampler(loader, sharding, shuffle, everyone=dispatches)
+        inner.__dict__["sampler" if sampler.single else "batch_sampler"] = sampler
     elif sharding.readers > 1 or dispatches:
         inner.__dict__.update(_shards(loader, sharding, everyone=dispatches, stateful=kind == "stateful"))
     return LoaderPlan(
@@ -159,6 +149,15 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
     )
+
+
+def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
+    """The way in which the position of `inner`, made from `loader`, is told."""
+    if is_stateful(inner):
+        return "stateful"
+    if isinstance(loader.dataset, IterableDataset):
+        return "replay"
+    return "indexed" if loader.batch_sampler is None or _cuts(loader) else "batches"
 
 
 def _cuts(loader: DataLoader[Any]) -> bool:
@@ -185,6 +184,21 @@ def _sharding(loader: DataLoader[Any], run: Run, *, iterable: bool) -> Sharding:
         split=run.config.data.split_batches,
         even=run.config.data.even_batches,
         drop_last=bool(getattr(batches, "drop_last", False)),
+    )
+
+
+def _sampler(
+    loader: DataLoader[Any], sharding: Sharding, shuffle: Shuffle, *, everyone: bool
+) -> ShardedSampler:
+    """The replacement of its (batch) sampler; `everyone`: this process reads for all."""
+    single = loader.batch_sampler is None
+    size = loader.batch_sampler.batch_size if _cuts(loader) else None  # type: ignore[union-attr]
+    return ShardedSampler(
+        shuffle=shuffle,
+        sharding=sharding,
+        batch_size=1 if single else size,
+        single=single,
+        everyone=everyone,
     )
 
 
