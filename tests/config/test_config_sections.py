@@ -11,8 +11,9 @@ import pytest
 from config_toys import configured_by
 
 from accel_core import ConfigError, PluginError
+from accel_core.config.convert import convert, plain
 from accel_core.config.sections import load_class
-from accel_core.config.sources import RawText, convert, plain
+from accel_core.config.sources import RawText
 from accel_core.plugins import catalog
 from accel_core.plugins.catalog import CatalogEntry, install_hint
 
