@@ -68,8 +68,13 @@ def words(library: str) -> set[str]:
     """The private names in the sources of a library; of none that is not installed."""
     spec = find_spec(library)
     folders = [Path(each) for each in (spec and spec.submodule_search_locations) or ()]
-    files = [path for folder in folders for path in folder.rglob("*.py*") if path.suffix in (".py", ".pyi")]
-    read = [path for path in files if not LEFT_OUT & {*path.parts}]
+    files = [(folder, path) for folder in folders for path in folder.rglob("*.py*")]
+    # Only folders within the library count: an environment may be called "testing".
+    read = [
+        path
+        for folder, path in files
+        if path.suffix in (".py", ".pyi") and not LEFT_OUT & {*path.relative_to(folder).parts}
+    ]
     return {word.decode() for path in read for word in set(re.findall(rb"\b_[A-Za-z]\w*", path.read_bytes()))}
 
 
