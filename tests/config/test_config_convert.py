@@ -14,7 +14,8 @@ from config_toys import Compression, Policy, ShardConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_core.config.convert import MismatchError, RawText, convert, plain
+from accel_core.config.convert import MismatchError, convert, plain
+from accel_core.config.sources import RawText
 from accel_core.contract.options import options_of
 
 REFUSED = [
