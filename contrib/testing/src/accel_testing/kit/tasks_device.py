@@ -56,10 +56,12 @@ def moved(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
     result = accelerator.run.hooks.move(batch, accelerator.device, False)
     pair = result["pair"]
+    # By position: the check of types is to tell that it is a plain tuple.
+    first, second = pair
     found = {
-        "types": [type(result).__name__, type(pair).__name__, type(pair.second).__name__],
-        "devices": [pair.first.device.type, pair.second[0].device.type],
-        "values": [pair.first.cpu().tolist(), pair.second[0].cpu().tolist()],
+        "types": [type(result).__name__, type(pair).__name__, type(second).__name__],
+        "devices": [first.device.type, second[0].device.type],
+        "values": [first.cpu().tolist(), second[0].cpu().tolist()],
         "rest": [result["text"], result["none"]],
         "type": accelerator.device.type,
     }
