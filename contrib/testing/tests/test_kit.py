@@ -154,7 +154,7 @@ def test_a_known_failure_that_passes_fails(
     ("line", "message"),
     [
         (BROKEN, "xfails.txt:1: no reason"),
-        ("test_1_device.py::test_no_such_check  # gone", "no check: test_1_device.py::test_no_such"),
+        ("test_1_device.py::test_no_such_check  # gone", "not a check: test_1_device.py::test_no_such"),
     ],
 )
 def test_known_failures_need_a_reason_and_a_check(tmp_path: Path, line: str, message: str) -> None:
