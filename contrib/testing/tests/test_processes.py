@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -176,3 +178,17 @@ def test_exit_functions_run_before_the_result_arrives(tmp_path: Path) -> None:
 
 def test_no_process_is_left_behind() -> None:
     assert not any(alive(process) for process in run_processes(pid, world=2))
+
+
+def test_functions_of_a_file_that_a_test_runner_named_may_be_arguments(tmp_path, monkeypatch):
+    """As with pytest's import mode "importlib", which imports files under names that no path knows."""
+    file = tmp_path / "test_it.py"
+    file.write_text("def call(function): return function()\ndef answer(): return 42\n")
+    spec = importlib.util.spec_from_file_location("nowhere.inner.test_it", file)
+    module = importlib.util.module_from_spec(spec)
+    for name in ("nowhere", "nowhere.inner"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "nowhere.inner.test_it", module)
+    spec.loader.exec_module(module)
+
+    assert run_processes(module.call, module.answer, world=1) == [42]

@@ -25,12 +25,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final, TypeVar
 
 from attrs import field, frozen
@@ -317,6 +318,9 @@ def _find(task: _Task) -> Any:
         spec = importlib.util.spec_from_file_location(task.module, task.file)
         assert spec is not None and spec.loader is not None
         found = sys.modules[task.module] = importlib.util.module_from_spec(spec)
+        # Unpickling a function of this module imports the packages that its name begins with.
+        for package in accumulate(task.module.split(".")[:-1], "{}.{}".format):
+            sys.modules.setdefault(package, ModuleType(package))
         spec.loader.exec_module(found)
     for name in task.qualname.split("."):
         found = getattr(found, name)
