@@ -23,7 +23,7 @@ from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration
 from accel_core.checkpoint import commit
-from accel_testing.processes import _free_port
+from accel_testing.processes import reserved_port
 
 INPUTS = torch.ones(4, 64)
 
@@ -148,15 +148,15 @@ def fork(action: Callable[[], object]) -> int:
 
 def fork_ranks(action: Callable[[], object], count: int = 2) -> list[int]:
     """Processes that do `action` as the ranks of one world; no launcher, so nobody ends them."""
-    port = str(_free_port())
 
-    def be(rank: int) -> None:
+    def be(rank: int, port: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-        os.environ.update(LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.update(LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.update(TORCHELASTIC_RUN_ID="kill-test")
         action()
 
-    return [fork(partial(be, rank)) for rank in range(count)]
+    with reserved_port() as port:
+        return [fork(partial(be, rank, port)) for rank in range(count)]
 
 
 def kill_at_random(folder: str, how: str, count: int) -> dict[str, int]:

@@ -84,11 +84,12 @@ def test_the_agent_stays_quiet(capfd):
 
 
 def test_a_port_may_be_named():
-    from accel_testing.processes import _free_port
+    from accel_testing.processes import reserved_port
 
-    port = _free_port()
-
-    found = notebook_launcher(lambda: os.environ["MASTER_PORT"], num_processes=1, device="cpu", use_port=port)
+    with reserved_port() as port:
+        found = notebook_launcher(
+            lambda: os.environ["MASTER_PORT"], num_processes=1, device="cpu", use_port=port
+        )
 
     assert found == [str(port)]
 

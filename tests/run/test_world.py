@@ -30,7 +30,7 @@ from accel_core import (
 from accel_core.contract.run import current
 from accel_core.defaults.base import Base
 from accel_core.defaults.device import local_device
-from accel_testing.processes import ProcessError, _free_port, run_processes
+from accel_testing.processes import ProcessError, reserved_port, run_processes
 
 
 def ranks():
@@ -214,16 +214,16 @@ accelerator.backward(model(torch.ones(1, 2)).sum())
 
 @pytest.mark.together
 def test_a_script_that_never_ends_its_run_exits_cleanly():
-    port = str(_free_port())
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEFT_OPEN],
-            env={**os.environ, **world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in "01"
-    ]
-    assert [worker.wait(timeout=100) for worker in workers] == [0, 0]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    with reserved_port() as port:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", LEFT_OPEN],
+                env={**os.environ, **world, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
+            )
+            for rank in "01"
+        ]
+        assert [worker.wait(timeout=100) for worker in workers] == [0, 0]
 
 
 def test_a_world_pickles_without_its_store():

@@ -14,6 +14,7 @@ from pathlib import Path
 import hanging_rank
 import pytest
 
+from accel_testing import processes
 from accel_testing.processes import ProcessError, run_processes
 
 MARK: list[int] = []
@@ -192,3 +193,9 @@ def test_functions_of_a_file_that_a_test_runner_named_may_be_arguments(tmp_path,
     spec.loader.exec_module(module)
 
     assert run_processes(module.call, module.answer, world=1) == [42]
+
+
+def test_no_other_harness_takes_the_port_of_a_world_that_is_about_to_start(monkeypatch):
+    monkeypatch.setattr("random.SystemRandom.sample", lambda self, ports, count: [*ports][:100])
+    with processes.reserved_port() as first, processes.reserved_port() as second:
+        assert first < second

@@ -36,7 +36,7 @@ from typing import Any, Final, TypeVar
 
 from attrs import field, frozen
 
-__all__ = ["ProcessError", "run_processes"]
+__all__ = ["ProcessError", "reserved_port", "run_processes"]
 
 R = TypeVar("R")
 
@@ -89,8 +89,8 @@ def run_processes(
         ProcessError: with the traceback of the first rank that failed, or the stack of one that hung.
     """
     task = _Task.of(function, args, seconds=math.ceil(timeout) + 5)
-    shared = _rendezvous(world)
-    with TemporaryDirectory(prefix="accel-processes-") as folder:
+    with TemporaryDirectory(prefix="accel-processes-") as folder, reserved_port() as port:
+        shared = _rendezvous(world, port)
         workers: list[_Worker] = []
         try:
             for rank in range(world):
@@ -102,27 +102,33 @@ def run_processes(
                 worker.stop()
 
 
-def _rendezvous(world: int) -> dict[str, str | None]:
+def _rendezvous(world: int, port: int) -> dict[str, str | None]:
     return {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
 
 
-def _free_port() -> int:
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free TCP port of 127.0.0.1, which no other harness takes meanwhile."""
     # Below the ephemeral range, where no outgoing connection can take it before rank 0 listens.
     for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe:
+        # The UDP port of the same number is the lock between harnesses: rank 0 is to have the TCP port.
+        with socket.socket() as probe, socket.socket(type=socket.SOCK_DGRAM) as lock:
             try:
+                lock.bind(("127.0.0.1", port))
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+            probe.close()
+            yield port
+            return
     raise RuntimeError("found no free port of 127.0.0.1 between 20000 and 32000")
 
 
