@@ -230,7 +230,7 @@ class Training:
             _check_items(items)
         self.run.require_alive()
         (unit,) = self._units([model])
-        self.run.use_window(unit.window)
+        self.run.use_windows([unit.window])
         if self.run.world.size > 1:
             check_unit(self.run, unit, "forward" if forward_only else "backward", trains=not forward_only)
         return step.run_window(

@@ -26,13 +26,13 @@ def say(*lines: str, indent: int = 2) -> None:
 
     A wrapped line continues `indent` columns further in.
     """
-    console = _console() if sys.stdout.isatty() else None
+    console = _console() if _on_terminal() else None
     for line in lines:
         if console is None:
             print(line, flush=True)
             continue
         margin = " " * (len(line) - len(line.lstrip()) + indent)
-        pieces = textwrap.wrap(line, console.width, subsequent_indent=margin, break_on_hyphens=False)
+        pieces = textwrap.wrap(line, max(console.width, 1), subsequent_indent=margin, break_on_hyphens=False)
         console.print(_coloured("\n".join(pieces)))
 
 
@@ -47,7 +47,7 @@ def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> Iterator[str
     leading = [
         "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False)) for row in rows
     ]
-    if not sys.stdout.isatty():
+    if not _on_terminal():
         yield from (start + row[-1] for start, row in zip(leading, rows, strict=True))
         return
     from rich.padding import Padding
@@ -73,7 +73,7 @@ def prompt(name: str, default: Any, parse: Callable[[Any], Any]) -> Any:
 
     `parse` raises click.UsageError for an answer that it refuses.
     """
-    if not sys.stdout.isatty():
+    if not _on_terminal():
         return click.prompt(name, default=default, value_proc=parse, show_default=bool(default))
     from rich.prompt import InvalidResponse, PromptBase
     from rich.text import Text
@@ -90,11 +90,16 @@ def prompt(name: str, default: Any, parse: Callable[[Any], Any]) -> Any:
 
 def confirm(question: str) -> bool:
     """Ask for yes or no; no by default."""
-    if not sys.stdout.isatty():
+    if not _on_terminal():
         return click.confirm(question, default=False)
     from rich.prompt import Confirm
 
     return Confirm.ask(question, default=False)
+
+
+def _on_terminal() -> bool:
+    # Python has no stdout where the shell closed it.
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _console() -> Any:
@@ -110,7 +115,7 @@ def _coloured(text: str) -> Any:
     """
     from rich.text import Text
 
-    coloured = Text(text)
+    coloured = Text(text, overflow="fold")
     for colour, words in STYLES.items():
         coloured.highlight_regex(rf"(?<![\w-])({'|'.join(words)})(?![\w-])", colour)
     return coloured

@@ -76,7 +76,7 @@ def convert(raw: Any, kind: Any) -> Any:
         return _first_fit(raw, kind, ((raw, member) for member in get_args(kind)))
     if get_origin(kind) is Annotated:
         return convert(raw, get_args(kind)[0])
-    if kind in (Any, object):
+    if kind is Any or (kind is object and not isinstance(raw, bool)):  # YAML reads a bare yes as one
         return raw
     if shape(kind) is Mapping and isinstance(raw, Mapping):
         return _convert_mapping(raw, kind)

@@ -131,8 +131,7 @@ class Resolved:
         ]
         if not proposals:
             return self
-        table = Table(self._table.sections)
-        table.read([*self._table.values, *proposals])
+        table = self._table.with_values(proposals)
         return _resolved(table, self.file, self._environment)
 
     def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:

@@ -33,14 +33,11 @@ class Table:
     """Path of a section -> the object that Python gave; a run holds that very object."""
     aliases: dict[str, SourceValue] = field(factory=dict)
     """Alias in `strategies` -> the name of its plugin."""
-    values: Sequence[SourceValue] = ()
-    """The values that were read, as their sources gave them."""
     notes: dict[str, None] = field(factory=dict)
     """Sections that were kept unread, and why. A dict, for the order."""
 
     def read(self, values: Sequence[SourceValue]) -> None:
         """Type and merge all that sources gave, the weakest source first. Called once."""
-        self.values = values
         located = [part for value in values for part in self._locate(value)]
         for value in located:  # before any option is read: another source may name the plugin of an alias
             if value.path[0] == "strategies" and value.path[2:] == ("plugin",):
@@ -51,6 +48,18 @@ class Table:
                 self._refuse(plugin, f"{alias!r} means another strategy; name yours otherwise")
         for value in located:
             self._read(value)
+
+    def with_values(self, values: Sequence[SourceValue]) -> Table:
+        """Return a new table with values of a further source; those that are typed are not read again."""
+        table = Table(
+            self.sections,
+            settings=dict(self.settings),
+            objects=dict(self.objects),
+            aliases=dict(self.aliases),
+            notes=dict(self.notes),
+        )
+        table.read(values)
+        return table
 
     def within(self, path: Path) -> Sequence[Path]:
         """Paths of the options and objects given for a section and the sections in it."""
@@ -123,7 +132,7 @@ class Table:
             self._read_in((), RunConfig, value)
         elif name != "strategies":
             self._read_plugin(name, (name,), value)
-        elif (plugin := self.aliases.get(rest[0])) is None:
+        elif (plugin := self.aliases.get(rest[0])) is None or not plugin.value:
             self._refuse(value, "needs a key 'plugin' that names its strategy", value.path[:2])
         elif rest[1:] == ["plugin"]:
             self._merge(evolve(value, value=str(value.value)))

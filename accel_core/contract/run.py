@@ -64,7 +64,10 @@ class Run(UnitRun, Protocol):
         """Have later calls of `prepare` that name no strategy use this one."""
 
     def begin_accumulation(self, accumulation: Any) -> None:
-        """Make this the innermost `accumulate` that is entered."""
+        """Make this the innermost `accumulate`; its windows are in use once it is entered whole."""
+
+    def use_windows(self, windows: Sequence[Window]) -> None:
+        """Make these the windows used last."""
 
     def end_accumulation(self, accumulation: Any) -> None:
         """Return to the `accumulate` around this one."""

@@ -189,8 +189,8 @@ class Run:
         return lost_peer(self, operation, error)
 
     def begin_accumulation(self, accumulation: Accumulation) -> None:
-        """Make this the innermost `accumulate` that is entered."""
-        self.accumulation, self.windows = accumulation, accumulation.windows or self.windows
+        """Make this the innermost `accumulate`; its windows are in use once it is entered whole."""
+        self.accumulation = accumulation
 
     def end_accumulation(self, accumulation: Accumulation) -> None:
         """Return to the `accumulate` around this one."""
@@ -198,9 +198,9 @@ class Run:
         if outer is not None:
             self.windows = outer.windows
 
-    def use_window(self, window: Window) -> None:
-        """Make this the window used last."""
-        self.windows = (window,)
+    def use_windows(self, windows: Sequence[Window]) -> None:
+        """Make these the windows used last."""
+        self.windows = tuple(windows)
 
     def set_accumulation_steps(self, steps: int, *, inside: bool = False) -> None:
         """Set the micro-batches per window: of every unit, from its next window on.

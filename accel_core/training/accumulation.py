@@ -64,6 +64,8 @@ class Accumulation:
             if items is not None:
                 for unit in self.units:
                     unit.step_state.expect_items()
+            if self.windows:
+                run.use_windows(self.windows)
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
             self.drop()
             raise

@@ -106,3 +106,23 @@ def test_a_pipe_needs_no_rich():
     )
 
     assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_long_words_are_folded_and_not_cut(toys, tmp_path):
+    folder = "a-folder-" + "of-many-words-" * 12
+    (tmp_path / "accel.yaml").write_text(f"project: {{project_dir: {folder}}}\n")
+    shown = plain(on_a_terminal("config", "show", cwd=tmp_path))
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert folder in re.sub(r"\s", "", shown)
+
+
+def test_a_closed_stdout_is_no_terminal(tmp_path):
+    ended = subprocess.run(
+        ["sh", "-c", '"$0" config show >&-', ACCEL],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in ended.stderr

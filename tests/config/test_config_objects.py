@@ -183,6 +183,13 @@ def test_a_named_strategy_proposes_by_its_own_options(resolve):
     assert found.origins["accumulation.adjust_scheduler"] == "a: stage 3 steps schedulers itself"
 
 
+def test_values_are_read_once_though_a_plugin_proposes(resolve):
+    found = resolve("shard: {stage: 3}", python={"rng_types": iter(["generator"])})
+    again = found.with_proposals(["shard"])
+    assert again is not found
+    assert again.config.rng_types == ("generator",)
+
+
 def test_two_different_proposals_for_an_option_are_an_error_naming_both(resolve):
     with pytest.raises(
         ConfigError, match=r"rival-one: rival-one needs them: .*wants True, but it is False by shard:"

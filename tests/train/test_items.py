@@ -244,3 +244,18 @@ def test_more_items_than_float32_counts_are_counted_exactly(accelerator_of):
     accelerator.prepare(net())
     for items in (2**24 + 1, torch.tensor(2**24 + 1)):
         assert _items_of_all_ranks(accelerator.run, items).item() == 2**24 + 1
+
+
+def test_a_refused_micro_batch_leaves_the_windows_in_use_as_they_were(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=3)
+    one, other = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+    with accelerator.accumulate(other):
+        pass
+    for _ in range(3):
+        with accelerator.accumulate(one):
+            pass
+    before = accelerator.window.index, accelerator.sync_gradients
+    with pytest.raises(AccelError), accelerator.accumulate(other, items=2):
+        pass
+    assert (accelerator.window.index, accelerator.sync_gradients) == before == (2, True)
+    accelerator.end_training()

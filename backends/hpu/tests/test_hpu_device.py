@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from accel_testing.simulated.pretence import pretend
 
 from accel_core import Accelerator, ConfigError, World
 from accel_hpu import HpuConfig, device, machine
 from accel_hpu.device import HpuDevice
 from accel_hpu.machine import HpuLaunch, probe
 from accel_testing import run_processes
+from accel_testing.simulated.simulate import simulate_plugin
 
 DEVICE = torch.device("cpu")  # only handed through
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -151,7 +151,7 @@ def test_graphs_record_models_that_are_trained_after_wrapping(
 def trained_and_teacher(stand_in: str) -> tuple[int, int]:
     """How many models were recorded: after one was prepared to be trained, and after one that is not."""
     sys.path.insert(0, stand_in)
-    pretend("hpu", "hccl", None)
+    simulate_plugin("hpu", "hccl", None)
     from habana_frameworks.torch import hpu
 
     accelerator = Accelerator(device="hpu", plugins=[HpuConfig(graphs=True)])
