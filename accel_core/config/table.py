@@ -50,7 +50,10 @@ class Table:
             self._read(value)
 
     def with_values(self, values: Sequence[SourceValue]) -> Table:
-        """Return a new table with values of a further source; those that are typed are not read again."""
+        """Return a new table with the values of a further source.
+
+        What is typed is not read again: a value may be a generator.
+        """
         table = Table(
             self.sections,
             settings=dict(self.settings),
