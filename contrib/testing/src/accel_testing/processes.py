@@ -25,13 +25,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from attrs import field, frozen
@@ -138,10 +139,11 @@ def reserved_port() -> Iterator[int]:
 @frozen
 class _Task:
     module: str
-    file: str | None
     qualname: str
     arguments: bytes
     seconds: int
+    files: Mapping[str, str]
+    """Modules that no search path knows under their names -> their files."""
     environment: Mapping[str, str] = field(factory=lambda: dict(os.environ))
     path: Sequence[str] = field(factory=lambda: list(sys.path))
     directory: str = field(factory=os.getcwd)
@@ -149,9 +151,34 @@ class _Task:
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Sequence[Any], *, seconds: int) -> _Task:
-        module = sys.modules[function.__module__]
-        file = getattr(module, "__file__", None)
-        return cls(function.__module__, file, function.__qualname__, pickle.dumps(args), seconds)
+        return cls(
+            function.__module__, function.__qualname__, pickle.dumps(args), seconds, _test_files(function)
+        )
+
+
+def _test_files(function: Callable[..., Any]) -> dict[str, str]:
+    # Test runners import files under names of folders, whose packages they make up: those have no spec.
+    made_up = {name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is None}
+    wanted = {
+        name: getattr(module, "__file__", None)
+        for name, module in sys.modules.items()
+        if name == function.__module__ or name.partition(".")[0] in made_up
+    }
+    return {name: file for name, file in wanted.items() if file and name != "__main__"}
+
+
+@frozen
+class _TestFiles(MetaPathFinder):
+    """Finds modules by a table of their files."""
+
+    files: Mapping[str, str]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name in self.files:
+            return importlib.util.spec_from_file_location(name, self.files[name])
+        if any(module.startswith(f"{name}.") for module in self.files):
+            return ModuleSpec(name, None, is_package=True)
+        return None
 
 
 def _light(category: Any) -> bool:
@@ -310,24 +337,13 @@ def _settle(task: _Task, variables: Mapping[str, str | None], output: str) -> No
         else:
             os.environ[name] = value
     sys.path[:] = task.path
+    sys.meta_path.append(_TestFiles(task.files))
     os.chdir(task.directory)
     warnings.filters[:] = task.filters  # type: ignore[index]
 
 
 def _find(task: _Task) -> Any:
-    try:
-        found: Any = importlib.import_module(task.module)
-    except ModuleNotFoundError as error:
-        # Test runners import files under names that the search path does not know.
-        if error.name is None or not task.module.startswith(error.name) or task.file is None:
-            raise
-        spec = importlib.util.spec_from_file_location(task.module, task.file)
-        assert spec is not None and spec.loader is not None
-        found = sys.modules[task.module] = importlib.util.module_from_spec(spec)
-        # Unpickling a function of this module imports the packages that its name begins with.
-        for package in accumulate(task.module.split(".")[:-1], "{}.{}".format):
-            sys.modules.setdefault(package, ModuleType(package))
-        spec.loader.exec_module(found)
+    found: Any = importlib.import_module(task.module)
     for name in task.qualname.split("."):
         found = getattr(found, name)
     return found
