@@ -157,8 +157,8 @@ class _Task:
 
 
 def _test_files(function: Callable[..., Any]) -> dict[str, str]:
-    # Test runners import files under names of folders, whose packages they make up: those have no spec.
-    made_up = {name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is None}
+    # Test runners import files under names of folders, whose packages they make up: those have no file.
+    made_up = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) is None}
     wanted = {
         name: getattr(module, "__file__", None)
         for name, module in sys.modules.items()
