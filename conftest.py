@@ -1,6 +1,6 @@
 """Make the helper modules beside the tests importable by their bare names.
 
-With `--import-mode=importlib` names of test files may repeat across packages, and pytest adds no folder to
+Helpers lie beside the tests of any room or package, and pytest adds only the folders of the files it runs to
 the import path. The root itself stays off the path: tests import the installed packages, not the checkout.
 """
 
