@@ -1,7 +1,9 @@
 """Make the helper modules beside the tests importable by their bare names.
 
-Helpers lie beside the tests of any room or package, and pytest adds only the folders of the files it runs to
+With `--import-mode=importlib` names of test files may repeat across packages, and pytest adds no folder to
 the import path. The root itself stays off the path: tests import the installed packages, not the checkout.
+With `consider_namespace_packages` a test file has the name that these folders give it, so that a process of
+a test finds what is defined there.
 """
 
 from __future__ import annotations
