@@ -32,7 +32,7 @@ def say(*lines: str, indent: int = 2) -> None:
             print(line, flush=True)
             continue
         margin = " " * (len(line) - len(line.lstrip()) + indent)
-        pieces = textwrap.wrap(line, max(console.width, 1), subsequent_indent=margin, break_on_hyphens=False)
+        pieces = textwrap.wrap(line, console.width, subsequent_indent=margin, break_on_hyphens=False)
         console.print(_coloured("\n".join(pieces)))
 
 
@@ -105,7 +105,10 @@ def _on_terminal() -> bool:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False)
+    console = Console(highlight=False, soft_wrap=False)
+    if console.width < 1:  # COLUMNS=0, or a terminal that does not know its width
+        console.width = 80
+    return console
 
 
 def _coloured(text: str) -> Any:

@@ -1,8 +1,7 @@
 """A strict converter between plain values and typed options.
 
 Plain values are those of YAML, JSON and a shell. Nothing is guessed: "false" is not a bool, 3.9 is
-not an int. Only text of a shell (`RawText`) is
-read by the type of its option.
+not an int. Only text of a shell (`RawText`) is read by the type of its option.
 """
 
 from __future__ import annotations
@@ -152,7 +151,9 @@ def _exact(raw: Any, kind: Any) -> Any:
     if kind is Path and isinstance(raw, str):
         return Path(raw)
     is_class = get_origin(kind) is None and isinstance(kind, type)  # 3.10 takes list[int] for a class too
-    if is_class and isinstance(raw, kind) and (type(raw) is not bool or kind is bool):
+    is_list_of_letters = isinstance(raw, str) and shape(kind) is list  # to Python text is a Sequence
+    is_flag = type(raw) is bool and kind is not bool
+    if is_class and isinstance(raw, kind) and not (is_list_of_letters or is_flag):
         return raw
     raise _mismatch(raw, kind)
 
@@ -173,7 +174,10 @@ def _convert_part(label: object, raw: Any, kind: Any) -> Any:
 
 def _convert_mapping(raw: Mapping[Any, Any], kind: Any) -> Any:
     of_keys, of_values = get_args(kind) or (Any, Any)
-    items = {convert(key, of_keys): _convert_part(key, inner, of_values) for key, inner in raw.items()}
+    items = {
+        _convert_part(f"key {key!r}", key, of_keys): _convert_part(key, inner, of_values)
+        for key, inner in raw.items()
+    }
     return _constructor(kind, dict)(items)
 
 
@@ -196,9 +200,9 @@ def _constructor(kind: Any, otherwise: type) -> Any:
 
 def _convert_section(raw: Mapping[str, Any], kind: type) -> Any:
     options = options_of(kind)
-    unknown = next((key for key in raw if key not in options), None)
-    if unknown is not None:
-        raise MismatchError(f"unknown key {unknown!r}{did_you_mean(str(unknown), options)}")
+    for key in raw:
+        if key not in options:
+            raise MismatchError(f"unknown key {key!r}{did_you_mean(str(key), options)}")
     values = {key: _convert_part(key, inner, options[key][1]) for key, inner in raw.items()}
     try:
         return kind(**values)

@@ -41,7 +41,8 @@ class Table:
         located = [part for value in values for part in self._locate(value)]
         for value in located:  # before any option is read: another source may name the plugin of an alias
             if value.path[0] == "strategies" and value.path[2:] == ("plugin",):
-                self.aliases[value.path[1]] = evolve(value, value=str(value.value))
+                name = str(value.value) if isinstance(value.value, str) else ""  # refused below
+                self.aliases[value.path[1]] = evolve(value, value=name)
         for alias, plugin in self.aliases.items():
             other = self.sections.discovery.get(alias)
             if alias == "auto" or (other and other.slot == "strategy" and alias != plugin.value):

@@ -50,7 +50,7 @@ class LoaderPlan:
 
     @property
     def sharding(self) -> Sharding:
-        """As planned, or as `PreparedLoader.padding` has it now."""
+        """The plan, with the padding that `PreparedLoader.padding` has now."""
         return self._sharding if self.sampler is None else self.sampler.sharding
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,19 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attrs import evolve
 
-from accel_core.checkpoint import unreported
 from accel_core.checkpoint.session import CheckpointSession
-from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import unused_profile_options
 from accel_core.contract.run import live_runs
-from accel_core.contract.stack import Stack
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
 from accel_core.contract.world import Collectives, World, check_scheduler_tasks
 from accel_core.distributed.watch import lost_peer
-from accel_core.errors import AccelError, CheckpointError, CollectiveError, ConfigError
+from accel_core.errors import AccelError, CollectiveError, ConfigError
 from accel_core.plugins.binding import LAYERS, Hooks, Steps
-from accel_core.plugins.discovery import discover
 from accel_core.runtime.assembly import (
     Assembly,
     apply_launch_environment,
@@ -39,9 +34,10 @@ from accel_core.runtime.assembly import (
     check_refusals,
     restore_environment,
 )
+from accel_core.runtime.exit import end_runs
 from accel_core.runtime.join import agree_on_run, join_world, leave_world
 from accel_core.runtime.parameters import ParameterIndex
-from accel_core.runtime.selection import choose
+from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
 from accel_core.training.step_state import StepState
 
@@ -111,7 +107,7 @@ class Run:
         self.world = World.here()
         if self.world.size == 1:
             check_scheduler_tasks(os.environ)
-        self.resolved, self.stack = _decide(python or {}, objects, presets or {}, self.world)
+        self.resolved, self.stack = decide(python or {}, objects, presets or {}, self.world.size)
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
@@ -431,43 +427,4 @@ def _release(unit: Unit) -> None:
             unit.detach.pop()()
 
 
-def _decide(
-    python: Mapping[str, object],
-    objects: Sequence[object],
-    presets: Mapping[str, tuple[object, str]],
-    world: World,
-) -> tuple[Resolved, Stack]:
-    discovery = discover()
-    resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
-    stack = choose(resolved, world.size, discovery)
-    decided = resolved.with_proposals([chosen.name for chosen in stack.members()])
-    if decided.config.mixed_precision != resolved.config.mixed_precision:
-        stack = choose(decided, world.size, discovery)
-    return decided, stack
-
-
-@atexit.register
-def _release_at_exit() -> None:
-    # A wrapped model or a process group that is alive when the interpreter ends aborts the process
-    # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
-    # After an exception the group is left alone: ending it might wait for ranks that never come.
-    failed, lost = getattr(sys, "last_value", None) is not None, False
-    for run in list(live_runs):
-        if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
-            continue
-        try:
-            run.end(failed=failed)
-        except CheckpointError as error:
-            sys.stderr.write(f"accel: {error}\n")
-            lost = True
-        except Exception:  # of a tracker, say: the other runs' turn comes
-            traceback.print_exc()
-            lost = True
-    for process, said in unreported.values():
-        if process == os.getpid():
-            sys.stderr.write(f"accel: {said}\n")
-            lost = True
-    if lost:  # raised here it would be printed and forgotten: the job would count as done
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+atexit.register(end_runs)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import evolve, frozen
 
+from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.card import CAPABILITIES, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
-from accel_core.plugins.discovery import Discovery
+from accel_core.plugins.discovery import Discovery, discover
 
-if TYPE_CHECKING:
-    from accel_core.config.resolve import Resolved
+__all__ = ["choose", "decide"]
 
-__all__ = ["choose"]
+
+def decide(
+    python: Mapping[str, object],
+    objects: Sequence[object],
+    presets: Mapping[str, tuple[object, str]],
+    processes: int,
+) -> tuple[Resolved, Stack]:
+    """Resolve the config, and choose its stack; plugins of the stack may propose values of the config."""
+    discovery = discover()
+    resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
+    stack = choose(resolved, processes, discovery)
+    decided = resolved.with_proposals([chosen.name for chosen in stack.members()])
+    if decided.config.mixed_precision != resolved.config.mixed_precision:
+        stack = choose(decided, processes, discovery)
+    return decided, stack
 
 
 def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:

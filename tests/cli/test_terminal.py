@@ -24,7 +24,8 @@ def on_a_terminal(*words, environment=None, cwd=None, answers=""):
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     variables = {**clean_environment(environment), "TERM": "xterm-256color"}
     for name in ("NO_COLOR", "COLUMNS", "FORCE_COLOR"):
-        variables.pop(name, None)
+        if name not in (environment or {}):
+            variables.pop(name, None)
     process = subprocess.Popen([ACCEL, *words], stdin=its, stdout=its, stderr=its, env=variables, cwd=cwd)
     os.close(its)
     os.write(ours, answers.encode())
@@ -114,6 +115,11 @@ def test_long_words_are_folded_and_not_cut(toys, tmp_path):
     shown = plain(on_a_terminal("config", "show", cwd=tmp_path))
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert folder in re.sub(r"\s", "", shown)
+
+
+def test_a_terminal_without_columns_shows_everything_all_the_same(toys):
+    shown = plain(on_a_terminal("plugins", environment=toys("pony", "strategy") | {"COLUMNS": "0"}))
+    assert "pony" in re.sub(r"\s", "", shown)
 
 
 def test_a_closed_stdout_is_no_terminal(tmp_path):

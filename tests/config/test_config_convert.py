@@ -148,6 +148,16 @@ def test_a_dataclass_is_told_apart_by_its_fields():
 def test_a_mistake_in_a_mapping_is_named_by_its_key():
     with pytest.raises(MismatchError, match="^b: expected a whole number, got 'x'"):
         convert({"a": 1, "b": "x"}, Mapping[str, int])
+    with pytest.raises(MismatchError, match="^key 'x': expected a whole number, got 'x'"):
+        convert({"x": 1}, Mapping[int, int])
+    with pytest.raises(MismatchError, match="^item 1: unknown key None"):
+        convert([{None: 1}], tuple[Policy, ...])
+
+
+@pytest.mark.parametrize("kind", [Sequence, tuple, list, Sequence[str]])
+def test_text_of_a_file_is_not_the_list_of_its_letters(kind):
+    with pytest.raises(MismatchError, match=r"expected a list, got 'ab'; write \[ab\]"):
+        convert("ab", kind)
 
 
 policies = st.builds(Policy, param_dtype=st.sampled_from(["fp32", "bf16"]), min_size=st.integers(0, 9))

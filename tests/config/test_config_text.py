@@ -249,6 +249,17 @@ def test_text_that_a_file_would_drop_is_that_text_from_a_shell(resolve, text):
     assert resolve(flags={"project.logging_dir": text}).settings["project", "logging_dir"].value == text
 
 
+def test_a_bare_no_for_text_or_an_object_is_refused_with_its_place_and_remedy(resolve):
+    with pytest.raises(ConfigError, match=r"accel\.yaml:1.*log_with.*write it in quotes"):
+        resolve("log_with: [no]\n")
+
+
+@pytest.mark.parametrize("name", ["''", "null", "[]"])
+def test_a_strategy_needs_the_name_of_its_plugin(resolve, name):
+    with pytest.raises(ConfigError, match="plugin"):
+        resolve(f"strategies: {{main: {{plugin: {name}}}}}\n")
+
+
 @pytest.mark.parametrize("alias", ["auto", "shard"])
 def test_an_alias_is_not_called_as_another_strategy(resolve, alias):
     with pytest.raises(ConfigError, match=f"'{alias}' means another strategy; name yours otherwise"):

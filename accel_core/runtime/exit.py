@@ -1,0 +1,40 @@
+"""End the runs that a script leaves behind, when the interpreter ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from accel_core.checkpoint import unreported
+from accel_core.contract.run import live_runs
+from accel_core.errors import CheckpointError
+
+__all__ = ["end_runs"]
+
+
+def end_runs() -> None:
+    """End the live runs of this process; exit with status 1 if that lost anything."""
+    # A wrapped model or a process group that is alive when the interpreter ends aborts the process
+    # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
+    # After an exception the group is left alone: ending it might wait for ranks that never come.
+    failed, lost = getattr(sys, "last_value", None) is not None, False
+    for run in list(live_runs):
+        if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
+            continue
+        try:
+            run.end(failed=failed)
+        except CheckpointError as error:
+            sys.stderr.write(f"accel: {error}\n")
+            lost = True
+        except Exception:  # of a tracker, say: the other runs' turn comes
+            traceback.print_exc()
+            lost = True
+    for process, said in unreported.values():
+        if process == os.getpid():
+            sys.stderr.write(f"accel: {said}\n")
+            lost = True
+    if lost:  # raised here it would be printed and forgotten: the job would count as done
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
