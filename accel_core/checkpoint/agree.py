@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:
-    """This rank's result of `action`, once it has succeeded on every rank.
+    """Return this rank's result of `action`, once it has succeeded on every rank.
 
     Collective; raises as `gather_from_all_ranks`.
     """

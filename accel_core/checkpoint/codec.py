@@ -68,7 +68,7 @@ def not_plain(tensor: Tensor) -> str:
 
 
 def require_plain(what: str, tensor: Tensor) -> None:
-    """Raises CheckpointError if the tensor cannot be stored."""
+    """Raise CheckpointError if the tensor cannot be stored."""
     if odd := not_plain(tensor):
         raise CheckpointError(
             f"{what} is {odd} and cannot be stored\n"
@@ -133,7 +133,7 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
 
 
 def key_text(key: Any, path: str) -> str:
-    """The key of a mapping as text without "/": itself, where it is such text.
+    """Return the key of a mapping as text without "/": itself, where it is such text.
 
     Raises:
         CheckpointError: it is not plain data; the message names its path.
@@ -144,12 +144,12 @@ def key_text(key: Any, path: str) -> str:
 
 
 def key_of(text: str) -> Any:
-    """The key that `key_text` was given."""
+    """Return the key that `key_text` was given."""
     return decode(json.loads(unquote(text[1:])), text) if text.startswith("%") else text
 
 
 def _step(key: str) -> str:
-    """A key in a path.
+    """Return a key in a path.
 
     Two paths are never alike, for large tensors are stored under them.
     """
@@ -177,7 +177,7 @@ def _of_class(value: Any) -> dict[str, list[Any]] | None:
 
 
 def _class_at(module: str, name: str) -> Any:
-    """A class that this program has imported already; None where it has not."""
+    """Return a class that this program has imported already; None where it has not."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)  # getattr would import, where modules are lazy
@@ -208,7 +208,7 @@ def _imported(module: str, name: str, base: type) -> Any:
 
 
 def _instead_of(value: Any) -> str:
-    """The remedy for a value whose class cannot be found by its name."""
+    """Return the remedy for a value whose class cannot be found by its name."""
     if isinstance(value, Enum):
         return "define the enum at the top level of a module, or let state_dict() return its member's .value"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -61,7 +61,7 @@ class Collected:
     own: dict[str, Any] = field(factory=dict)
 
     def add(self, key: Key, leaf: Leaf, *, spread: bool = True) -> None:
-        """Raises CheckpointError if the key is taken."""
+        """Raise CheckpointError if the key is taken."""
         if key in self.leaves:
             raise CheckpointError(
                 f"unit {key[0]!r}: there are two states {key[1]}\na parameter may be in one optimizer only"
@@ -162,12 +162,12 @@ def without_collecting_garbage() -> Iterator[None]:
 
 
 def class_of(value: object) -> str:
-    """The name under which an object's class is recorded."""
+    """Return the name under which an object's class is recorded."""
     return type(value).__qualname__
 
 
 def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry) -> str:
-    """The key of a plugin's entry; one that belongs to a rank or reader says so."""
+    """Return the key of a plugin's entry, with the rank or reader it belongs to."""
     owner = {"per_reader": f"@reader{run.topology.reader}", "per_rank": f"@rank{run.world.rank}"}
     return f"{plugin}/{name}{owner.get(entry.scope, '')}"
 
@@ -185,7 +185,7 @@ def _module_states(unit: Unit) -> list[tuple[str, ModuleState]]:
 
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
-    """The entries of `named` without those of the models that `Run.apart` lists."""
+    """Return the entries of `named` without those of models in `Run.apart`."""
     apart = [str(number) for number, model in enumerate(unit.wrapped) if model in unit.run.apart]
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)
@@ -193,7 +193,7 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
-    """(unit, number there) of prepared objects, by sort, in the order of `prepare`."""
+    """Return (unit, number there) of prepared objects by sort, in `prepare`'s order."""
     places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
     for proxy in run.prepared:
         inner = getattr(proxy, "scheduler", getattr(proxy, "optimizer", None))

@@ -73,7 +73,7 @@ class Leftover:
 
 
 def partial_folder(target: Path, save_id: str) -> Path:
-    """The folder that a save is written into."""
+    """Return the folder that a save is written into."""
     return target.parent / f".{target.name}.{save_id}.partial"
 
 
@@ -149,7 +149,7 @@ def publish(target: Path, save_id: str, *, seen: str | None, replace: bool, rank
 
 
 def replaced(target: Path, save_id: str) -> list[Path]:
-    """The folder that had the target's name before this save, if there was one."""
+    """Return the folder that had the target's name before this save, if any."""
     partial = partial_folder(target, save_id)
     return [old for old in (partial, partial.with_suffix(".replaced")) if old.exists()]
 
@@ -179,7 +179,7 @@ def discard(folder: Path, target: Path) -> None:
 
 @contextmanager
 def workshop(folder: Path) -> Iterator[Path]:
-    """A folder in `folder` to write into. Folders of dead processes are removed."""
+    """Return a folder to write into; folders of dead processes are removed."""
     named = [(path, name) for path in folder.iterdir() if (name := _WORKSHOP.fullmatch(path.name))]
     for left in [path for path, name in named if is_over(name[1]) and not path.is_symlink()]:
         aside = left.with_suffix(".removed")
@@ -198,7 +198,7 @@ def workshop(folder: Path) -> Iterator[Path]:
 
 
 def locate(target: Path) -> Path:
-    """The folder that holds the checkpoint `target`.
+    """Return the folder that holds the checkpoint `target`.
 
     It is another than the target after a kill between two renames.
     """
@@ -222,7 +222,7 @@ def find_copies(target: Path) -> dict[str, Path]:
 
 
 def leftover_ids(parent: Path) -> set[str]:
-    """The ids of saves that have left folders in `parent`, or are written there now."""
+    """Return the ids of saves that left folders in `parent` or write there now."""
     return {left.save_id for left in _leftovers(parent)}
 
 

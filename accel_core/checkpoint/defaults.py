@@ -159,7 +159,7 @@ class BaseState:
 
 
 def model_state(unit: Unit) -> dict[str, Leaf]:
-    """The unit's parameters and persistent buffers, as torch holds them.
+    """Return the unit's parameters and persistent buffers, as torch holds them.
 
     Tied weights stand there once.
     """

@@ -53,7 +53,7 @@ class Disks:
 
     @classmethod
     def of(cls, run: Run, control: Collectives) -> Disks:
-        """The disks of the ranks that save. Collective."""
+        """Return the disks of the ranks that save. Collective."""
         here = run.world.node_rank if run.config.project.save_on_each_node else 0
         return cls(control.rank, gather_from_all_ranks(control, "compare disks", lambda: here))
 
@@ -76,7 +76,7 @@ class Disks:
         return len(set(self.of_rank)) > 1
 
     def ranks_of(self, first: int) -> list[int]:
-        """The ranks that write to the disk of this one."""
+        """Return the ranks that write to the disk of this one."""
         return [rank for rank, disk in enumerate(self.of_rank) if disk == self.of_rank[first]]
 
     @property
@@ -107,7 +107,7 @@ def answer(votes: Votes, rank: int, phase: str, deadline: float, action: Callabl
 
 
 def locate_on_all_disks(run: Run, target: Path) -> Path:
-    """The folder of the newest save named `target` that all disks have. Collective."""
+    """Return the newest save named `target` that all disks have. Collective."""
     if not run.config.project.save_on_each_node:
         return locate(target)
     copies = gather_from_all_ranks(run.collectives("control"), "find copies", lambda: find_copies(target))
@@ -132,7 +132,7 @@ def nodes_without(manifest: Manifest, ranks: Collection[int]) -> str:
 
 
 def files_are_elsewhere(folder: Path, what: str, nodes: str) -> CheckpointError:
-    """The error for a part that is on another node's disk."""
+    """Return the error for a part that is on another node's disk."""
     return CheckpointError(
         f"{folder} lacks {what}: it was saved on the disks of several nodes, and what {nodes},"
         f" wrote is not here\ncopy the files of {folder.name} on that node into this folder",

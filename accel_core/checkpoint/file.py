@@ -44,7 +44,7 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
 
 
 def not_written(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file or folder that the disk does not take."""
+    """Return the error for a file or folder that the disk does not take."""
     return CheckpointError(
         f"{path} could not be written: {type(error).__name__}: {error}\n"
         "what was there before is unchanged; free some space, or write to another folder",

@@ -96,12 +96,12 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[FileRec
 
 
 def as_json(value: Any) -> bytes:
-    """A value as compact JSON text."""
+    """Return a value as compact JSON text."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
-    """The head of a data file of these named tensors, and where each starts in it."""
+    """Return the head of a data file of these tensors, and each one's start in it."""
     from accel_core.distributed.tensor_bytes import name_of
 
     header: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class DataFile:
             start, into = start + count, into[count:]
 
     def block(self, number: int) -> str:
-        """The digest of a block, as it is on the disk now."""
+        """Return the digest of a block, as it is on the disk now."""
         start = number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.record.size - start)
         if not hasattr(_memory, "block"):
@@ -177,7 +177,7 @@ class DataFile:
             raise damaged(self.path, "its digest is not the one in the manifest")
 
     def json(self) -> Any:
-        """The content of a JSON file, verified."""
+        """Return the content of a JSON file, verified."""
         content = bytearray(self.record.size)
         self.read(0, whole := memoryview(content))
         self.check([xxh3_64_hexdigest(whole[number * BLOCK_BYTES :][:BLOCK_BYTES]) for number in self.blocks])
@@ -185,7 +185,7 @@ class DataFile:
             return json.loads(content)
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
-        """A tensor of the bytes from `start` on, in memory of its own."""
+        """Return a tensor of the bytes from `start` on, in memory of its own."""
         from accel_core.distributed.tensor_bytes import bytes_within, tensor_from
 
         memory = bytearray(bytes_within(self.record.size, dtype, shape, start))
@@ -218,7 +218,7 @@ class DataFile:
 
 
 def open_file(path: Path) -> int:
-    """A handle to read from; follows no symbolic link and waits for no pipe."""
+    """Return a handle to read from; follows no symbolic link and waits for no pipe."""
     try:
         wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
         return os.open(path, sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY))
@@ -238,7 +238,7 @@ def _read_at(handle: int, into: memoryview, start: int) -> int:
 
 
 def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that the system does not let us read."""
+    """Return the error for a file that the system does not let us read."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EIO):
         return damaged(path, f"it cannot be read ({error})")
     return UnreadableError(
@@ -259,7 +259,7 @@ def sync_folder(path: Path) -> None:
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:
-    """The error for a file that is not what was written."""
+    """Return the error for a file that is not what was written."""
     return CheckpointError(
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
         path=str(path),

@@ -56,7 +56,7 @@ class Layout:
         leaves: Leaves,
         replicas: Replicas | None = None,
     ) -> Layout:
-        """The layout in which this rank writes the boxes that were planned for it."""
+        """Return the layout in which this rank writes the boxes that were planned for it."""
         parts = [
             (key, number)
             for key, wanted in writes.items()
@@ -76,11 +76,11 @@ class Layout:
         return cls(name, declared, head, as_json(index), size, replicas or Replicas({}), parts)
 
     def tensors(self, leaves: Leaves) -> list[Tensor]:
-        """This rank's tensors, in the order of the file."""
+        """Return this rank's tensors, in the order of the file."""
         return [leaves[key].shards[number][1] for key, number in self._parts]
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
-        """The body of the data file, straight from the tensors, which must not change.
+        """Return the data file's body, straight from tensors that must not change.
 
         Each part is valid until the next one is asked for.
         """
@@ -89,7 +89,7 @@ class Layout:
         return _joined(tensors) if device is None else map(bytes_of, staged(tensors, device))
 
     def stage(self, leaves: Leaves) -> memoryview:
-        """The body of the data file, copied into a buffer that the next save overwrites."""
+        """Return the data file's body in a buffer that the next save overwrites."""
         tensors = self.tensors(leaves)
         if self._buffer is None:
             with torch.inference_mode(False):  # later saves write into it, in whatever mode
@@ -112,7 +112,7 @@ class Layout:
 
 
 def _joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of the tensors, in order.
+    """Return the bytes of the tensors, in order.
 
     Small ones joined, since each write costs time.
     """
@@ -130,7 +130,7 @@ def _described(declared: Declared) -> dict[str, Any]:
 
 
 def _name(key: Key, declared: Declared, number: int) -> str:
-    """The name in the safetensors header, for other tools: key and start of the part."""
+    """Return the name in the safetensors header: key and start of the part."""
     box = declared.boxes[number]
     part = "" if box.shape == declared.shape else f"@{','.join(map(str, box.offset))}"
     return "/".join(filter(None, key)) + part

@@ -270,7 +270,7 @@ class Restoration:
 
 
 def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> CheckpointError:
-    """The error for an action that failed after others were done."""
+    """Return the error for an action that failed after others were done."""
     state = "nothing else was changed"
     if done:
         more = f" and {len(done) - 5} more" if len(done) > 5 else ""

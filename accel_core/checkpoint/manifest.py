@@ -61,7 +61,7 @@ class Manifest:
 
 
 def manifest_of(members: Mapping[str, Any]) -> bytes:
-    """The manifest's content; its last line is a checksum of all bytes before it."""
+    """Return the manifest's content; its last line is a checksum of the rest."""
     named = {"format": FORMAT, "version": VERSION, **members}
     text = json.dumps(named, indent=2, allow_nan=False, default=repr)
     return _with_checksum(text.removesuffix("\n}").encode())
@@ -73,7 +73,7 @@ def write_manifest(folder: Path, content: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked.
+    """Return the manifest of a checkpoint, checked.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of a version that is not known here.
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _content(path: Path) -> bytes:
-    """The content of a manifest. Raises CheckpointError."""
+    """Return the content of a manifest. Raises CheckpointError."""
     handle = open_file(path)
     try:
         found = os.fstat(handle)
@@ -124,7 +124,7 @@ def _no_number(text: str) -> Any:
 
 
 def manifest_if_any(folder: Path) -> Manifest | None:
-    """The manifest, or None where `read_manifest` raises."""
+    """Return the manifest, or None where `read_manifest` raises."""
     try:
         return read_manifest(folder)
     except CheckpointError:
@@ -132,7 +132,7 @@ def manifest_if_any(folder: Path) -> Manifest | None:
 
 
 def is_ours(folder: Path) -> bool:
-    """True if some version of this format wrote the folder, damaged or not."""
+    """Return True if some version of this format wrote the folder, damaged or not."""
     try:
         return bool(json.loads(_content(folder / MANIFEST))["format"] == FORMAT)
     except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):

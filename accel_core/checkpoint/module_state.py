@@ -38,7 +38,7 @@ class ModuleState:
     extra: dict[str, Any] = field(factory=dict)
 
     def keys_of(self, names: list[str]) -> list[str]:
-        """The keys of a weight of these canonical names."""
+        """Return the keys of a weight of these canonical names."""
         return names if self.names is None else [key for name in names for key in self.names.get(name, ())]
 
 
@@ -52,7 +52,7 @@ class _StandIn(nn.Parameter):
 
 
 def module_state(unit: Unit, number: int) -> ModuleState:
-    """The names and extra state of the unit's model `number`. Not collective.
+    """Return the names and extra state of the unit's model `number`. Not collective.
 
     Raises:
         CheckpointError: `state_dict` computes something from weights.
@@ -80,7 +80,7 @@ def module_state(unit: Unit, number: int) -> ModuleState:
 
 
 def state_dict_outline(unit: Unit, number: int) -> dict[str, Any]:
-    """The `state_dict` of the unit's model `number`, with stand-ins for weights.
+    """Return the state dict of the unit's model `number`, stand-ins for weights.
 
     Not collective.
     """
@@ -88,7 +88,7 @@ def state_dict_outline(unit: Unit, number: int) -> dict[str, Any]:
 
 
 def owner_of(unit: Unit, number: int, key: str) -> nn.Module | None:
-    """The innermost module that can take back a key of a `state_dict`."""
+    """Return the innermost module that can take back a key of a `state_dict`."""
     modules, prefix = _modules(unit, number), unit.qualify(number, "")
     name = key
     while name:
@@ -160,7 +160,7 @@ def _modules(unit: Unit, number: int) -> dict[str, nn.Module]:
 
 
 def _copy_without_weights(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
-    """A copy with stand-ins for weights, and without torch's wrappers and hooks."""
+    """Copy the module with stand-ins for weights, without torch's wrappers and hooks."""
     here = f"{name}." if name else ""
     canonical = unit.qualify(number, name).rstrip(".")
     for key, child in module._modules.items():

@@ -129,7 +129,7 @@ class OptimizerPlan:
         self.actions.append((what, partial(scheduler.load_state_dict, state)))
 
     def _claim_own(self, what: str, mine: Mapping[str, Saved], here: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The saved state beside parameters, of optimizers that are one here."""
+        """Return the saved state beside parameters, of optimizers that are one here."""
         numbers = sorted({saved.group.optimizer for saved in mine.values()})
         claimed = [self._own.pop(number, ("", {}))[1] for number in numbers]
         if len(claimed) > 1 and any(claimed):
@@ -206,7 +206,7 @@ def _by_name_here(unit: Unit, saved: Iterable[tuple[str, Saved]], problems: Prob
 def _group_values(
     what: str, has: Mapping[str, Any], saved: Mapping[str, Saved], problems: Problems
 ) -> dict[str, Any]:
-    """The hyperparameters on which all saved parameters of the group agree."""
+    """Return the hyperparameters on which all saved parameters of the group agree."""
     agreed: dict[str, tuple[str, Any]] = {}
     one_of_each = {saved[name].group: name for name in reversed(has["params"]) if name in saved}
     for name in reversed(one_of_each.values()):

@@ -16,7 +16,7 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """The file or folder that a user names; `~` is the home folder.
+    """Return the file or folder that a user names; `~` is the home folder.
 
     Raises:
         CheckpointError: it is a URL.

@@ -134,7 +134,7 @@ class PendingSave:
             raise self.cause  # Ctrl-C: the others know
 
     def attempt(self, action: Callable[..., Message], *arguments: Any) -> Message:
-        """The result of `action`, or its error, as a message to the other ranks."""
+        """Return the result of `action`, or its error, as a message to the other ranks."""
         try:
             return action(*arguments)
         except BaseException as error:

@@ -57,7 +57,7 @@ class Declared(NamedTuple):
 
 
 def declare(leaf: Leaf, *, spread: bool) -> Declared:
-    """The declaration of a leaf."""
+    """Return the declaration of a leaf."""
     # Lists first: this runs for every leaf of every save, and a generator takes twice the time.
     boxes = tuple([Box(tuple(offset), tensor.shape) for offset, tensor in leaf.shards])
     dtypes = tuple([tensor.dtype for _, tensor in leaf.shards])
@@ -117,7 +117,7 @@ def plan(
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None:
-    """The reason why `boxes` do not cover a tensor of `shape` exactly once, or None."""
+    """Return why `boxes` do not cover a tensor of `shape` exactly once, or None."""
     if [*boxes] == [((0,) * len(shape), shape)]:  # the usual case
         return None
     for box in boxes:
@@ -141,7 +141,7 @@ def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The part that both boxes have, if it has any element."""
+    """Return the part that both boxes have, if it has any element."""
     offset = tuple(map(max, one.offset, other.offset))
     shape = tuple(end - start for start, end in zip(offset, map(min, one.ends, other.ends), strict=True))
     return Box(offset, shape) if min(shape, default=1) > 0 else None

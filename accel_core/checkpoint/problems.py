@@ -67,7 +67,7 @@ class Problems:
         logger.warning("%s: %s", self.folder, what)
 
     def raise_if_any(self) -> None:
-        """Raises CheckpointError if there are problems that count; the others are logged."""
+        """Raise CheckpointError if there are problems that count; the others are logged."""
         remedy = "prepare what was prepared when it was saved"
         raise_problems(
             [*self.fatal, *(self.found if self.strict else ())],
@@ -80,7 +80,7 @@ class Problems:
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """True if this dtype can hold every number of the other."""
+    """Return True if this dtype can hold every number of the other."""
     try:
         return torch.promote_types(other, dtype) == dtype
     except RuntimeError:  # torch promotes no float8, and no unsigned integers of several bytes

@@ -64,6 +64,6 @@ def _try_streams(run: Run, streams: Mapping[str, Tensor]) -> None:
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:
-    """The seed of a reader in another world, from rank 0's streams in the checkpoint."""
+    """Return a reader's seed in another world, from rank 0's saved streams."""
     content = b"".join(bytes(bytes_of(streams[name])) for name in sorted(streams))
     return xxh3_64_intdigest(content + reader.to_bytes(8, "big")) % (1 << 32)

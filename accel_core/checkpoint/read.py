@@ -44,14 +44,14 @@ class Stored:
     """The error for a box that is needed and on another node; None where all are here."""
 
     def tensor(self) -> Tensor:
-        """The whole tensor, in memory of its own."""
+        """Return the whole tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
         self.require(whole(tensor))
         fill([(self, whole(tensor))])
         return tensor
 
     def number(self) -> float:
-        """The value of a tensor of one element."""
+        """Return the value of a tensor of one element."""
         return float(self.tensor())
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
@@ -110,13 +110,13 @@ class Checkpoint(CheckpointFiles):
         return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """The state of one rank, still encoded."""
+        """Return the state of one rank, still encoded."""
         if rank not in self.ranks:
             raise self.lacks(f"what belongs to rank {rank} alone")
         return self.ranks[rank]
 
     def decode(self, value: Any, path: str) -> Any:
-        """The value that was encoded, its large tensors read from the data files."""
+        """Return the value that was encoded, its large tensors read from the data files."""
         try:
             return decode(value, path, self._fetch)
         except RecursionError as error:
@@ -193,12 +193,12 @@ def _neighbours(parts: Iterable[tuple[int, Tensor]], itemsize: int) -> Iterator[
 
 
 def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
-    """True if the tensor's memory is laid out as in the file, and can be read into."""
+    """Return True if the tensor's memory is laid out as the file's."""
     return tensor.is_cpu and tensor.dtype == DTYPES[dtype] and tensor.is_contiguous() and not _is_lazy(tensor)
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """True if torch conjugates or negates it on reading: `_foreach_copy_` cannot."""
+    """Return True if torch conjugates or negates the tensor when it reads it."""
     return tensor.is_neg() or tensor.is_conj()
 
 

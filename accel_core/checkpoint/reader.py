@@ -71,7 +71,7 @@ class CheckpointFiles:
         return nodes_without(self.manifest, self.shares)
 
     def lacks(self, what: str) -> CheckpointError:
-        """The error for a part that is on another node."""
+        """Return the error for a part that is on another node."""
         return files_are_elsewhere(self.folder, what, self.absent)
 
     def verify(self, share: int, shares: int) -> None:

@@ -42,7 +42,7 @@ class Replicas:
 
     @classmethod
     def of(cls, declarations: Sequence[Mapping[Key, Declared]], rank: int) -> Replicas:
-        """The replicas of a rank.
+        """Return the replicas of a rank.
 
         Parts of one digest are the same on all, in the same order.
         """

@@ -60,7 +60,7 @@ class CheckpointSeries:
         self.next_number = number
 
     def free_number(self) -> int:
-        """A number above all in the folder, also above those that others save now."""
+        """Return a number above all in the folder, also above those that others save now."""
         taken = [number for pattern in (_NAME, _WRITING) for number, _ in _numbered(self.folder, pattern)]
         number = max([self.next_number, *(each + 1 for each in taken)])
         if number > self.next_number:
@@ -157,7 +157,7 @@ def number_in(name: str) -> int:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """(number, path) of all entries with such a name, newest first."""
+    """Return (number, path) of all entries with such a name, newest first."""
     entries = folder.iterdir() if folder.is_dir() else ()
     named = [(int(name[1]), path) for path in entries if (name := pattern.fullmatch(path.name))]
     return sorted(named, reverse=True)

@@ -129,7 +129,7 @@ class Saver:
         return collect(self.run)
 
     def _layout_of(self, state: Collected) -> Layout:
-        """The layout of the save before, while no leaf changes on any rank.
+        """Return the layout of the save before, while no leaf changes on any rank.
 
         Else a new one.
         """

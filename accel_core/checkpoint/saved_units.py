@@ -34,7 +34,7 @@ def join_units(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def tensors_by_sort(unit: Unit, checkpoint: Checkpoint, problems: Problems) -> dict[str, dict[str, Stored]]:
-    """The unit's stored tensors by sort, named as this run names tied weights."""
+    """Return the unit's stored tensors by sort, named as this run names tied weights."""
     tensors: dict[str, dict[str, Stored]] = {"model": {}, "optimizer": {}, "plugins": {}}
     first_keys: dict[str, str] = {}
     for (name, key), stored in checkpoint.tensors.items():

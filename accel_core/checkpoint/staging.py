@@ -17,7 +17,7 @@ PIECE_BYTES: Final = 64 << 20
 
 
 def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:
-    """The device whose tensors `staged` copies best.
+    """Return the device whose tensors `staged` copies best.
 
     None where torch cannot pin for it.
     """
@@ -26,7 +26,7 @@ def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:
 
 @torch.no_grad()
 def staged(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """The bytes of the tensors, row-major and in order, on the host: uint8, (size,).
+    """Return the tensors' bytes on the host, row-major, in order: uint8, (size,).
 
     Each piece is valid until the next one is asked for. The host waits for the device once a piece, and
     the device copies the next piece meanwhile, on a stream of its own.
@@ -58,7 +58,7 @@ def _arrived(filled: Tensor, copied: torch.Event, parts: list[Tensor]) -> Tensor
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors as flat bytes, cut so that each list has PIECE_BYTES at most."""
+    """Cut the tensors' flat bytes into lists of at most PIECE_BYTES."""
     piece: list[Tensor] = []
     room = PIECE_BYTES
     for tensor in tensors:

@@ -47,7 +47,7 @@ class SaveTarget:
         directory: str | os.PathLike[str] | None,
         disks: Disks,
     ) -> SaveTarget:
-        """The target of the next save: `directory`, or the next of the numbered ones.
+        """Return the next save's target: `directory`, or the next numbered one.
 
         Collective.
 
@@ -131,7 +131,7 @@ class SaveTarget:
 def _judge_leftovers(
     parent: Path, series: CheckpointSeries, control: Collectives, disks: Disks
 ) -> tuple[str, set[str]]:
-    """An id for the new save, and the ids of those beside it that are written no more. Collective."""
+    """Return the new save's id and the ids of finished ones beside it. Collective."""
 
     def look() -> tuple[str, set[str]]:
         new_id = new_save_id(series.run.run_id) if control.rank == 0 else ""

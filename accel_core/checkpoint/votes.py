@@ -42,7 +42,7 @@ class Votes:
         return cls(HashStore() if store is None or alone else store.clone(), timeout.total_seconds())
 
     def under(self, prefix: str) -> Votes:
-        """The same, with keys of their own."""
+        """Return the same, with keys of their own."""
         return evolve(self, prefix=prefix)
 
     def publish(self, key: str, message: Message) -> None:
@@ -50,15 +50,15 @@ class Votes:
         self.store.set(f"{self.prefix}/{key}", as_json(message).decode())
 
     def has(self, key: str) -> bool:
-        """True once the message is there."""
+        """Return True once the message is there."""
         return self.store.check([f"{self.prefix}/{key}"])
 
     def read(self, key: str) -> Any:
-        """The message, which is there."""
+        """Return the message, which is there."""
         return json.loads(self.store.get(f"{self.prefix}/{key}"))
 
     def poll(self, key: str, deadline: float, *, unless: str | None = None) -> Message | None:
-        """The message, once it is there; else None.
+        """Return the message, once it is there; else None.
 
         Returns after the deadline, or once there is a message under `unless`.
         """
@@ -78,7 +78,7 @@ class Votes:
             self.store.delete_key(f"{self.prefix}/{key}")
 
     def failures(self, messages: Iterable[tuple[int, Message | None]]) -> list[str]:
-        """The errors in the messages of these ranks; None is a rank that has sent none."""
+        """Return the errors that these ranks sent; None for a rank that sent none."""
         silent = {"error": f"no vote within {self.timeout:g} s; it died or hangs"}
         said = [(rank, (silent if message is None else message).get("error")) for rank, message in messages]
         return [f"rank {rank}: {error}" for rank, error in said if error is not None]

@@ -73,7 +73,7 @@ def weights_of(
 def full_parameters(
     run: Run, model: nn.Module, names: Iterable[str] | None, *, writeback: bool
 ) -> AbstractContextManager[Any]:
-    """A context in which the model's parameters of these names are whole. Collective."""
+    """Make the model's parameters of these names whole in a context. Collective."""
     unit, number = _home(run, model)
     module = unit.models[number]
     prefix, all_names = unit.qualify(number, ""), module.named_parameters(remove_duplicate=False)
@@ -92,7 +92,7 @@ def full_parameters(
 
 
 def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
-    """The `state_dict()` of the model as if it were whole and unwrapped. Collective.
+    """Return the model's state dict as if whole and unwrapped. Collective.
 
     Parts that only other ranks hold come last.
     """
@@ -133,7 +133,7 @@ def save_model(
 
 
 def bytes_in(size: int | str) -> int:
-    """A size in bytes, given as a number or as in "10GB" or "500MiB"."""
+    """Return a size in bytes, given as a number or as in "10GB" or "500MiB"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
     if found is None:
         raise ConfigError(
@@ -162,13 +162,13 @@ def write_weights(
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The files of weights in a folder, whatever wrote them."""
+    """Return the files of weights in a folder, whatever wrote them."""
     names = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?(\.safetensors|\.bin)(\.index\.json)?")
     return sorted(path for path in folder.iterdir() if names.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
-    """The model's unit and its number there.
+    """Return the model's unit and its number there.
 
     A unit of its own if it was not prepared.
     """

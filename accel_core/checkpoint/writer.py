@@ -33,17 +33,17 @@ class Writer:
 
     @classmethod
     def here(cls) -> Writer:
-        """This process."""
+        """Return this process."""
         return cls(_machine(), os.getpid(), _started(os.getpid()))
 
     @classmethod
     def of(cls, save_id: str) -> Writer:
-        """The process that has made a save id."""
+        """Return the process that has made a save id."""
         _, machine, process, started, _ = save_id.split("-")
         return cls(machine, int(process), started)
 
     def is_dead(self) -> bool:
-        """True if the process has ended; to be asked on its machine.
+        """Return True if the process has ended. Call it on that process's machine.
 
         Numbers are given anew.
         """
@@ -51,7 +51,7 @@ class Writer:
 
 
 def new_save_id(run_id: str) -> str:
-    """An id for one save by this process."""
+    """Return an id for one save by this process."""
     run, here = xxh3_64_hexdigest(run_id.encode("utf-8", "surrogateescape")), Writer.here()
     return f"{run}-{here.machine}-{here.process}-{here.started}-{secrets.token_hex(4)}"
 
@@ -70,7 +70,7 @@ def end_writing(save_id: str) -> None:
 
 
 def is_over(save_id: str) -> bool:
-    """True if it is certain that no process writes the save any more.
+    """Return True if certainly no process writes the save any more.
 
     A run's id says nothing: two jobs may have one.
     """
@@ -81,7 +81,7 @@ def is_over(save_id: str) -> bool:
 
 
 def is_of_another_machine(save_id: str) -> bool:
-    """True if no process of this machine can tell whether the save is over."""
+    """Return True if no process of this machine can tell whether the save is over."""
     return Writer.of(save_id).machine != _machine()
 
 

@@ -77,7 +77,7 @@ def _table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Iterato
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, or in its `checkpoints`.
+    """Return the checkpoints in a folder, or in its `checkpoints`.
 
     Damaged ones too, unfinished ones not.
     """
@@ -148,7 +148,7 @@ def verify(folders: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _problems(folder: Path) -> list[str]:
-    """The problems of a checkpoint.
+    """Return the problems of a checkpoint.
 
     Looks again if another save replaces it meanwhile.
     """

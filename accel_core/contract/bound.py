@@ -12,13 +12,13 @@ class Hooks(Protocol):
     """The hooks of a stack, each an attribute to call."""
 
     def implementations(self, hook: str) -> list[Any]:
-        """The implementations of the hook, bottom layer first."""
+        """Return the implementations of the hook, bottom layer first."""
 
     def below_layer(self, layer: int) -> Hooks:
-        """The same hooks, answered by the layers below `layer`."""
+        """Return the same hooks, answered by the layers below `layer`."""
 
     def step(self, hook: str) -> Callable[..., Any] | None:
-        """The callable for each step; None where all implementations do nothing."""
+        """Return the callable for each step; None where all implementations do nothing."""
 
     def __getattr__(self, hook: str) -> Any: ...
 

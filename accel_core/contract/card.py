@@ -137,7 +137,7 @@ class Card:
 
 
 def incompatibility(api_version: str) -> str:
-    """The reason why plugins for a contract cannot be used here, else empty."""
+    """Return the reason why plugins for a contract cannot be used here, else empty."""
     theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
     if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
         return ""

@@ -38,7 +38,7 @@ class KwargsHandler(Remembering):
     """Base of config classes whose given arguments win over a file."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from the class's defaults.
+        """Return the fields that differ from the class's defaults.
 
         What equals a default is left to torch, whose own default applies should it ever differ.
         """

@@ -89,7 +89,7 @@ def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Jo
 
 @spec("owner")
 def select_device(world: World) -> torch.device:
-    """The device of this process, made current.
+    """Return the device of this process, made current.
 
     Raises if `local_rank` has none. base: the card's torch device type, index `local_rank`.
     """
@@ -135,7 +135,7 @@ def mesh_dims(config: RunConfig, world: World) -> Sequence[MeshDim]:
 
 @spec("owner")
 def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
-    """The mesh of the dimensions that all plugins declare. Collective.
+    """Return the mesh of the dimensions that all plugins declare. Collective.
 
     base: None without dimensions and in a world of one (sizes that do not fit it are refused); else torch's
     `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives. A plugin that drives
@@ -150,7 +150,7 @@ def data_topology(mesh: Mesh | None, world: World) -> Topology:
 
 @spec("owner")
 def collectives(dim: str) -> Collectives:
-    """Collectives over `dim`, with torch's process group in `group`; cached by core.
+    """Return collectives over `dim`; `group` is torch's process group. Cached.
 
     `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of the run's mesh, or
     several joined by "+", outermost first. Called on all ranks in the same order.
@@ -163,7 +163,7 @@ DUTIES: Final = ("precision", "accumulation", "clipping", "optimizer", "schedule
 
 @spec("everyone")
 def owns(config: RunConfig) -> Sequence[str]:
-    """The duties this plugin takes over; two claims of one in a unit are refused."""
+    """Return the duties this plugin takes over; a unit has one claim of each."""
 
 
 @spec("observer")
@@ -195,7 +195,7 @@ def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Op
 
 @spec("everyone")
 def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
-    """A context for building large models: on the meta device, or in parts.
+    """Return a context for building large models: on the meta device, or in parts.
 
     Entered by `accelerator.model_init_context` before the unit (None: not named yet) is prepared, on all
     ranks; may be collective. `wrap_model` fills in the weights that the context leaves out.
@@ -225,7 +225,7 @@ def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module
 
 @spec("owner")
 def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
-    """The module the user trains with. base: the user's own object, unwrapped.
+    """Return the module the user trains with. base: the user's own object, unwrapped.
 
     A strategy whose forward alone needs all ranks calls `unit.set_forward_is_collective()`: a rank that has
     more batches than others then raises instead of waiting for them, in evaluation too.
@@ -234,7 +234,7 @@ def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
 
 @spec("owner")
 def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
-    """The optimizer that per-step hooks get; its groups hold the final parameters.
+    """Return the optimizer for per-step hooks; its groups hold final parameters.
 
     base: the user's own object. Schedulers keep the optimizer that they were made with: one that replaces
     it shares its `param_groups` list, so that a new rate reaches both, or `wrap_scheduler` replaces them.
@@ -252,7 +252,7 @@ def transform_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
 
 @spec("owner")
 def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
-    """An iterable that brings a loader's batches to the device, instead of core.
+    """Return an iterable that moves a loader's batches to the device.
 
     Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
     leaves out the points in the iterable's attribute `marks`. base: nothing; core moves batch by batch.
@@ -261,17 +261,17 @@ def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
 
 @spec("owner")
 def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
-    """The user's module inside what `wrap_model` returned."""
+    """Return the user's module inside what `wrap_model` returned."""
 
 
 @spec("owner")
 def wrap_scheduler(unit: Unit, scheduler: Any) -> Any:
-    """The scheduler that is stepped, saved and restored. base: the user's own object."""
+    """Return the scheduler that is stepped and saved. base: the user's object."""
 
 
 @spec("owner")
 def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
-    """The strategy's config, with values known only now; kept as `unit.config`.
+    """Return the strategy's config with values known now; kept as `unit.config`.
 
     Called in each `prepare` that adds to the unit, with its models, optimizers and schedulers there,
     untransformed. `loaders`: the dataloaders of this call. base: the config as it is.
@@ -299,7 +299,7 @@ def release(unit: Unit) -> None:
 
 @spec("wrapper", per_step=True)
 def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
-    """The batch as the user gets it: a rank's part, padded, in the device's dtypes.
+    """Return the user's batch: a rank's part, padded, in the device's dtypes.
 
     Called for each batch of a prepared loader, after it was moved to the device, on the stream that
     computes, by all ranks alike. `unit`: the run's only one; None if it has several.
@@ -308,7 +308,7 @@ def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
 
 @spec("everyone", per_step=True)
 def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
-    """A context around forward and backward of one micro-batch.
+    """Return a context around forward and backward of one micro-batch.
 
     Entered where the batch is known: in `forward_backward`, evaluation included, and in
     `accumulate(model, batch=...)`. A plugin that relies on it must raise if a forward runs outside it.
@@ -319,7 +319,7 @@ def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
 def share_sequences(
     buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
 ) -> AbstractContextManager[Any] | None:
-    """A context in which each tensor is this rank's part of it along its `dims`.
+    """Return a context in which each tensor is this rank's part along its `dims`.
 
     Entered by `accelerator.maybe_context_parallel` around forward and backward of one micro-batch that no
     loader has split. Afterwards the tensors are whole again, except those in `kept`.
@@ -328,7 +328,7 @@ def share_sequences(
 
 @spec("everyone")
 def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
-    """A factory of the context around each forward of the unit's models, or None.
+    """Return a factory of the context around each forward, or None.
 
     Called when the unit is bound; the factories are composed bottom up and entered in each forward.
     """
@@ -354,7 +354,7 @@ def transform_gradient(unit: Unit, gradient: Tensor, name: str) -> Tensor:
 
 @spec("owner", per_step=True)
 def no_sync(unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-    """A context in which `models` (wrapped) do not reduce gradients."""
+    """Return a context in which `models` (wrapped) do not reduce gradients."""
 
 
 @spec("owner", per_step=True)
@@ -416,7 +416,7 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
 
 @spec("owner")
 def grad_scaler(unit: Unit) -> GradScaler | None:
-    """The unit's loss scaler, or None. Called once, when the unit is bound."""
+    """Return the unit's loss scaler, or None. Called once, when the unit is bound."""
 
 
 @spec("owner", per_step=True)
@@ -430,7 +430,7 @@ def mark_step(point: Point) -> None:
 
 @spec("owner")
 def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-    """A context in which ranks may run out of batches at different times, or raise."""
+    """Return a context in which ranks may run out of batches apart, or raise."""
 
 
 @spec("owner")
@@ -455,7 +455,7 @@ def model_state(unit: Unit) -> Mapping[str, Leaf]:
 
 @spec("owner")
 def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
-    """The optimizer's state by canonical parameter name.
+    """Return the optimizer's state by canonical parameter name.
 
     A rank without a part of a parameter's state offers a leaf without shards, `replicated` as elsewhere.
     """
@@ -492,7 +492,7 @@ def materialize_optimizer_state(
 
 @spec("owner")
 def snapshot_safe(unit: Unit) -> bool:
-    """True if the tensors of the unit's leaves can be copied now.
+    """Return True if the tensors of the unit's leaves can be copied now.
 
     Asked before a save that is written while training goes on; False refuses it. base: True.
     """
@@ -508,7 +508,7 @@ def state_loaded(unit: Unit) -> None:
 
 @spec("everyone")
 def save_state(unit: Unit) -> Mapping[str, Entry]:
-    """The plugin's own state (scales, counters; never weights), kept under its name."""
+    """Return the plugin's own state: scales, counters, never weights."""
 
 
 @spec("everyone")
@@ -518,7 +518,7 @@ def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
 
 @spec("everyone")
 def rng_state() -> Mapping[str, Tensor]:
-    """Generator stream (python, numpy, torch, devices) -> state, a uint8 CPU tensor."""
+    """Return stream (python, numpy, torch, devices) -> state, a uint8 CPU tensor."""
 
 
 @spec("everyone")
@@ -528,7 +528,7 @@ def set_rng_state(streams: Mapping[str, Tensor]) -> None:
 
 @spec("owner")
 def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> AbstractContextManager[Any]:
-    """A context in which parameters of these names are whole in the user's modules.
+    """Return a context in which the user's modules hold these parameters whole.
 
     Collective. `writeback`: keep changes made to them inside. base: they are whole already.
     """
@@ -570,7 +570,7 @@ def set_affinity(world: World) -> None:
 
 @spec("owner")
 def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
-    """The same nested structure with its tensors on the device."""
+    """Return the same nested structure with its tensors on the device."""
 
 
 # -- observers and helpers -----------------------------------------------------------------------

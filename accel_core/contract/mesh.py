@@ -74,7 +74,7 @@ class MeshDim:
 
 
 def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
-    """The dimensions outermost first, none of size -1, their product `ranks`.
+    """Return the dimensions outermost first, none of size -1, their product `ranks`.
 
     Two equal ones count once. If none splits samples and none is -1, the remaining ranks form `dp_replicate`:
     ranks that no dimension describes read different data, as they do without a mesh.
@@ -130,7 +130,7 @@ class Mesh:
         return math.prod(dim.size for dim in self.dims if dim.name in names)
 
     def index(self, *names: str) -> int:
-        """This rank's number along these dimensions together, the outermost varying slowest."""
+        """Return this rank's number along these dimensions, the outermost slowest."""
         rest, index, stride = self.rank, 0, 1
         for dim in reversed(self.dims):
             rest, at = divmod(rest, dim.size)
@@ -139,11 +139,11 @@ class Mesh:
         return index
 
     def names(self, *splits: Splits) -> tuple[str, ...]:
-        """The dimensions that split one of these (none given: any), outermost first."""
+        """Return the dimensions that split one of these, outermost first; default any."""
         return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
 
     def stream(self) -> int | None:
-        """Number of the random stream that forwards on this rank draw from: one for ranks that are `alike`.
+        """Return the number of this rank's forward stream; `alike` ranks share one.
 
         None where only the samples are split: then the process's own streams will do.
         """
@@ -152,7 +152,7 @@ class Mesh:
         return self.index(*(dim.name for dim in self.dims if not dim.alike))
 
     def topology(self) -> Topology:
-        """The topology: ranks that differ only in `tokens` and `model` dimensions read the same data."""
+        """Return the topology: `tokens` and `model` dimensions share their data."""
         samples, parts = self.names("samples"), self.names("samples", "tokens")
         return Topology(
             reader=self.index(*samples),
@@ -163,7 +163,7 @@ class Mesh:
         )
 
     def _joined(self, names: Sequence[str]) -> str:
-        """The name of the collectives along these dimensions."""
+        """Return the name of the collectives along these dimensions."""
         real = [dim.name for dim in self.dims if dim.size > 1]
         along = [name for name in real if name in names]
         return "world" if along == real else "+".join(along) or "alone"

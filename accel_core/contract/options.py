@@ -66,7 +66,7 @@ class Option:
         return f"{self.help} Unit: {self.unit}."
 
     def objection(self, value: Any) -> str | None:
-        """The reason to refuse a value of the right type, if any."""
+        """Return the reason to refuse a value of the right type, if any."""
         if value is None:
             return None
         if self.refused and value:  # False and 0 are how others say "off"
@@ -154,7 +154,7 @@ def masked(value: Any, secret: bool = False) -> Any:
 
 
 def describe(attribute: Attribute[Any]) -> Option:
-    """The facts that `option` stored in a field; empty for a plain attrs field."""
+    """Return the facts that `option` stored in a field; a plain field has none."""
     found = attribute.metadata.get(_KEY)
     return found if isinstance(found, Option) else Option()
 
@@ -164,7 +164,7 @@ def _word(choice: Any) -> str:
 
 
 def default_of(attribute: Attribute[Any], instance: object) -> Any:
-    """The default of a field for `instance`; NOTHING if the option is required."""
+    """Return a field's default for `instance`; NOTHING if it is required."""
     default: Any = attribute.default
     if default is NOTHING or not hasattr(default, "takes_self"):
         return default
@@ -172,7 +172,7 @@ def default_of(attribute: Attribute[Any], instance: object) -> Any:
 
 
 def changed(instance: Any) -> dict[str, Any]:
-    """The options of a config object that differ from their defaults."""
+    """Return the options of a config object that differ from their defaults."""
     held = {alias: (a, getattr(instance, a.name)) for alias, (a, _) in options_of(type(instance)).items()}
     return {alias: value for alias, (a, value) in held.items() if value != default_of(a, instance)}
 
@@ -200,7 +200,7 @@ class Remembering:
 
 
 def said(instance: Any) -> dict[str, Any]:
-    """The options of a config object that were given, or differ from the default.
+    """Return a config object's options that were given or are not the default.
 
     None says nothing where it is the default.
     """
@@ -239,6 +239,6 @@ def _options_of(cls: Any) -> Mapping[str, tuple[Attribute[Any], Any]]:
 
 
 def section_class(kind: Any) -> type | None:
-    """The attrs class behind an option that is itself a section, `X` or `X | None`."""
+    """Return the attrs class of an option that is a section, `X` or `X | None`."""
     candidates = [kind, *(get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ())]
     return next((c for c in candidates if isinstance(c, type) and attrs.has(c)), None)

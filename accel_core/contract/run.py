@@ -46,13 +46,13 @@ class Run(UnitRun, Protocol):
     """The run's checkpoint session: saves, loads, and what one leaves to the next."""
 
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
-        """A unit without objects, its hooks resolved for its strategy."""
+        """Return a unit without objects, its hooks resolved for its strategy."""
 
     def unit_of_model(self, model: nn.Module) -> Unit | None:
-        """The unit of a model, given the user's module or what `prepare` returned for it."""
+        """Return a model's unit, given the user's module or `prepare`'s result for it."""
 
     def proxy_of(self, optimizer: object) -> Any:
-        """The proxy that `prepare` returned for an optimizer, or None."""
+        """Return the proxy that `prepare` returned for an optimizer, or None."""
 
     def add_unit(self, unit: Unit, merged: Sequence[Unit], optimizers: Iterable[tuple[Any, Any]]) -> None:
         """Count a unit that was built among the run's, in the place of those merged into it."""
@@ -86,12 +86,12 @@ live_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def live() -> list[Run]:
-    """The runs of this process that have not ended."""
+    """Return the runs of this process that have not ended."""
     return list(live_runs)
 
 
 def current() -> Run:
-    """The only live run.
+    """Return the only live run.
 
     Raises:
         AccelError: there is none, or several.

@@ -43,7 +43,7 @@ class Leaf:
 def whole(
     tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
 ) -> Leaf:
-    """The leaf of a tensor that this rank holds entirely."""
+    """Return the leaf of a tensor that this rank holds entirely."""
     data = tensor.detach()
     shape = tuple(data.shape)
     shards = (((0,) * len(shape), data),)
@@ -51,7 +51,7 @@ def whole(
 
 
 def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = None) -> Leaf:
-    """The leaf of a tensor: this rank's part of a DTensor, any other tensor whole."""
+    """Return a tensor's leaf: this rank's part of a DTensor, others whole."""
     if not hasattr(tensor, "device_mesh"):
         return whole(tensor, kind=kind, layout=layout)
     from torch.distributed import get_world_size
@@ -80,7 +80,7 @@ def flat_range(
     kind: Kind = "like_param",
     replicated: bool = False,
 ) -> Leaf:
-    """The leaf of an engine that holds a flattened tensor from `start` on.
+    """Return the leaf of an engine that holds a flattened tensor from `start` on.
 
     `data` is 1-dim, and the live storage. `strides`: of the tensor before it was flattened, where the engine
     flattened its memory; None where it flattened its elements, row by row. At most 2 * len(shape) - 1 boxes.
@@ -108,7 +108,7 @@ def flat_range(
 
 
 def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
-    """The dimensions of a dense tensor, from the widest steps to the narrowest."""
+    """Return a dense tensor's dimensions, from widest steps to narrowest."""
     if strides is None or not math.prod(shape):
         return [*range(len(shape))]
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])

@@ -100,10 +100,10 @@ class UnitRun(Protocol):
         """The innermost current window, or the one used last."""
 
     def collectives(self, dim: str = "world") -> Collectives:
-        """Collectives over a dimension. The first call for a dim is collective."""
+        """Return collectives over a dimension. The first call for one is collective."""
 
     def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
-        """The error that names the ranks that were lost, where torch's error says that some were."""
+        """Return an error that names the lost ranks, if torch's error means that."""
 
     def drop_accumulations(self) -> None:
         """Forget each `accumulate` that is entered."""
@@ -183,7 +183,7 @@ class Unit:
     def whole_window(
         self, batches: Iterator[Any], microbatches: int | None
     ) -> AbstractContextManager[list[Any]]:
-        """The next batches as one window, in the context of its step: for `forward_backward`.
+        """Run the next batches as one window, in its step's context.
 
         Raises StopIteration where there are fewer, as `next` does.
         """
@@ -249,7 +249,7 @@ class Unit:
         self.record_aliases()
 
     def snapshot(self) -> dict[str, Any]:
-        """The state that `restore` takes."""
+        """Return the state that `restore` takes."""
         lists = {name: list(getattr(self, name)) for name in _LISTS}
         return {**lists, "renamed": dict(self.renamed), "config": self.config, "scaler": self.scaler}
 
@@ -282,8 +282,10 @@ class Unit:
                 del self.aliases[alias]
 
     def qualify(self, number: int, name: str) -> str:
-        """The canonical form of a name in the unit's model `number`: the one in the model as given, without
-        what torch's own wrappers add to it, so that a part of a model may be wrapped or not.
+        """Return a name's canonical form: the name in the model as it was given.
+
+        number: of the model in the unit. What torch's own wrappers add to a name is left out, so that a
+        part of a model may be wrapped or not.
         """
         renamed = self.renamed.get(self.models[number], {})
         name = renamed[name] if name in renamed else own_name(self.models[number], name)
@@ -291,7 +293,10 @@ class Unit:
 
 
 def own_name(model: nn.Module, name: str) -> str:
-    """A name in the model without what torch's own wrappers add to it; a child of theirs may be called so."""
+    """Return a name in the model without what torch's own wrappers add to it.
+
+    A child of the user's that is called like such a wrapper's keeps its name.
+    """
     if not _WRAPPED(name):  # this runs for each parameter of each save
         return name
     module: nn.Module | None = model

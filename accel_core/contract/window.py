@@ -157,7 +157,7 @@ class Window:
         self.items = None
 
     def snapshot(self) -> tuple[Any, ...]:
-        """The state that `restore` takes."""
+        """Return the state that `restore` takes."""
         return self.index, self.size, self.boundary, self.awaits_backward, self.items, self.number
 
     def restore(self, state: tuple[Any, ...]) -> None:

@@ -59,7 +59,7 @@ class World:
 
     @classmethod
     def here(cls) -> World:
-        """The world of this process: the launcher's, else that of a process group it has made itself."""
+        """Return this process's world: the launcher's, else its own process group's."""
         torchs: Any = sys.modules.get("torch.distributed")  # who has a group has imported it
         if "WORLD_SIZE" in os.environ or not (torchs and torchs.is_available() and torchs.is_initialized()):
             return cls.from_environment()
@@ -68,7 +68,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
-        """The world that torchrun's variables describe; a world of one where there are none.
+        """Return the world of torchrun's variables; without them a world of one.
 
         Raises:
             LaunchError: a variable is not a number, or RANK is given without WORLD_SIZE.
@@ -185,10 +185,10 @@ class Collectives(Protocol):
         """Overwrite `tensor` with that of the group's rank `source`, in place."""
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
-        """The picklable values of all ranks, in rank order."""
+        """Return the picklable values of all ranks, in rank order."""
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The picklable value of the group's rank `source`."""
+        """Return the picklable value of the group's rank `source`."""
 
     def barrier(self) -> None:
         """Return once every rank of the group has called this."""

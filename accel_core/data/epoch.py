@@ -38,7 +38,7 @@ class EpochSource:
         """Workers that persist have drawn their seed, once for all epochs."""
 
     def open(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
-        """This reader's batches; rounds, where this process reads for all; None where another one does.
+        """Return this reader's batches, rounds if it reads for all, None if it does not.
 
         skipped: rounds that the user asked to leave out, which `progress` counts.
         """
@@ -66,7 +66,7 @@ class EpochSource:
         return rounds_of_iterable(stated, progress) if plan.dispatches else self._own(stated, progress)
 
     def state(self) -> Any:
-        """The own position of a stateful loader."""
+        """Return the own position of a stateful loader."""
         inner: Any = self._plan.inner
         return inner.state_dict() if self._plan.kind == "stateful" else None
 
@@ -76,7 +76,7 @@ class EpochSource:
         self._seeded = self._plan.persists and seeded
 
     def _own(self, stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Any]:
-        """An iterable dataset's batches, whose end is known only by reading one ahead.
+        """Yield an iterable dataset's batches; reading one ahead finds the end.
 
         stated: (item of the inner loader, the loader's state after that).
         """

@@ -131,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
             self._cursor.plan(Progress(epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position (`Position`), JSON-able: valid at any moment, also between two batches."""
+        """Return the position (`Position`) as JSON values; valid at any moment."""
         return self._position().to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class PreparedLoader(DataLoader[Any]):
         self._source.restart(seeded=cursor.progress.epoch > 0)  # workers that persist stand elsewhere
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
-        """The position that was saved. Nothing is changed.
+        """Return the position that was saved. Nothing is changed.
 
         Raises:
             CheckpointError: the loader cannot go on there; the error names what has changed.
@@ -313,7 +313,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = True) -> PreparedLoader:
-    """The loader of this rank: its reader's share of the data, on the run's device. All ranks.
+    """Return this rank's loader: its reader's share, on the run's device. All ranks.
 
     Raises:
         ConfigError: the `data` settings cannot be had for this loader; the message names the setting.

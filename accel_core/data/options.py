@@ -85,7 +85,7 @@ class LoaderPlan:
             return None
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
-        """An attribute of the user's loader as `inner` has it; `batches`: the loader makes batches."""
+        """Return an attribute of the user's loader; `batches`: the loader makes batches."""
         if self.is_sharded_iterable and name == "collate_fn":
             return ShareCollate(value, single=not batches)
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
@@ -110,7 +110,7 @@ class LoaderPlan:
 
 
 def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
-    """The plan by which this rank reads the loader. All ranks.
+    """Return the plan by which this rank reads the loader. All ranks.
 
     Raises:
         ConfigError: the settings cannot be had for this loader; the message names the setting.
@@ -152,7 +152,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
 
 
 def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
-    """The way in which the position of `inner`, made from `loader`, is told."""
+    """Return the way in which the position of `inner`, made from `loader`, is told."""
     if is_stateful(inner):
         return "stateful"
     if isinstance(loader.dataset, IterableDataset):
@@ -168,7 +168,7 @@ def _cuts(loader: DataLoader[Any]) -> bool:
 
 
 def _items(loader: DataLoader[Any]) -> Any:
-    """The source of the order: a batch sampler of the user's own does not use `loader.sampler`."""
+    """Return the source of the order; a user's batch sampler ignores the sampler."""
     if loader.batch_sampler is None:
         return loader.sampler
     return loader.batch_sampler.sampler if _cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def _sharding(loader: DataLoader[Any], run: Run, *, iterable: bool) -> Sharding:
 def _sampler(
     loader: DataLoader[Any], sharding: Sharding, shuffle: Shuffle, *, everyone: bool
 ) -> ShardedSampler:
-    """The replacement of its (batch) sampler; `everyone`: this process reads for all."""
+    """Return its (batch) sampler's replacement; `everyone`: it reads for all."""
     single = loader.batch_sampler is None
     size = loader.batch_sampler.batch_size if _cuts(loader) else None  # type: ignore[union-attr]
     return ShardedSampler(
@@ -203,7 +203,7 @@ def _sampler(
 
 
 def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
-    """A function that gives the bytes of the world's first rank."""
+    """Return a function that gives the bytes of the world's first rank."""
     leads = run.collectives("control").rank == 0  # not the object: it would keep the process group alive
     doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
 
@@ -215,7 +215,7 @@ def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
 
 
 def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stateful: bool) -> dict[str, Any]:
-    """The attributes with which a loader of an iterable dataset gives this reader's share."""
+    """Return the attributes that give an iterable loader this reader's share."""
     dataset: Any = loader.dataset
     size = loader.batch_size or 1
     return {

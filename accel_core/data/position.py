@@ -53,13 +53,13 @@ class Position:
     left: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of values that JSON can hold; `state` is as its loader gave it."""
+        """Return a dict of values that JSON can hold; `state` is as its loader gave it."""
         fields = asdict(self, recurse=False)
         return {**fields, "generators": dict(self.generators), "dealt": list(self.dealt)}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], current: Position) -> Position:
-        """The position that `saved` describes, for a loader that is at `current` now.
+        """Return the position that `saved` describes, for a loader at `current`.
 
         Raises:
             CheckpointError: the loader has changed in a way that its kind does not survive.

@@ -20,7 +20,7 @@ Mover = Callable[[Iterator[Any]], Iterator[Any]]
 
 
 def batch_mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover | None:
-    """The function that moves a loader's batches; None where they stay as they are.
+    """Return the function that moves a loader's batches; None if they stay.
 
     moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: batches
     are in pinned memory, so that nothing waits for a copy (torch reuses that memory only after the copy).
@@ -56,7 +56,7 @@ def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, ba
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    """A stream beside the one that computes; None where the device has no streams."""
+    """Return a stream beside the computing one; None if the device has none."""
     if torch.accelerator.current_accelerator() != torch.device(device.type):
         return None
     try:

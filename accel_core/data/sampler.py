@@ -60,7 +60,7 @@ class ShardedSampler:
         yield from held
 
     def _opened(self, progress: Progress, sharding: Sharding) -> tuple[list[Any], Iterator[Any]]:
-        """(the items that padding is taken from, the batches of the order)."""
+        """Return (the items that padding is taken from, the batches of the order)."""
         size = self.batch_size
         if size is not None:
             head, items = self.shuffle.open(progress, sharding.wanted)

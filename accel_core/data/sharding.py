@@ -63,7 +63,7 @@ class Sharding:
     def shares(
         self, batches: Iterable[Sequence[T]], head: Sequence[T], *, everyone: bool = False
     ) -> Iterator[tuple[list[Sequence[T]], int]]:
-        """([this reader's batch], real samples in its round) of each round it takes part in.
+        """Yield ([this reader's batch], real samples in its round) of each its rounds.
 
         everyone: the batches of all readers that take part, instead.
         head: the first `wanted` samples of the order (without a batch size: batches).
@@ -91,7 +91,7 @@ class Sharding:
                 yield share, real_samples
 
     def length(self, batches: int, samples: int | None = None) -> int:
-        """Number of shares that this reader gets of so many batches (of so many samples, where known)."""
+        """Count this reader's shares of so many batches (of samples, where known)."""
         rounds, over = divmod(batches, self.batches)
         if self.split:
             short = samples is not None and self.batch_size is not None and samples % self.batch_size
@@ -122,7 +122,7 @@ class Sharding:
         return [samples[start : start + self._slice] for start in range(0, len(samples), self._slice)]
 
     def _padded(self, group: list[Sequence[T]], head: Sequence[T]) -> list[Sequence[T]]:
-        """A batch for each reader, out of a round that is not complete.
+        """Return a batch for each reader, out of a round that is not complete.
 
         Where batches have a size, samples are added; else whole batches, from the start of the order, or
         (where batches are larger than their sampler states) from the round itself.
@@ -135,7 +135,7 @@ class Sharding:
 
 
 def batched(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:
-    """Runs of `size` items; the last may be shorter, unless it is dropped."""
+    """Yield runs of `size` items; the last may be shorter, unless dropped."""
     iterator = iter(items)
     while len(run := list(islice(iterator, size))) == size:
         yield run
@@ -157,7 +157,7 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def split_head(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iterator[T]]:
-    """(the first `count` items, all items but the first `skip`).
+    """Return (the first `count` items, all items but the first `skip`).
 
     Reads at least one item here and now: that is when samplers draw.
     """

@@ -43,7 +43,7 @@ class Shuffle:
     _initial: list[int] = field(factory=list, init=False)
 
     def open(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
-        """(the first `wanted` items of the epoch's order, the items after `progress.start`).
+        """Return (`wanted` first items of the order, those from `progress.start`).
 
         Collective where the order is random. Sets `progress.drawn`.
         """
@@ -136,12 +136,12 @@ def _plain_random(sampler: Any) -> bool:
 
 
 def encode(state: Tensor) -> str:
-    """A generator's state (uint8) as text."""
+    """Return a generator's state (uint8) as text."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
 def decode(text: str) -> Tensor:
-    """The generator state that `encode` wrote."""
+    """Return the generator state that `encode` wrote."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 

@@ -17,7 +17,7 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 
 def skip_first_batches(loader: L, num_batches: int = 0) -> L:
-    """The same loader, whose next iteration (and only that) leaves out its first batches.
+    """Return the same loader; only its next iteration leaves out first batches.
 
     Counts from the start of the epoch: on a loader that is to resume mid-epoch it says where, and
     does not skip on top. A prepared loader of map-style data does not read what

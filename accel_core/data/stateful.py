@@ -64,7 +64,7 @@ class StatefulShares(Iterator["Shares"]):
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the dataset and its iterator, after the last share."""
+        """Return the state of the dataset and its iterator, after the last share."""
         state: dict[str, Any] = self._state or self._now()
         return state
 
@@ -134,6 +134,6 @@ class ShardedIterable(IterableDataset[Any]):
         return self.share(samples, head)
 
     def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
-        """The shares of these samples."""
+        """Return the shares of these samples."""
         batches = batched(samples, self.batch_size, drop_last=self.sharding.drop_last)
         return self.sharding.shares(batches, head, everyone=self.everyone)

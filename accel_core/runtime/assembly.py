@@ -86,7 +86,7 @@ class Assembly:
         self._upper += [self._guest(tracker) for tracker in trackers]
 
     def hooks_of(self, alias: str) -> Hooks:
-        """The hooks with strategy `alias`, which is made on first use."""
+        """Return the hooks with strategy `alias`, which is made on first use."""
         if alias not in self._strategies:
             chosen = self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias)
             self._strategies[alias] = self._instance(chosen, alias)
@@ -133,7 +133,7 @@ class Assembly:
         return registered
 
     def _guest(self, tracker: GeneralTracker) -> PluginHooks:
-        """A tracker of the user's own, which no package provides."""
+        """Return a tracker of the user's own, which no package provides."""
         if tracker.name in self.plugins:
             raise ConfigError(
                 f"log_with: a {type(tracker).__name__} is called {tracker.name!r}, as a plugin of this run\n"
@@ -187,7 +187,7 @@ def check_refusals(run: Run) -> None:
 
 
 def check_capabilities(run: Run, hooks: BoundHooks, strategy: str) -> None:
-    """Raises ConfigError: a plugin of the stack needs what this device, or this strategy on it, cannot do."""
+    """Raise ConfigError if a plugin needs what this device or strategy cannot do."""
     able = hooks.capabilities(run.device)
     on_the_device = hooks.below_layer(LAYERS["strategy"]).capabilities(run.device)
     for chosen in run.stack.members():
@@ -203,7 +203,7 @@ def check_capabilities(run: Run, hooks: BoundHooks, strategy: str) -> None:
 
 
 def check_device(run: Run) -> None:
-    """Raises ConfigError: a plugin of the stack, or `rng_types`, needs what this very device has not."""
+    """Raise ConfigError if a plugin or `rng_types` needs what this device lacks."""
     check_capabilities(run, run.hooks, run.stack.default)
     for stream in run.config.rng_types:
         if stream != "generator" and stream not in (streams := run.hooks.rng_state()):

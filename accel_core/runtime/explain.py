@@ -14,7 +14,7 @@ __all__ = ["explain"]
 
 
 def explain(run: Run) -> str:
-    """The stack with reasons, settings that are not defaults with their origins, units and loaders."""
+    """Describe the stack with reasons, changed settings with origins, units, loaders."""
     return "\n".join(_lines(run))
 
 

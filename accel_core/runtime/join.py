@@ -74,14 +74,14 @@ def leave_world(run: Run) -> None:
 
 
 def _groups_of(meshes: Iterable[Mesh]) -> set[dist.ProcessGroup]:
-    """The process groups of the dimensions of these meshes, without the default one."""
+    """Return the process groups of these meshes' dimensions but the default one."""
     torchs = [mesh.device_mesh for mesh in meshes if isinstance(mesh.device_mesh, DeviceMesh)]
     torchs += [flat for mesh in torchs for flat in getattr(mesh, "_flatten_mapping", {}).values()]
     return {group for mesh in torchs for group in mesh.get_all_groups()} - {dist.group.WORLD}
 
 
 def _check_group(run: Run, backends: Mapping[str, str]) -> None:
-    """A group that this process already has must carry this run's tensors too."""
+    """Return a group that this process already has must carry this run's tensors too."""
     kind = run.device.type
     carried = dist.get_backend_config(dist.group.WORLD)
     if f"{kind}:{backends[kind]}" not in carried.split(","):
@@ -100,7 +100,7 @@ def _check_group(run: Run, backends: Mapping[str, str]) -> None:
 
 
 def _timeout_of(device: torch.device) -> timedelta | None:
-    """The time-out of the group that this process has; None where torch does not tell."""
+    """Return the time-out of this process's group; None if torch does not tell."""
     assert dist.group.WORLD is not None
     try:
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)
@@ -111,7 +111,7 @@ def _timeout_of(device: torch.device) -> timedelta | None:
 
 
 def agree_on_run(run: Run) -> str:
-    """The id of the run, the same on all ranks. Collective.
+    """Return the id of the run, the same on all ranks. Collective.
 
     Raises:
         ConfigError: the ranks differ in stack or config.

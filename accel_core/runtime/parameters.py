@@ -33,11 +33,11 @@ class ParameterIndex:
         return {None if entry is None else entry[1] for entry in entries}
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The canonical name of a parameter that has a unit."""
+        """Return the canonical name of a parameter that has a unit."""
         return self._entries[id(parameter)][2]
 
     def snapshot(self) -> list[_Entry]:
-        """The state that `restore` takes."""
+        """Return the state that `restore` takes."""
         return list(self._entries.values())
 
     def restore(self, entries: Iterable[_Entry]) -> None:

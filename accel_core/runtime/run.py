@@ -178,9 +178,9 @@ class Run:
         return self.windows[-1] if self.windows else self._no_window
 
     def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
-        """An error that names the lost ranks, for an error of torch's own collectives; None for other errors.
+        """Return an error that names the lost ranks, if torch's error means that.
 
-        operation: for the message, such as "forward".
+        It is None for other errors. operation: for the message, such as "forward".
         """
         return lost_peer(self, operation, error)
 
@@ -213,14 +213,17 @@ class Run:
             self.accumulation.drop()
 
     def collectives(self, dim: str = "world") -> Collectives:
-        """Collectives over a dimension, made once. The first call for a dim is collective."""
+        """Return collectives over a dimension. The first call for one is collective."""
         if dim not in self._dims:
             self.require_alive()
             self._dims[dim] = self.hooks.collectives(dim)
         return self._dims[dim]
 
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
-        """A unit without objects, its hooks resolved for its strategy; `made`: others not yet the run's."""
+        """Return a unit without objects, its strategy's hooks resolved.
+
+        made: other units that the run does not have yet.
+        """
         alias = strategy or self.stack.default
         taken = {unit.name for unit in (*self.units, *made)}
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
@@ -254,14 +257,14 @@ class Run:
         return hooks
 
     def unit_of_model(self, model: nn.Module) -> Unit | None:
-        """The unit of a model, given the user's module or what `prepare` returned for it."""
+        """Return a model's unit, given the user's module or `prepare`'s result for it."""
         for unit in self.units:
             if any(model is member for member in (*unit.wrapped, *unit.models, *unit.given)):
                 return unit
         return None
 
     def proxy_of(self, optimizer: object) -> PreparedOptimizer | None:
-        """The proxy that `prepare` returned for an optimizer, or the proxy given; None for others."""
+        """Return the proxy of an optimizer, given either of both; None for others."""
         for given, proxy in self.optimizers:
             if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
                 return proxy
@@ -395,7 +398,7 @@ class Run:
         return mesh
 
     def _mesh_for(self, alias: str, hooks: Hooks) -> Mesh | None:
-        """The mesh of a unit: that of its strategy's stack, over the data that the run reads."""
+        """Return a unit's mesh: that of its strategy, over the data that the run reads."""
         if alias == self.stack.default:
             return self.mesh
         if alias not in self._meshes:

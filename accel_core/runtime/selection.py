@@ -34,7 +34,7 @@ def decide(
 
 
 def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
-    """The stack that the config asks for, on this machine, for a world of `processes`.
+    """Return the stack that the config asks for, for a world of `processes`.
 
     Raises:
         ConfigError: a name that is not installed, or a combination that cannot be.
@@ -153,7 +153,10 @@ class _Chooser:
         ]
 
     def _best(self, slot: Slot, offered: frozenset[str] = frozenset(CAPABILITIES)) -> Chosen | None:
-        """The usable plugin of highest priority that gets what it needs, unless another one shadows it."""
+        """Return the usable plugin of highest priority that gets what it needs.
+
+        A plugin that another one shadows does not count.
+        """
         usable = [
             (card.priority, record)
             for card, record in self.discovery.usable(slot)
@@ -185,7 +188,7 @@ def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
 
 
 def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> Iterator[str]:
-    """Notes on unused sections of a file; a flag or variable of such a plugin is an error."""
+    """Yield notes on a file's unused sections; of flags and variables: raise."""
     used = {chosen.name for chosen in stack.members()} | {resolved.config.launch.launcher}
     used -= {chosen.name for alias, chosen in stack.strategies.items() if alias != chosen.name}
     problems = []

@@ -47,7 +47,7 @@ class GeneralTracker:
         raise AccelError(f"{type(self).__name__} cannot log anything\ngive it a method `log(values, step)`")
 
     def finish(self) -> None:
-        """The run has ended. Called after `start` only."""
+        """Return the run has ended. Called after `start` only."""
 
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ class Trackers:
             log(dict(read), step, options.get(name, {}))
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """A tracker, or the object that it wraps; where it does not log, one that takes any call."""
+        """Return a tracker or its wrapped object; on other ranks one that ignores calls."""
         self._check([name], "get_tracker")
         self._require_start()
         tracker = next((own for own in self.started if own is self.run.plugins[name]), None)

@@ -65,7 +65,7 @@ def attach(
 
 
 def _function(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward as a function of the module, so that a copy of the model runs its own weights."""
+    """Return the forward as a function of the module: copies run their own weights."""
     bound: Any = model.forward
     if isinstance(bound, MethodType) and bound.__self__ is model:
         return bound.__func__

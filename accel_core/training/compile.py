@@ -52,13 +52,13 @@ def _framed(module: nn.Module) -> Callable[..., Any]:
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The module inside the result of `torch.compile(model)`; any other module as it is."""
+    """Return the module inside `torch.compile(model)`; any other as it is."""
     compiled = type(model).__module__.startswith("torch._dynamo.")
     return model._modules["_orig_mod"] or model if compiled else model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model if nothing in it is compiled; else a view that shares its tensors and runs eagerly."""
+    """Return the model, or, if compiled, an eager view that shares its tensors."""
     model = inside(model)
     return _eager(model, {}) if any(map(_is_compiled, model.modules())) else model
 
@@ -82,7 +82,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost lists' blocks of one class: one is compiled, and the others reuse its code."""
+    """Return the outermost lists' blocks of one class: they share compiled code."""
     for child in module.children():
         blocks = list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         if len(blocks) > 1 and len(set(map(type, blocks))) == 1:

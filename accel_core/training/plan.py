@@ -75,7 +75,7 @@ def plan_prepare(
     name: str | None = None,
     placement: Sequence[bool] | None = None,
 ) -> PreparePlan:
-    """The plan of `prepare(*objects)` for what the run has prepared so far. Not collective.
+    """Plan `prepare(*objects)` beside what the run has prepared. Not collective.
 
     Raises:
         AccelError: an object of no known kind, an optimizer of unknown parameters, a scheduler of
@@ -147,7 +147,7 @@ def _group_objects(run: Run, models: Iterable[nn.Module], optimizers: Iterable[O
 
 
 def _unit_of(run: Run, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
-    """The prepared unit that a parameter of the optimizer belongs to."""
+    """Return the prepared unit that a parameter of the optimizer belongs to."""
     (unit,) = run.parameters.units_of([parameter])
     if unit is None:
         raise AccelError(

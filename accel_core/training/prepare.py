@@ -44,7 +44,7 @@ def prepare(
     name: str | None = None,
     placement: Sequence[bool] | None = None,
 ) -> list[Any]:
-    """The prepared form of each object, in the order given. Collective.
+    """Return the prepared form of each object, in the order given. Collective.
 
     Raises:
         AccelError, ConfigError: see `plan_prepare`; or a plugin refuses the objects.
@@ -78,7 +78,7 @@ def prepare(
 
 
 def _in_words(models: Sequence[nn.Module], units: Sequence[Unit]) -> str:
-    """A description that all ranks must share; ranks that hold parts of a model may bring other models."""
+    """Describe what all ranks must share; parts of a model may differ by rank."""
     if any(unit.mesh is not None and unit.mesh.size(*unit.mesh.names("model")) > 1 for unit in units):
         return f"{len(models)} model(s)"
     dtypes = [sorted({str(parameter.dtype) for parameter in model.parameters()}) for model in models]
@@ -159,7 +159,7 @@ def _build_whole(unit: Unit, group: UnitGroup, plan: PreparePlan, before: Mappin
 
 
 def _check_transformed(unit: Unit, optimizers: Sequence[Optimizer]) -> None:
-    """Raises AccelError: a plugin replaces an optimizer that the strategy's engine goes on stepping."""
+    """Raise AccelError if a plugin replaces an optimizer that an engine steps."""
     for optimizer in optimizers:
         if unit.hooks.transform_optimizer(unit, optimizer) is not optimizer:
             plugins = " and ".join(one.plugin for one in unit.hooks.implementations("transform_optimizer"))
@@ -235,7 +235,7 @@ def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | Non
 
 
 def _prepared(run: Run, kind: str | None, thing: Any) -> Any:
-    """The result of `prepare` for a model, an optimizer or a scheduler whose unit is built."""
+    """Return `prepare`'s result for a model, optimizer or scheduler of a built unit."""
     if kind == "model":
         unit = run.unit_of_model(thing)
         assert unit is not None

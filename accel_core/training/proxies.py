@@ -67,12 +67,12 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Return the inner optimizer's."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inner optimizer's."""
+        """Return the inner optimizer's."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -143,21 +143,21 @@ class PreparedScheduler(LRScheduler):
         self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner scheduler's."""
+        """Return the inner scheduler's."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inner scheduler's."""
+        """Return the inner scheduler's."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[Any]:
-        """The inner scheduler's."""
+        """Return the inner scheduler's."""
         rates: list[Any] = self.scheduler.get_last_lr()
         return rates
 
     def get_lr(self) -> list[Any]:
-        """The inner scheduler's."""
+        """Return the inner scheduler's."""
         rates: list[Any] = self.scheduler.get_lr()
         return rates
 

@@ -134,7 +134,7 @@ def _tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
 
 
 def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
-    """The unit whose strategy does the backward of a loss that several units share; None without units."""
+    """Return the unit that does the backward of a shared loss; None without units."""
     if not units:
         run.require_alive()
         return None
@@ -191,7 +191,7 @@ def _note_undivided(units: Iterable[Unit]) -> None:
 
 
 def _items_of_all_ranks(run: UnitRun, items: Tensor | float) -> Tensor:
-    """The items of all ranks. Ranks with the same loss count once: hence a mean, not a sum."""
+    """Return all ranks' items; ranks with the same loss count once."""
     dtype = torch.float64 if "float64" in run.stack.device.card.offers else torch.float32  # counts are exact
     if isinstance(items, torch.Tensor):
         count = items.detach().to(run.device, dtype, non_blocking=True, copy=True)

@@ -48,7 +48,7 @@ class StepState:
 
     @classmethod
     def of(cls, steps: Steps, mark_step: Callable[..., Any] | None) -> StepState:
-        """The state of a unit with these hooks, before its first step."""
+        """Return the state of a unit with these hooks, before its first step."""
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, steps.after_step, mark_step)
         return cls(needs_finish=any(hook is not None for hook in finishing))
 

@@ -46,7 +46,7 @@ def newest() -> Run | None:
 
 
 def current() -> Run:
-    """The newest run.
+    """Return the newest run.
 
     Raises:
         AccelError: there is neither an Accelerator nor a state.
@@ -76,7 +76,7 @@ def find_or_make(cpu: bool, **group: Any) -> Run:
 
 
 def _place(run: Run) -> None:
-    """A process that is alone is put on the very device that ACCELERATE_TORCH_DEVICE numbers."""
+    """Put a lone process on the device that ACCELERATE_TORCH_DEVICE numbers."""
     asked = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
     kind, _, number = asked.partition(":")
     if not number or run.device.type != kind:
@@ -92,7 +92,7 @@ def _place(run: Run) -> None:
 
 
 def kind_of(asked: str | device) -> str:
-    """A device without its number: which one is each rank's is for the run to say."""
+    """Return the device without its number: the run gives each rank its own."""
     return str(asked).partition(":")[0]
 
 

@@ -90,7 +90,7 @@ def fill_from_variables(config: Any, section: str, *names: str) -> None:
 
 
 def find_setting(name: str) -> Setting | None:
-    """The setting's row, or for a setting of older releases one by the start of its name."""
+    """Return the setting's row; of older releases by the start of its name."""
     if name in settings():
         return settings()[name]
     for start, (variable, section) in PREFIXES.items():
@@ -102,11 +102,11 @@ def find_setting(name: str) -> Setting | None:
 
 
 def ignored_settings() -> Mapping[str, str]:
-    """Setting that has no meaning here -> why."""
+    """Return setting -> reason, for settings without meaning here."""
     return {name: setting.reason for name, setting in settings().items() if setting.reason}
 
 
 def defaults(*starts: str) -> dict[str, Any]:
-    """The defaults of the settings whose names start so."""
+    """Return the defaults of the settings whose names start so."""
     found = {name: setting.default for name, setting in settings().items() if name.startswith(starts)}
     return {name: default for name, default in found.items() if default is not None}

@@ -58,7 +58,7 @@ class NotServedError(AccelError, NotImplementedError):
 
 @cache
 def inventory() -> Mapping[str, Mapping[str, str]]:
-    """Module of Accelerate 1.15 -> its names -> class, function or value."""
+    """Return module of Accelerate 1.15 -> its names -> class, function or value."""
     found: Mapping[str, Mapping[str, str]] = json.loads(Path(__file__).with_name("names.json").read_text())
     return found
 
@@ -106,7 +106,7 @@ def names_of(module: str) -> dict[str, Any]:
 
 
 def unserved(module: str, name: str) -> Any:
-    """A name that can be imported, and raises NotServedError when it is called."""
+    """Return an importable name that raises NotServedError when called."""
     if inventory()[module][name] == "class":
         return _Refusing(name, (), {"__module__": module})
     return _refuser(module, name)
@@ -121,7 +121,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _caller() -> str:
-    """The line that called, in the program or a library of its own."""
+    """Return the line that called, in the program or a library of its own."""
     frame: FrameType | None = sys._getframe(1)
     here = str(Path(__file__).parent)
     while frame is not None and frame.f_code.co_filename.startswith(here):

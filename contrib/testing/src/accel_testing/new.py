@@ -60,7 +60,7 @@ def refuse_name(name: str, slot: Any) -> None:
 
 
 def render(name: str, slot: Any) -> dict[str, str]:
-    """The new distribution's files: path in its folder -> text."""
+    """Return the new distribution's files: path in its folder -> text."""
     words = _words(name, slot)
     made = {"LICENSE": metadata.distribution(CORE).read_text("licenses/LICENSE") or ""}
     for part in ("common", slot):

@@ -117,7 +117,7 @@ def _rendezvous(world: int, port: int) -> dict[str, str | None]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free TCP port of 127.0.0.1, which no other harness takes meanwhile."""
+    """Return a free TCP port of 127.0.0.1, which no other harness takes meanwhile."""
     # Below the ephemeral range, where no outgoing connection can take it before rank 0 listens.
     for port in random.SystemRandom().sample(range(20000, 32000), 100):
         # The UDP port of the same number is the lock between harnesses: rank 0 is to have the TCP port.
@@ -203,7 +203,7 @@ class _Worker:
         return cls(rank, process, ours, output)
 
     def receive(self) -> tuple[bool, Any]:
-        """(returned, its value) or (False, (when, kind, traceback))."""
+        """Return (returned, its value) or (False, (when, kind, traceback))."""
         try:
             returned, payload = pickle.loads(self.reports.recv_bytes())  # noqa: S301 - of our own worker
         except EOFError:
@@ -222,7 +222,7 @@ class _Worker:
         return self.tail()
 
     def tail(self) -> str:
-        """The last lines of what it wrote."""
+        """Return the last lines of what it wrote."""
         if not self.output.exists():
             return ""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-OUTPUT_LINES:])

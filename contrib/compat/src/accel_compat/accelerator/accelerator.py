@@ -159,7 +159,7 @@ class Accelerator(Stepping):
         return runs.pickle_by_reference(self)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """The run's autocast, or with other settings."""
+        """Return the run's autocast, or with other settings."""
         return super().autocast(_ours(autocast_handler or self.autocast_handler))
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -172,7 +172,7 @@ class Accelerator(Stepping):
 
 
 def _as_before(given: dict[str, Any]) -> None:
-    """A second Accelerator has the settings of the first, where it is not given others."""
+    """Return the settings: the first Accelerator's, where others are not given."""
     state = AcceleratorState()
     if given["mixed_precision"] is None:
         given["mixed_precision"] = state.mixed_precision

@@ -161,7 +161,7 @@ def _accumulation(given: Mapping[str, Any]) -> Any:
 
 
 def _handlers(handlers: Any) -> dict[str, Any]:
-    """The attributes under which the handlers are kept."""
+    """Return the attributes under which the handlers are kept."""
     kept: dict[str, Any] = {}
     for handler in handlers or ():
         if not isinstance(handler, KwargsHandler):

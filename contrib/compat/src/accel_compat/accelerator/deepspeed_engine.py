@@ -15,7 +15,7 @@ class WrappedEngine:
         self.engine = engine
 
     def get_global_grad_norm(self) -> Any:
-        """The norm of the last step's gradients, over all ranks; None before the first."""
+        """Return the last step's gradient norm over all ranks; None before the first."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
 
@@ -28,7 +28,7 @@ class WrappedEngine:
 
 
 def wrapped(units: Iterable[Any]) -> WrappedEngine | None:
-    """The engine of the first unit that has one."""
+    """Return the engine of the first unit that has one."""
     return next((WrappedEngine(unit.wrapped[0]) for unit in units if unit.wrapped), None)
 
 

@@ -86,7 +86,7 @@ class _ByHand(AcceleratedOptimizer):
             self.optimizer.zero_grad(set_to_none is not False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's."""
+        """Return the optimizer's."""
         self.optimizer.add_param_group(param_group)
 
 
@@ -102,7 +102,7 @@ def _by_hand(kind: type[AcceleratedOptimizer]) -> type[AcceleratedOptimizer]:
 
 
 def move_to_device(state: Any, device: Any) -> Any:
-    """A state with its tensors on the device."""
+    """Return a state with its tensors on the device."""
     return send_to_device(state, device)
 
 

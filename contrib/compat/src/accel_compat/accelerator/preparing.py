@@ -145,7 +145,7 @@ class Preparing(accel_core.Accelerator):
         return made
 
     def _selected(self) -> str | None:
-        """The name of the selected DeepSpeedPlugin, where there are several."""
+        """Return the name of the selected DeepSpeedPlugin, where there are several."""
         plugins = self.state.deepspeed_plugins
         if not isinstance(plugins, dict):
             return None
@@ -157,7 +157,7 @@ class Preparing(accel_core.Accelerator):
         return None if self.state.deepspeed_plugin is None else _engine.wrapped(self.run.units)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The dataloader without its first batches, in each epoch."""
+        """Return the dataloader without its first batches, in each epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     # -- one by one ------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Preparing(accel_core.Accelerator):
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The user's own model without its wrappers."""
+        """Return the user's own model without its wrappers."""
         if self.run.unit_of_model(model) is None:
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)

@@ -50,7 +50,7 @@ class Stepping(Assignable):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """A context in which ranks may run out of batches at different times. On all ranks.
+        """Return a context in which ranks may run out of batches apart. All ranks.
 
         Models that are not prepared are left out: they wait for no other rank.
         """
@@ -146,7 +146,7 @@ class Stepping(Assignable):
             return found
 
     def _samples(self) -> int:
-        """Samples of the last round without padding, over all ranks; -1 if unknown or all."""
+        """Count the last round's real samples over all ranks; -1 if unknown or all."""
         known = self.run.active_loaders[-1].remainder if self.run.active_loaders else -1
         state = self.gradient_state
         ended = state.end_of_dataloader and state.remainder > 0

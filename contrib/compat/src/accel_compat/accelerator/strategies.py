@@ -37,7 +37,7 @@ class Chosen:
     """True if variables ask for all this, and no argument does."""
 
     def core(self) -> dict[str, Any]:
-        """The arguments of accel-core's Accelerator that say the same."""
+        """Return the arguments of accel-core's Accelerator that say the same."""
         plugins = [] if self.fsdp is None else [self.fsdp.to_ours()]
         if self.mesh is not None:
             plugins = _on(self.mesh, plugins)
@@ -52,7 +52,7 @@ class Chosen:
         return {"plugins": plugins, "strategies": named, "strategy": next(iter(named))}
 
     def usable(self, handlers: Any) -> list[Any]:
-        """The handlers, without DDP's where another strategy was asked for."""
+        """Return the handlers, without DDP's where another strategy was asked for."""
         sharded = self.mesh is not None and self.mesh.dp_shard_enabled
         if not (self.fsdp or self.deepspeed or self.megatron or sharded):
             return list(handlers or ())
@@ -128,7 +128,7 @@ def _presets(plugins: list[Any]) -> dict[str, tuple[Any, str]]:
 
 
 def _on(mesh: ParallelismConfig, plugins: list[Any]) -> list[Any]:
-    """The config objects that lay the run out on this mesh."""
+    """Return the config objects that lay the run out on this mesh."""
     if mesh.sp_enabled:
         raise NotServedError("sp_size: DeepSpeed's Ulysses is not served\ntake cp_size instead")
     sharded = mesh.dp_shard_size == -1 or mesh.dp_shard_enabled

@@ -94,7 +94,7 @@ class Tracking(Preparing):
         return {name: each for name, each in (options or {}).items() if name in known}
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker, or with `unwrap` what it wraps.
+        """Return a tracker, or with `unwrap` what it wraps.
 
         Raises:
             ValueError: there is none of that name, but others.

@@ -73,7 +73,7 @@ class DeepSpeedPlugin(Translated):
         self._selected = False
 
     def _made(self) -> dict[str, Any]:
-        """The config that the fields alone describe."""
+        """Return the config that the fields alone describe."""
         zero: dict[str, Any] = {"stage": self.zero_stage}
         for name in ("offload_optimizer", "offload_param"):
             device = getattr(self, f"{name}_device")
@@ -133,7 +133,7 @@ class DeepSpeedPlugin(Translated):
         return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key."""
+        """Return the value of a dotted key."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def deepspeed_config_process(
@@ -222,7 +222,7 @@ class DeepSpeedPlugin(Translated):
             self.zero3_init_flag = before
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Called by AcceleratorState.select_deepspeed_plugin, and by nobody else."""
+        """Mark it as selected; only AcceleratorState.select_deepspeed_plugin calls it."""
         if not _from_accelerator_state:
             raise ValueError(
                 "A `DeepSpeedPlugin` object must be enabled manually by calling"
@@ -245,7 +245,7 @@ class DeepSpeedPlugin(Translated):
         )
 
     def translation(self) -> dict[str, Any]:
-        """The config as a whole, and what is not in it."""
+        """Return the config as a whole, and what is not in it."""
         config = {key: value for key, value in self.deepspeed_config.items() if key != "steps_per_print"}
         found: dict[str, Any] = {"hf_ds_config": _without_none(config)}
         if self.gradient_clipping != 0:

@@ -25,7 +25,7 @@ DummyOptim, DummyScheduler = _stand_in("DummyOptim"), _stand_in("DummyScheduler"
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The selected DeepSpeedPlugin of an AcceleratorState."""
+    """Return the selected DeepSpeedPlugin of an AcceleratorState."""
     if state.deepspeed_plugin is None:
         raise ValueError("Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled.")
     return state.deepspeed_plugin
@@ -58,7 +58,7 @@ class HfDeepSpeedConfig:
         return node, last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key."""
+        """Return the value of a dotted key."""
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
 

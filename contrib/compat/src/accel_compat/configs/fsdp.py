@@ -47,12 +47,12 @@ def _policies() -> Any:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class called `name` of the module or of one inside it."""
+    """Return the class called `name` of the module or of one inside it."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def _member(kind: type[Enum], words: list[str], value: Any, what: str) -> Any:
-    """A member of torch's enum by its name in any case, or by its number, which counts from 1."""
+    """Return a member of torch's enum by name in any case, or number from 1."""
     if isinstance(value, kind):
         return value
     word = str(value).upper()
@@ -182,7 +182,7 @@ class FullyShardedDataParallelPlugin(Translated):
                 self.cpu_offload = _torchs("CPUOffloadPolicy" if self.cpu_offload else "OffloadPolicy")()
 
     def validate_cpu_offload(self) -> None:
-        """Raises ValueError if the offload object is not of this version."""
+        """Raise ValueError if the offload object is not of this version."""
         name = "CPUOffload" if self.fsdp_version == 1 else "OffloadPolicy"
         if not isinstance(self.cpu_offload, _torchs(name)):
             raise ValueError(
@@ -258,7 +258,7 @@ class FullyShardedDataParallelPlugin(Translated):
             self.mixed_precision_policy = kind(param_dtype=dtype, reduce_dtype=dtype, **{third: last})
 
     def validate_mixed_precision_policy(self) -> None:
-        """Raises ValueError if the policy is of another version than this."""
+        """Raise ValueError if the policy is of another version than this."""
         kind = _torchs("MixedPrecision" if self.fsdp_version == 1 else "MixedPrecisionPolicy")
         if not isinstance(self.mixed_precision_policy, kind):
             raise ValueError(

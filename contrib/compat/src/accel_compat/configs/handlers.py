@@ -21,11 +21,11 @@ class KwargsHandler(Translated):
     """Base of what `kwargs_handlers` takes."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A deep copy of the fields."""
+        """Return a deep copy of the fields."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from the class's defaults."""
+        """Return the fields that differ from the class's defaults."""
         with clear_environment():
             default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
@@ -47,7 +47,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """The fields that torch's DistributedDataParallel takes."""
+        """Return the fields that torch's DistributedDataParallel takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: torch.nn.Module) -> None:
@@ -77,7 +77,7 @@ class ProfileKwargs(KwargsHandler):
     """Options of `accelerator.profile()`."""
 
     def recordable(self) -> list[str] | None:
-        """The activities that torch can record on this machine; warns of the others."""
+        """Return the activities that torch can record here; warn of the others."""
         here = {each.name for each in torch.profiler.supported_activities()}
         left = [name for name in self.activities or () if name.upper() not in here]
         if left:
@@ -90,7 +90,7 @@ class ProfileKwargs(KwargsHandler):
         return {**given, "activities": self.recordable()} if "activities" in given else given
 
     def build(self) -> torch.profiler.profile:
-        """A profiler of torch with these settings."""
+        """Return a profiler of torch with these settings."""
         known = torch.profiler.ProfilerActivity.__members__
         unknown = [name for name in self.activities or () if name.upper() not in known]
         if unknown:
@@ -151,7 +151,7 @@ class TorchDynamoPlugin(KwargsHandler):
         fill_from_variables(self, "compile", "mode", "fullgraph", "dynamic", "use_regional_compilation")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, the backend as torch spells it."""
+        """Return the fields, the backend as torch spells it."""
         return {**super().to_dict(), "backend": self.backend.value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:

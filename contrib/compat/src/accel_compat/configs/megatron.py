@@ -105,7 +105,7 @@ class MegatronLMPlugin(Translated):
             self.consumed_samples += [0] * (3 - len(self.consumed_samples))  # one each of train, eval, test
 
     def translation(self) -> dict[str, Any]:
-        """The given fields, default values too, as accel-megatron's defaults differ."""
+        """Return the given fields, defaults too: accel-megatron has other defaults."""
         given = {**super().translation(), **{name: getattr(self, name) for name in self._given}}
         given.setdefault("gradient_clipping", self.gradient_clipping)  # Accelerate clips unasked
         if any(getattr(self, name) is not None for name in _STEPS):
@@ -129,7 +129,7 @@ class MegatronLMPlugin(Translated):
         return partial(ChosenStep, self)
 
     def to_ours(self) -> object:
-        """The same settings, as an object of ours; what is set later are `news`."""
+        """Return the same settings, as an object of ours; what is set later are `news`."""
         self._said = self.translation()
         return super().to_ours()
 

@@ -186,7 +186,7 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh, built at the first call."""
+        """Return the mesh, built at the first call."""
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
@@ -196,5 +196,5 @@ class ParallelismConfig:
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """The sizes and handlers, for a config file."""
+        """Return the sizes and handlers, for a config file."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "device_mesh"}

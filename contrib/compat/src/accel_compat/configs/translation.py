@@ -41,7 +41,7 @@ class Translated(Spelled):
     ours: ClassVar[str]
 
     def translation(self) -> dict[str, Any]:
-        """The fields that differ from a default object's, by the names of ours."""
+        """Return the fields that differ from a default object's, by the names of ours."""
         with clear_environment():  # a value that a variable filled was given too
             default = type(self)()
         return {

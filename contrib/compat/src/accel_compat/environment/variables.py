@@ -50,18 +50,18 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first of these variables that holds a number from 0 on."""
+    """Return the first of these variables that holds a number from 0 on."""
     numbers = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in numbers if number >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool | int = False) -> bool:
-    """The truth of a variable."""
+    """Return the truth of a variable."""
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """A variable's value."""
+    """Return a variable's value."""
     return os.environ.get(key, str(default))
 
 
@@ -117,12 +117,12 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """The version of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver."""
     return _query("driver_version")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """False where GPUs (RTX 4000 before driver 550) can neither reach each other nor InfiniBand."""
+    """Return False for GPUs without P2P and InfiniBand: RTX 4000, old drivers."""
     try:
         names, count = get_gpu_info()
         old = tuple(int(part) for part in get_driver_version().split(".")[:2]) < (550, 40)

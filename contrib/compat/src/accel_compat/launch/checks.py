@@ -12,7 +12,7 @@ from accel_compat.accelerator.accelerator import Accelerator
 
 
 def main() -> None:
-    """Collective.
+    """Check that collectives of this world work. Collective.
 
     Raises:
         AssertionError: something is not as it has to be.

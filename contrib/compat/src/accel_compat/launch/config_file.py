@@ -54,7 +54,7 @@ class BaseConfig:
                 setattr(self, name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys that are set, with plain values."""
+        """Return the keys that are set, with plain values."""
         plain = {name: _plain(value) for name, value in self.__dict__.items()}
         return {name: value for name, value in plain.items() if value is not None}
 

@@ -23,7 +23,7 @@ _PREFIXED = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dyn
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """A parser of the command line; as a subcommand `launch` where subparsers are given."""
+    """Return a parser of the command line; of `launch` where subparsers are given."""
     made = launch_parser()
     if subparsers is not None:
         made = subparsers.add_parser("launch", parents=[made], add_help=False)
@@ -91,7 +91,7 @@ def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
 
 
 def _choose(args: Namespace, defaults: Any) -> None:
-    """The strategy that the file's distributed_type means."""
+    """Return the strategy that the file's distributed_type means."""
     kind = defaults.distributed_type.value
     if kind in DISTRIBUTED_TYPES:
         setattr(args, DISTRIBUTED_TYPES[kind], True)

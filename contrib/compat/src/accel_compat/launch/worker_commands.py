@@ -17,7 +17,7 @@ from accel_compat.modeling.wrappers import get_free_port, is_port_in_use
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command of one process, or of mpirun where there is a hostfile, and its environment."""
+    """Return one process's command (mpirun's with a hostfile) and environment."""
     if args.no_python and args.module:
         raise ValueError("--module and --no_python cannot be used together")
     command = [] if args.mpirun_hostfile is None else _mpirun(args)
@@ -52,7 +52,7 @@ def _mpirun(args: Namespace) -> list[str]:
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """The environment of torchrun's workers; `args` get torchrun's own arguments for them.
+    """Return the environment of torchrun's workers; `args` get its own arguments.
 
     Raises:
         ConnectionError: the port is in use, on the first of several machines.
@@ -99,7 +99,7 @@ def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
 
 
 def _environment(args: Namespace) -> dict[str, str]:
-    """This process's, with what the arguments say to the plugins of the workers."""
+    """Return this process's environment with the arguments for workers' plugins."""
     asked: Any
     for what, kinds, asked in (
         ("mixed_precision mode", PrecisionType, args.mixed_precision.lower()),

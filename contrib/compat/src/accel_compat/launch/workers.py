@@ -46,12 +46,12 @@ def launch(request: Request) -> int:
 
 
 def accel() -> str:
-    """The program `accel` of this environment."""
+    """Return the program `accel` of this environment."""
     return str(Path(sysconfig.get_path("scripts"), "accel"))
 
 
 def command(request: Request) -> list[str]:
-    """The command line of `accel launch`."""
+    """Return the command line of `accel launch`."""
     words = [accel(), "launch", *_flags(request.settings)]
     return [*words, *(["-m"] if request.module else []), *request.target]
 

@@ -94,7 +94,7 @@ class AcceleratedLoader(PreparedLoader):
         return self._plan.kind == "stateful"
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next iteration, which samplers and dataset are told at once."""
+        """Set the next iteration's number; samplers and dataset are told at once."""
         super().set_epoch(epoch)
         told: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
         for each in told:
@@ -102,7 +102,7 @@ class AcceleratedLoader(PreparedLoader):
                 each.set_epoch(epoch)
 
     def get_sampler(self) -> Any:
-        """The sampler that gives samples their order."""
+        """Return the sampler that gives samples their order."""
         return get_sampler(self)
 
 
@@ -114,7 +114,7 @@ def _stateful() -> type[AcceleratedLoader]:
 
 
 def wrap_loader(loader: PreparedLoader) -> PreparedLoader:
-    """The loader itself, with these attributes."""
+    """Return the loader itself, with these attributes."""
     if not isinstance(loader, AcceleratedLoader):  # the run knows this very object, so it is not copied
         loader.__class__ = _stateful() if loader._plan.kind == "stateful" else AcceleratedLoader
     return loader

@@ -190,6 +190,6 @@ class SkipBatchSampler(BatchSampler):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler that gives a dataloader its samples."""
+    """Return the sampler that gives a dataloader its samples."""
     batches = dataloader.batch_sampler
     return getattr(getattr(batches, "batch_sampler", batches), "sampler", dataloader.sampler)

@@ -54,7 +54,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
-    """This process's share of a dataloader, for any number of processes.
+    """Return this process's share of a dataloader, for any number of processes.
 
     What the run's own processes read is what `accelerator.prepare` gives.
     """
@@ -103,7 +103,7 @@ def _read_by(dataloader: Any, count: int, index: int, split: bool, even: bool) -
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The dataloader without its first batches, in each epoch."""
+    """Return the dataloader without its first batches, in each epoch."""
     if isinstance(dataloader, PreparedLoader):
         several = dataloader.__dict__.get("_skips", 0) + num_batches
         view = _skip(dataloader, several)

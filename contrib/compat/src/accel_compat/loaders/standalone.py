@@ -49,7 +49,7 @@ class DataLoaderStateMixin(metaclass=_Prepared):
         self.end_of_dataloader, self.remainder = False, -1
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Return an epoch begins."""
         self.reset()
         with suppress(Exception):  # whatever a dataset or sampler without sizes raises: nobody knows then
             if not self._drop_last:  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ class DataLoaderStateMixin(metaclass=_Prepared):
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """The epoch is over, or left."""
+        """Return the epoch is over, or left."""
         self.gradient_state._remove_dataloader(self)
 
 
@@ -113,7 +113,7 @@ class DataLoaderAdapter(metaclass=_Prepared):
             }
 
     def get_sampler(self) -> Any:
-        """The sampler that gives samples their order."""
+        """Return the sampler that gives samples their order."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -249,7 +249,7 @@ class DataLoaderDispatcher(_Counting):
         self.state, self.gradient_state = PartialState(), GradientState()
 
     def _batches(self) -> Iterator[Any]:
-        """This process's part of each round; the last is filled up from the first."""
+        """Return this process's part of each round; the last is filled up from the first."""
         ranks, reader = self.state.num_processes, iter(self.base_dataloader)
         held, first = self._read(reader), None
         while held is not _END:
@@ -272,7 +272,7 @@ class DataLoaderDispatcher(_Counting):
         return self.slice_fn(batch, slice(start, end), **ranks)
 
     def _read(self, reader: Iterator[Any]) -> Any:
-        """The next round, on all ranks."""
+        """Return the next round, on all ranks."""
         found: list[Any] = []
         if self.state.process_index == 0:
             found = list(islice(reader, 1 if self.split_batches else self.state.num_processes))

@@ -161,7 +161,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> Any:
-    """The function as it is: accel-fsdp keeps ties."""
+    """Return the function as it is: accel-fsdp keeps ties."""
     return param_init_fn
 
 

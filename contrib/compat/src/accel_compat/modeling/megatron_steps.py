@@ -85,7 +85,7 @@ class _Step(AbstractTrainStep):
 
 
 def _told(method: Callable[..., Any], *values: Any) -> Any:
-    """Called with the last of the values, as many as it takes: releases differ in the first."""
+    """Call it with as many of the last values as it takes: releases differ."""
     kinds = [each.kind for each in inspect.signature(method).parameters.values()]
     takes = len(values) if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
     return method(*values[len(values) - takes :])
@@ -114,7 +114,7 @@ class GPTTrainStep(_Step):
 
     @staticmethod
     def judges(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The mean over tokens that count."""
+        """Return the mean over tokens that count."""
         counts = loss_mask.view(-1).float()
         loss = (output_tensor.float().view(-1) * counts).sum() / counts.sum()
         return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
@@ -144,7 +144,7 @@ class BertTrainStep(_Step):
 
     @staticmethod
     def judges(loss_mask: Tensor, _order: Any, output: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The mean over masked tokens."""
+        """Return the mean over masked tokens."""
         losses, _ = output
         loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
         return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
@@ -198,7 +198,7 @@ def _readers() -> Any:
 
 
 def avg_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
-    """The means of the losses over the ranks that read different data. Collective among those."""
+    """Return the losses' means over ranks of different data. Collective there."""
     found = torch.cat([loss.detach().clone().view(1) for loss in losses])
     torch.distributed.all_reduce(found, group=_readers())
     return found / torch.distributed.get_world_size(_readers())

@@ -33,7 +33,7 @@ def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwarg
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A loss scaler for the device of the newest run, or, where there is none, of this machine."""
+    """Return a loss scaler for the newest run's device, or this machine's."""
     run = runs.newest()
     kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return torch.amp.GradScaler((kind if run is None else run.device).type, **kwargs)
@@ -113,7 +113,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names that mean one parameter, each sorted."""
+    """Return groups of names that mean one parameter, each sorted."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -289,7 +289,7 @@ def check_device_map(model: nn.Module, device_map: dict[str, Any]) -> None:
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: dict[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a .safetensors file, or of one that torch saved, without running code.
+    """Load tensors of a .safetensors or torch file, without running code.
 
     device_map: one device for all; several need the package for big models.
     """
@@ -306,5 +306,5 @@ def load_state_dict(
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """False: nothing here offloads weights by hooks."""
+    """Return False: nothing here offloads weights by hooks."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))

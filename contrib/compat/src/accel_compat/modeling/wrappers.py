@@ -68,14 +68,14 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """The degree of tensor parallelism that a model of transformers was loaded with."""
+    """Return the tensor-parallel degree that a transformers model was loaded with."""
     return getattr(model, "tp_size", None)
 
 
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The user's own model inside what wraps it."""
+    """Return the user's own model inside what wraps it."""
     run = runs.newest()
     unit = None if run is None else run.unit_of_model(model)
     if unit is not None:
@@ -161,14 +161,14 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """A port on which nothing listens."""
+    """Return a port on which nothing listens."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def convert_bytes(size: float) -> str:
-    """The size in the unit that fits it."""
+    """Return the size in the unit that fits it."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -193,7 +193,7 @@ def check_os_kernel() -> None:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """An attribute of an attribute, with dots between."""
+    """Return an attribute of an attribute, with dots between."""
     return reduce(getattr, attr.split("."), obj)
 
 

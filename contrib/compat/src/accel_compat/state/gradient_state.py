@@ -34,7 +34,7 @@ class GradientState:
 
     @classmethod
     def of(cls, run: Run) -> GradientState:
-        """The state of one run."""
+        """Return the state of one run."""
         return _OfRun(run)
 
     def _run(self) -> Run | None:

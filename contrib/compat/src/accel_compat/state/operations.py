@@ -55,7 +55,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The structure with `func(leaf, …)` for each leaf that `test_type` accepts."""
+    """Return the structure with `func(leaf, …)` for leaves that `test_type` accepts."""
 
     def applied(leaf: Any) -> Any:
         if test_type(leaf):
@@ -93,12 +93,12 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
-    """The items, in a sequence of the same type."""
+    """Return the items, in a sequence of the same type."""
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The structure with its tensors (and whatever has `to`) on the device; `skip_keys` stay."""
+    """Move the structure's tensors (and all with `to`); `skip_keys` stay."""
     if isinstance(skip_keys, str):
         skip_keys = [skip_keys]
     if isinstance(tensor, Mapping) and skip_keys:
@@ -111,17 +111,17 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def get_data_structure(data: Any) -> Any:
-    """The structure with each tensor described."""
+    """Return the structure with each tensor described."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The structure with each tensor's shape as a list."""
+    """Return the structure with each tensor's shape as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The structure with an empty tensor for each description."""
+    """Return the structure with an empty tensor for each description."""
     return recursively_apply(
         lambda found: torch.empty(*found.shape, dtype=found.dtype),
         data_structure,
@@ -130,7 +130,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The first dimension of the first tensor."""
+    """Return the first dimension of the first tensor."""
     if isinstance(data, (tuple, list, Mapping)) and not data:
         raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
     if isinstance(data, (tuple, list)):
@@ -151,7 +151,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator; accel-core's collectives compare ranks themselves."""
+    """Return the function: accel-core's collectives compare ranks themselves."""
     return function
 
 
@@ -241,7 +241,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype]:
-    """The shape and dtype of the one tensor that some rank has. Collective."""
+    """Return the shape and dtype of the one tensor that some rank has. Collective."""
     mine = None if tensor is None else (tensor.shape, tensor.dtype)
     found: tuple[torch.Size, torch.dtype] = next(each for each in gather_object([mine]) if each is not None)
     return found
@@ -277,7 +277,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in a structure."""
+    """Return the device of the first tensor in a structure."""
     if isinstance(data, Mapping):
         data = list(data.values())
     if isinstance(data, (tuple, list)):

@@ -32,7 +32,7 @@ class MultiProcessAdapter(accel_core.MultiProcessAdapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger whose calls speak on the main process only, unless told otherwise."""
+    """Return a logger that speaks on the main process, unless told otherwise."""
     logger, level = logging.getLogger(name), log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     if level is not None:
         logger.setLevel(level.upper())

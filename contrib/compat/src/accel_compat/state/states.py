@@ -103,7 +103,7 @@ class _Ranked:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """A context that gives this process its share."""
+        """Return a context that gives this process its share."""
         return ops.split_between_processes(inputs, apply_padding=apply_padding, run=runs.current())
 
     @contextmanager
@@ -115,11 +115,11 @@ class _Ranked:
             self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main process runs the block first."""
+        """Return the main process runs the block first."""
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The first process of each node runs the block first."""
+        """Return the first process of each node runs the block first."""
         return self._goes_first(self.is_local_main_process)
 
     def _only(self, function: Callable[..., Any], is_here: bool) -> Callable[..., Any]:
@@ -298,7 +298,7 @@ class AcceleratorState(_Ranked):
         return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeedPlugin of that name."""
+        """Return the DeepSpeedPlugin of that name."""
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:

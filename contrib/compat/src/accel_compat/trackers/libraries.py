@@ -35,7 +35,7 @@ class _Wrapping(GeneralTracker):
 
 
 def scalars(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among the values; that others have no place is said once."""
+    """Return the numbers among the values; that others have no place is said once."""
     for name, value in values.items():
         if not isinstance(value, (int, float)):
             warn_once(f"{tracker} cannot log {name!r} ({type(value).__qualname__}); skipped")
@@ -127,7 +127,7 @@ class _Hosted(_Wrapping):
 @library_tracker
 class _WithImages(_Hosted):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Lists of images, by name."""
+        """Log lists of images, by name."""
         for name, images in values.items():
             self.log({name: [self.library.Image(image) for image in images]}, step=step, **kwargs)
 
@@ -147,7 +147,7 @@ class WandBTracker(_WithImages):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """A table, of columns and rows or of a dataframe."""
+        """Return a table, of columns and rows or of a dataframe."""
         table = self.library.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 

@@ -86,15 +86,15 @@ class MLflowTracker(GeneralTracker):
         self.library.log_metrics(scalars(self.name, values), step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """A figure, as a file of the run."""
+        """Return a figure, as a file of the run."""
         self.library.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """A folder's files."""
+        """Return a folder's files."""
         self.library.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """A file."""
+        """Return a file."""
         self.library.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     def finish(self) -> None:
@@ -158,7 +158,7 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """A table, of columns and rows or of a dataframe."""
+        """Return a table, of columns and rows or of a dataframe."""
         if dataframe is None and data is None:
             raise ValueError(
                 "`ClearMLTracker.log_table` requires that `data` to be supplied if `dataframe` is `None`"

@@ -151,7 +151,7 @@ class Tallying(torch.optim.SGD):
 
 
 def awkward(without: Collection[str] = (), seed: int = 0) -> nn.Module:
-    """The model without some of its features; the same weights for a seed."""
+    """Return the model without some of its features; the same weights for a seed."""
     layers = OrderedDict({"first": _square()})
     layers.update((name, make()) for name, make in LAYERS.items() if name not in without)
     layers["last"] = nn.Linear(FEATURES, CLASSES)

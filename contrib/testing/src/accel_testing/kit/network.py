@@ -69,7 +69,7 @@ def dataset(samples: int) -> TensorDataset:
 
 
 def forward_loss(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, None]:
-    """The loss of a batch: the mean over its rows."""
+    """Return the loss of a batch: the mean over its rows."""
     x, y = batch
     return cross_entropy(model(x).float(), y), None
 
@@ -80,7 +80,7 @@ def optimizer(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
 
 
 def parts(batches: Sequence[Any]) -> list[Any]:
-    """The batches, each cut into as many micro-batches of equal size as are needed."""
+    """Cut each batch into as many equal micro-batches as are needed."""
     count: int = given.MICROBATCHES
     if count == 1:
         return list(batches)

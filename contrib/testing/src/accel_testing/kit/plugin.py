@@ -184,27 +184,27 @@ class Kit:
 
     @pytest.fixture
     def stack(self) -> TestedStack:
-        """The stack under test."""
+        """Return the stack under test."""
         return self.tested
 
     @pytest.fixture
     def tracker(self) -> Record:
-        """The tracker of the stack. Stacks without one leave out checks that take it."""
+        """Return the stack's tracker; without one, checks that take it are left out."""
         return self.tested.plugins["tracker"]
 
     @pytest.fixture
     def launcher(self) -> Record:
-        """The launcher of the stack. Stacks without one leave out its checks."""
+        """Return the launcher of the stack. Stacks without one leave out its checks."""
         return self.tested.plugins["launcher"]
 
     @pytest.fixture
     def command(self) -> Record:
-        """The command of the stack, likewise."""
+        """Return the command of the stack, likewise."""
         return self.tested.plugins["command"]
 
     @pytest.fixture
     def kit(self) -> Kit:
-        """The kit itself, for what checks share."""
+        """Return the kit itself, for what checks share."""
         return self
 
     @pytest.fixture
@@ -262,7 +262,7 @@ class Kit:
     # -- afterwards ------------------------------------------------------------------------------
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The list of what was not checked, and the result in one line."""
+        """Return the list of what was not checked, and the result in one line."""
         terminalreporter.section("accel-core conformance")
         for line in self.report.summary():
             terminalreporter.write_line(line)

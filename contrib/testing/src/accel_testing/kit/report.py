@@ -55,7 +55,7 @@ class Report:
         return sorted(self.held - self.broke)
 
     def of(self, outcome: str) -> list[Check]:
-        """The checks with that outcome."""
+        """Return the checks with that outcome."""
         return [check for check in self.checks if check.outcome == outcome]
 
     @property
@@ -76,7 +76,7 @@ class Report:
             yield f"| {saver} | {' | '.join(row.get(loader, '') for loader in scenarios)} |"
 
     def summary(self) -> Iterator[str]:
-        """The lines for the terminal: skipped checks, unclaimed capabilities, counts."""
+        """Yield the terminal's lines: skipped checks, unclaimed capabilities, counts."""
         yield from self._table()
         for outcome in ("skipped", "xfailed"):
             for check in self.of(outcome):
@@ -90,7 +90,7 @@ class Report:
         yield f"{self.stack}: {found}"
 
     def render(self, file: str) -> str:
-        """The text of a report file: JSON for *.json, else Markdown."""
+        """Return the text of a report file: JSON for *.json, else Markdown."""
         return json.dumps(self._facts(), indent=2) + "\n" if file.endswith(".json") else self._markdown()
 
     def _facts(self) -> dict[str, Any]:

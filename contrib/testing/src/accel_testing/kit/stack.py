@@ -53,7 +53,7 @@ class TestedStack:
         network: str | None = None,
         reference: str | None = None,
     ) -> TestedStack:
-        """The stack that `text` names, such as sim+acme+bf16.
+        """Return the stack that `text` names, such as sim+acme+bf16.
 
         Raises:
             PluginError: a name is unknown, cannot be used here, or two are of one slot.
@@ -147,7 +147,7 @@ class TestedStack:
         return variables(self.settings) | {name: text for name, text in named.items() if text is not None}
 
     def settings_without(self, *slots: str) -> dict[str, str]:
-        """The settings of a stack that has other plugins in these slots."""
+        """Return the settings of a stack that has other plugins in these slots."""
         others = {self.plugins[slot].name.replace("-", "_") for slot in slots if slot in self.plugins}
         return {path: text for path, text in self.settings.items() if path.partition(".")[0] not in others}
 

@@ -86,7 +86,7 @@ def enter(
 
 
 def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
-    """An Accelerator of the stack under test, whose collectives give up in seconds."""
+    """Return an Accelerator under test whose collectives give up in seconds."""
     from accel_core import Accelerator
 
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_SECONDS))
@@ -136,7 +136,7 @@ def learn(
 
 
 def known_loss(accelerator: Accelerator, output: StepOutput) -> float:
-    """The window's loss, from a process that has it of the same data. Collective."""
+    """Return the window's loss from a process that has it. Collective."""
     mine = accelerator.run.topology.reader, output.loss.item() if output.valid else None
     everyone = accelerator.run.collectives("control").all_gather_object(mine)
     known: list[float] = [each for at, each in everyone if at == mine[0] and each is not None]

@@ -49,7 +49,7 @@ def _refusals(task: Callable[..., Any], *args: Any) -> Told:
 
 
 def trained(without: Collection[str], arguments: Mapping[str, Any]) -> Told:
-    """The parameters after training, or how the model was refused."""
+    """Return the parameters after training, or how the model was refused."""
     return _refusals(_trained, without, arguments, 0.0, None)
 
 
@@ -82,7 +82,7 @@ class Plain:
 
 
 def by_hand(momentum: float, without: Collection[str], _arguments: Mapping[str, Any]) -> Plain:
-    """The same training as a plain loop over global batches."""
+    """Return the same training as a plain loop over global batches."""
     model = awkward(without)
     optimizer = awkward_optimizer(model, without, momentum)
     for batch in DataLoader(dataset(STEPS * GLOBAL_BATCH), GLOBAL_BATCH):
@@ -162,7 +162,7 @@ def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_moments(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """The momentum of each parameter is that of the plain loop."""
+    """Return the momentum of each parameter is that of the plain loop."""
     for number, state in expected["state"].items():
         mine, plain = found["state"][number]["momentum_buffer"], state["momentum_buffer"]
         assert mine.shape == plain.shape

@@ -95,7 +95,7 @@ class Training:
         self.noisy = noise > 0
 
     def state_dict(self) -> dict[str, int]:
-        """The user's own counter."""
+        """Return the user's own counter."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -149,7 +149,7 @@ class Training:
                 unit.hooks.state_loaded(unit)
 
     def digests(self) -> dict[str, str]:
-        """A digest of each box of the state that this rank holds."""
+        """Return a digest of each box of the state that this rank holds."""
         return {
             f"{key} at {offset}": xxh3_64_hexdigest(_bytes_of(tensor))
             for key, leaf in self.leaves()
@@ -180,7 +180,7 @@ def _optimizers(model: nn.Module, seed: int) -> list[torch.optim.Optimizer]:
 
 
 def _state_names(model: nn.Module) -> set[str]:
-    """The names of its state, tied weights once, under their first name."""
+    """Return the names of its state, tied weights once, under their first name."""
     once = {name for name, _ in model.named_parameters()}
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     return model.state_dict().keys() - again
@@ -273,7 +273,7 @@ def saved_again(
 
 
 def names(arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The names under which the state of a model is offered, and those that it has."""
+    """Return the names under which a model's state is offered, and its own."""
 
     def task(training: Training) -> tuple[list[str], list[str]]:
         (unit,) = training.accelerator.run.units
@@ -331,7 +331,7 @@ def killed(folder: str, instant: float, arguments: Mapping[str, Any]) -> None:
 
 
 def survived(folder: str, arguments: Mapping[str, Any]) -> int:
-    """The step of the checkpoint that is there, after a look at every number in it."""
+    """Return the checkpoint's step, after a look at every number in it."""
     return _trained(arguments, lambda training: _survivor(training, Path(folder) / "latest"), seed=1)
 
 

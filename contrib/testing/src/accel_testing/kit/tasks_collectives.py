@@ -83,7 +83,7 @@ def objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def disagreement(arguments: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The error of each case, in debug mode, in which all devices compare."""
+    """Return the error of each case, in debug mode, in which all devices compare."""
     os.environ["ACCEL_DEBUG"] = "1"
     accelerator = make(arguments)
     first, device, run = accelerator.is_main_process, accelerator.device, accelerator.run

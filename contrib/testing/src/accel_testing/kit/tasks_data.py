@@ -43,7 +43,7 @@ def _accelerator(arguments: Mapping[str, Any], dispatch: bool | None) -> Acceler
 
 
 def _gathered(accelerator: Accelerator, batch: Any) -> list[tuple[float, float, float]]:
-    """(number, least and greatest of its row) of each sample that all readers got."""
+    """Return (number, row's least, row's greatest) of all readers' samples."""
     ids, rows = batch
     kept = accelerator.gather_for_metrics([ids, rows.amin(1), rows.amax(1)])
     return list(zip(*(each.tolist() for each in kept), strict=True))
@@ -61,7 +61,7 @@ def stream(
 
 
 def resumed(data: str, dispatch: bool | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of an epoch after two rounds: as it went, and as it is resumed."""
+    """Return the rest of an epoch after two rounds: as it went, and as it is resumed."""
     accelerator = _accelerator(arguments, dispatch)
     samples = 8 + 9 * accelerator.run.topology.readers  # two rounds and more, the last of them short
     loader, again = (accelerator.prepare(_loader(samples, 3, data)) for _ in range(2))

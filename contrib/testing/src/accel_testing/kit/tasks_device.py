@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def chosen(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The device of the run, and what the plugin says of it."""
+    """Return the device of the run, and what the plugin says of it."""
     accelerator = make(arguments)
     device, hooks = accelerator.device, accelerator.run.hooks
     found = {
@@ -109,7 +109,7 @@ def seeded(arguments: Mapping[str, Any]) -> list[list[float]]:
 
 
 def random_streams(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved streams, and whether drawing goes on from where they were saved."""
+    """Return saved streams, and True if drawing goes on from where they were saved."""
     accelerator = make(arguments)
     hooks, device = accelerator.run.hooks, accelerator.device
     set_seed(3)
@@ -178,7 +178,7 @@ def floats(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def services(arguments: Mapping[str, Any]) -> list[str]:
-    """Calls every service; what their answers are is the device's affair."""
+    """Call every service; the answers are the device's affair."""
     accelerator = make(arguments)
     hooks, run = accelerator.run.hooks, accelerator.run
     hooks.synchronize(run.device)
@@ -191,7 +191,7 @@ def services(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def profiled(arguments: Mapping[str, Any]) -> list[str]:
-    """The names that the profiler records of an addition on the device."""
+    """Return the names that the profiler records of an addition on the device."""
     accelerator = make(arguments)
     with accelerator.profile() as profiler:
         torch.ones(8, device=accelerator.device) + 1

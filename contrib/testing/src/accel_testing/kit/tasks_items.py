@@ -79,7 +79,7 @@ def _batches(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _share(number: int, count: int) -> slice:
-    """The samples of one micro-batch; each is larger than the one before."""
+    """Return the samples of one micro-batch; each is larger than the one before."""
     start, stop = (GLOBAL_BATCH * at * (at + 1) // (count * (count + 1)) for at in (number, number + 1))
     return slice(start, stop)
 

@@ -55,7 +55,7 @@ class _Loaded:
         self.known = {target.partition(".")[0], *sys.stdlib_module_names, *_BASELINE}
 
     def since(self) -> list[str]:
-        """The packages that were loaded since the last call."""
+        """Return the packages that were loaded since the last call."""
         tops = {name.partition(".")[0] for name in sys.modules} - self.known
         self.known |= tops
         return sorted(top for top in tops if not top.startswith("_"))

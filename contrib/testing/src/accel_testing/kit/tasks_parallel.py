@@ -63,7 +63,7 @@ def _collectives(accelerator: Accelerator, dim: str) -> dict[str, Any]:
 
 
 def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The facade's collectives over nested structures, of unequal lengths too."""
+    """Return the facade's collectives over nested structures, of unequal lengths too."""
     accelerator = make(arguments)
     topology, device = accelerator.run.topology, accelerator.device
     reader = topology.reader
@@ -93,7 +93,7 @@ def nested(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def samples(
     length: int, batch_size: int, shuffle: bool, epochs: int, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The samples that this process sees: a list of batches per epoch."""
+    """Return the samples that this process sees: a list of batches per epoch."""
     accelerator = make(arguments)
     generator = torch.Generator().manual_seed(4)
     loader = DataLoader(TensorDataset(torch.arange(length)), batch_size, shuffle=shuffle, generator=generator)
@@ -154,7 +154,7 @@ def replicas(arguments: Mapping[str, Any]) -> list[float]:
 
 
 def whole(arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """The weights this process holds, and those of the model."""
+    """Return the weights this process holds, and those of the model."""
     accelerator = make(arguments)
     model = given.network()
     expected = weights(model)

@@ -31,7 +31,7 @@ class Drawing(nn.Module):
 
 
 def drawn(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], list[float]]:
-    """This rank's place along dimensions that draw apart, and its layers' draws.
+    """Return this rank's place along dimensions that draw apart, and its draws.
 
     The first rank draws a number more than the others before the first step.
     """

@@ -68,7 +68,7 @@ class Trace:
 
 
 def loader(recipe: Recipe) -> DataLoader[Any]:
-    """The recipe's batches, unshuffled."""
+    """Return the recipe's batches, unshuffled."""
     return DataLoader(given.dataset(recipe.batches * recipe.batch_size), batch_size=recipe.batch_size)
 
 
@@ -82,7 +82,7 @@ def optimizers(recipe: Recipe, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """A rate that falls with each step."""
+    """Return a rate that falls with each step."""
     if not recipe.schedule:
         return []
     return [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in made]
@@ -127,7 +127,7 @@ reference = _Reference()
 
 
 def plain(recipe: Recipe, device: torch.device, precision: str, *, whole: bool = False) -> Trace:
-    """The recipe without accel-core: what a careful author writes by hand.
+    """Return the recipe without accel-core: what a careful author writes by hand.
 
     `whole`: a window's loss is the mean of its own, few as they may be, and one number in the trace; its
     batches are cut as for a strategy that owns the schedule.
@@ -203,7 +203,7 @@ def ours(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
 
 
 def recipe_accelerator(recipe: Recipe, arguments: Mapping[str, Any], **more: Any) -> Accelerator:
-    """The stack under test, set as the recipe says."""
+    """Return the stack under test, set as the recipe says."""
     if recipe.precision is not None:
         more["mixed_precision"] = recipe.precision
     scale = GradScalerKwargs(init_scale=recipe.init_scale)
@@ -211,7 +211,7 @@ def recipe_accelerator(recipe: Recipe, arguments: Mapping[str, Any], **more: Any
 
 
 def train(recipe: Recipe, accelerator: Accelerator) -> Trace:
-    """The loop of a user."""
+    """Return the loop of a user."""
     trace = Trace()
     model, made, rates, batches = prepared(recipe, accelerator)
     for _ in range(recipe.epochs):
@@ -261,7 +261,7 @@ def _clip_ours(recipe: Recipe, trace: Trace, model: nn.Module, accelerator: Acce
 
 
 def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The dtypes in which layers compute, and whether autocast outlives a forward."""
+    """Return the layers' dtypes, and True if autocast outlives a forward."""
     accelerator = make(arguments, mixed_precision=precision)
     model = accelerator.prepare(given.network())
     batch = next(iter(accelerator.prepare(loader(Recipe()))))

@@ -19,7 +19,7 @@ __all__ = ["distillation", "gan"]
 
 
 def gan(accumulation: int, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
-    """A generator and a discriminator with their own windows, and a plain loop."""
+    """Train generator and discriminator with windows of their own; a plain loop too."""
     accelerator = make(arguments, gradient_accumulation_steps=accumulation)
     trace, reference = Trace(), Trace()
     _play(trace, _Accelerated(accelerator))
@@ -120,7 +120,7 @@ def _play(trace: Trace, table: _ByHand | _Accelerated) -> None:
 
 
 def distillation(arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
-    """A student and a teacher without optimizer, by hand and as two units."""
+    """Return a student and a teacher without optimizer, by hand and as two units."""
     accelerator = make(arguments)
     teacher = accelerator.prepare(network(5))
     student = network(6)

@@ -23,7 +23,7 @@ def accel(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def words(command: Record) -> list[str]:
-    """The words of the command; `plugins-NAME` is a command of the group `plugins`."""
+    """Return the command's words; `plugins-NAME` is one of the group `plugins`."""
     if command.name.startswith("checkpoint-"):
         pytest.skip("a format of checkpoints has no command of its own")
     group, _, name = command.name.partition("-")

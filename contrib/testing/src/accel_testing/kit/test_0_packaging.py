@@ -38,7 +38,7 @@ def observed(name: str, distribution: str) -> dict[str, Any]:
 
 @pytest.fixture
 def facts(plugin: Record) -> dict[str, Any]:
-    """The plugin as a fresh interpreter sees it."""
+    """Return the plugin as a fresh interpreter sees it."""
     return observed(plugin.name, plugin.distribution)
 
 

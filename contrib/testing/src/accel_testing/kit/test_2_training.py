@@ -22,7 +22,7 @@ LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
 
 @pytest.fixture
 def together(run: Run, kit: Kit) -> int:
-    """The number of processes over which one model is spread, else one."""
+    """Return the number of processes over which one model is spread, else one."""
     return max([world for world in kit.worlds if kit.readers(run, world) == 1], default=1)
 
 

@@ -52,11 +52,11 @@ class Launches:
         )
 
     def written(self) -> list[dict[str, Any]]:
-        """The facts that workers wrote, in rank order."""
+        """Return the facts that workers wrote, in rank order."""
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("rank*.json"))]
 
     def wait_until_gone(self) -> list[int]:
-        """The workers that still run when their time is over."""
+        """Return the workers that still run when their time is over."""
         deadline = time.monotonic() + ENDING_SECONDS
         processes = [facts["process"] for facts in self.written()]
         while (left := [each for each in processes if _runs(each)]) and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ def _runs(process: int) -> bool:
 
 @pytest.fixture
 def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Launches:
-    """Launches in an empty folder, on the CPU."""
+    """Return a function that launches in an empty folder, on the CPU."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL_")}
     command = (sys.executable, "-m", "accel_core", "launch", "--launcher", launcher.name, "--device", "cpu")
     return Launches(tmp_path, command, {**kept, **stack.environment})
@@ -83,7 +83,7 @@ def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Launches:
 
 @contextmanager
 def sleeping(launches: Launches) -> Iterator[subprocess.Popen[str]]:
-    """A launch whose workers have all begun to sleep."""
+    """Return a launch whose workers have all begun to sleep."""
     # A shell has commands in the background ignore SIGINT, and so would this one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(

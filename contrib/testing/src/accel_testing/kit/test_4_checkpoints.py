@@ -27,7 +27,7 @@ NOISE = 0.3
 
 @pytest.fixture
 def own(kit: Kit, world: int) -> Scenario:
-    """The stack under test, in a world of this size."""
+    """Return the stack under test, in a world of this size."""
     return next(scenario for scenario in kit.scenarios if scenario.world == world and scenario.own)
 
 
@@ -43,11 +43,11 @@ class Resumed:
         return [scenario for scenario in scenarios if scenario.own] if self._noise else scenarios
 
     def original(self, scenario: Scenario) -> list[Seen]:
-        """The numbers of a scenario's ranks after they saved."""
+        """Return the numbers of a scenario's ranks after they saved."""
         return [_seen(of_rank, str(scenario)) for of_rank in self._saved(scenario.world)]
 
     def _saved(self, world: int) -> list[Any]:
-        """The numbers of each scenario of this size, or its error."""
+        """Return the numbers of each scenario of this size, or its error."""
         given = self._folder, self._in_world(world), self._noise
         found: list[Any] = self._kit.once(
             ("saved", world, self._noise), lambda: self._run(tasks.save, *given, world=world)
@@ -55,7 +55,7 @@ class Resumed:
         return found
 
     def by(self, scenario: Scenario, saver: Scenario) -> list[Seen]:
-        """The numbers of a scenario's ranks after the saver's checkpoint."""
+        """Return the numbers of a scenario's ranks after the saver's checkpoint."""
         scenarios = self._in_world(scenario.world)
         saved = [str(scenario)] if self._noise else [str(each) for each in self._kit.scenarios]
         self.original(saver)
@@ -177,7 +177,7 @@ class Awkward:
 
 @pytest.fixture
 def awkward(kit: Kit, run: Run, world: int) -> Awkward:
-    """Saved once in a world."""
+    """Save once in a world."""
     kit.require_own_network()
     return kit.once(("awkward", world), lambda: Awkward(kit, run, world))
 
@@ -209,5 +209,5 @@ def _means(ranks: list[Seen]) -> list[float]:
 
 
 def _together(ranks: list[Seen]) -> list[list[int]]:
-    """The samples of each step, of all readers."""
+    """Return the samples of each step, of all readers."""
     return [sorted({*chain(*batches)}) for batches in zip(*(each.samples for each in ranks), strict=True)]

@@ -78,7 +78,7 @@ class SimulatedTensor(Tensor):
         return self.cpu().tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the numbers; the wrapper's has no memory."""
+        """Return the storage of the numbers; the wrapper's has no memory."""
         return self.held.untyped_storage()
 
     @classmethod
@@ -89,7 +89,7 @@ class SimulatedTensor(Tensor):
 
 
 def unwrap(value: Any) -> Any:
-    """The CPU tensor of a simulated one; anything else as it is."""
+    """Return the CPU tensor of a simulated one; anything else as it is."""
     return value.held if isinstance(value, SimulatedTensor) else value
 
 
@@ -180,7 +180,7 @@ class _Event:
         """Nothing is ever pending."""
 
     def synchronize(self) -> None:
-        """The same; a host that asks would wait."""
+        """Return the same; a host that asks would wait."""
         module().wait("Event.synchronize")
 
     def query(self) -> bool:
@@ -200,10 +200,10 @@ class _Stream:
         """Nothing is ever pending."""
 
     def wait_stream(self, stream: _Stream) -> None:
-        """The same."""
+        """Return the same."""
 
     def synchronize(self) -> None:
-        """The same; a host that asks would wait."""
+        """Return the same; a host that asks would wait."""
         module().wait("Stream.synchronize")
 
 
@@ -228,7 +228,7 @@ class DeviceModule:
         self._stream = _Stream()
 
     def device(self) -> torch.device:
-        """The one device."""
+        """Return the one device."""
         return torch.device(self.name, 0)
 
     def read(self) -> None:
@@ -296,7 +296,7 @@ class DeviceModule:
         """Do nothing: the device draws from the CPU's generator, seeded by torch."""
 
     def manual_seed_all(self, seed: int) -> None:
-        """The same."""
+        """Return the same."""
 
     def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.get_rng_state()
@@ -316,7 +316,7 @@ _libraries: list[torch.library.Library] = []  # a registration lives as long as 
 
 
 def module() -> DeviceModule:
-    """The module of the simulated device of this process.
+    """Return the module of the simulated device of this process.
 
     Raises:
         AccelError: `simulate` was not called.

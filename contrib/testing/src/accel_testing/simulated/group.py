@@ -43,7 +43,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self.inner._set_default_backend(kind)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch asks by this name
-        """The name it is registered under."""
+        """Return the name it is registered under."""
         return "simulated"
 
     def _set_group_name(self, name: Any) -> None:

@@ -28,7 +28,7 @@ _HERE: Final = __name__
 
 
 def simulated_type(kind: str) -> str:
-    """The torch type that simulates devices of type `kind`. Ask before simulating."""
+    """Return the torch type that simulates `kind`. Ask before simulating."""
     try:
         torch.device(kind)
     except RuntimeError:  # torch has no such type: it can be had
