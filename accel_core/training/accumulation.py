@@ -63,7 +63,7 @@ class Accumulation:
                 self._enter_all(last, items)
             if items is not None:
                 for unit in self.units:
-                    unit.step_state.expect_items()
+                    unit.step_state.expect_items(unit)
             if self.windows:
                 run.use_windows(self.windows)
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered

@@ -36,6 +36,8 @@ class PreparedOptimizer(Optimizer):
         unit = self.unit
         if unit.window.boundary:
             self.__dict__["applied"] = step.step(unit, self.optimizer, closure)
+        else:
+            unit.window.note_backward()  # maybe the loss's own
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window still has to apply them."""

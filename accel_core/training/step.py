@@ -57,10 +57,10 @@ def run_window(
     """Run forward and backward of one window as a whole, by the unit's strategy."""
     window, state, trained = unit.window, unit.step_state, False
     before = window.snapshot()
-    if items is not None:
-        state.expect_items()
     try:
         window.begin_whole(items)
+        if items is not None and not forward_only:
+            state.expect_items(unit)
         output: StepOutput = unit.steps.forward_backward(
             unit, iter(batches), forward_loss, microbatches, forward_only
         )
@@ -174,6 +174,7 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     state = unit.step_state
     if state.is_reduced(optimizer):
         return
+    state.refuse_carried(unit.window)
     state.unscaled.clear()
     if unit.window.items is not None:
         state.refuse_edited(unit.window, unit.named_parameters())

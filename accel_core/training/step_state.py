@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.bound import Steps
+    from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
 
 __all__ = ["StepState"]
@@ -34,6 +35,8 @@ class StepState:
         trains several by the loss's own backward, else None. The key None stands for a unit without any.
     unscaled: optimizers that were unscaled in this window.
     undivided: (window's number, versions) of gradients that are still to be divided by the window's items.
+    counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
+        without those whose gradients are applied or dropped.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
     """
@@ -43,6 +46,7 @@ class StepState:
     reduced: dict[Optimizer | None, Versions | None] = field(factory=dict)
     unscaled: set[Optimizer] = field(factory=set)
     undivided: tuple[int, Versions] | None = None
+    counted_in: dict[Optimizer, int] = field(factory=dict)
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
 
@@ -52,9 +56,18 @@ class StepState:
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, steps.after_step, mark_step)
         return cls(needs_finish=any(hook is not None for hook in finishing))
 
-    def expect_items(self) -> None:
-        """Have steps divide gradients by items from now on."""
+    def expect_items(self, unit: Unit) -> None:
+        """Have steps divide gradients by items from now on, those of the unit's current window."""
         self.needs_finish = True
+        window = unit.window
+        for optimizer in unit.optimizers if window.index <= 0 else ():
+            if optimizer in self.counted_in or optimizer in self.with_gradients:
+                # Their strategy may keep gradients elsewhere than in the parameters.
+                kept = unit.steps.zero_grad is not None and optimizer in self.with_gradients
+                if kept or _has_gradients(optimizer):
+                    self.counted_in.setdefault(optimizer, window.number - 1)
+                    continue
+            self.counted_in[optimizer] = window.number
 
     def begin_window(self) -> None:
         """Forget what was done to the gradients of a window that ended without a step."""
@@ -65,11 +78,13 @@ class StepState:
         """Forget the gradients of an optimizer: they are applied, or cleared."""
         self.with_gradients.discard(optimizer)
         self.reduced.pop(optimizer, None)
+        self.counted_in.pop(optimizer, None)
 
     def clear(self) -> None:
         """Forget all gradients: there are none any more."""
         self.begin_window()
         self.with_gradients.clear()
+        self.counted_in.clear()
         self.undivided = None
 
     @contextmanager
@@ -117,6 +132,16 @@ class StepState:
         """Note the gradients of a window that counts items, as a backward at the boundary left them."""
         self.undivided = window.number, _versions(parameters)
 
+    def refuse_carried(self, window: Window) -> None:
+        """Refuse to divide gradients that an earlier window has left, by the items of this one."""
+        if any(number != window.number for number in self.counted_in.values()):
+            raise AccelError(
+                "accumulate(items=...): gradients of an earlier window were neither applied nor cleared, and"
+                " the items of this window do not count them\n"
+                "call optimizer.step() or optimizer.zero_grad() where a window ends, also where"
+                " accelerator.sync_gradients = True ends it"
+            )
+
     def refuse_edited(self, window: Window, parameters: Mapping[str, nn.Parameter]) -> None:
         """Refuse a gradient that was changed before it was divided by items."""
         noted, self.undivided = self.undivided, None
@@ -131,6 +156,10 @@ class StepState:
                 "call accelerator.unscale_gradients() before changing them: it divides; or clip_grad_norm_ of"
                 " the accelerator, to clip"
             )
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _versions_of(optimizer: Optimizer) -> Versions:

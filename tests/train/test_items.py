@@ -259,3 +259,71 @@ def test_a_refused_micro_batch_leaves_the_windows_in_use_as_they_were(accelerato
         pass
     assert (accelerator.window.index, accelerator.sync_gradients) == before == (2, True)
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("apply", [None, "step", "zero_grad"])
+def test_a_window_that_is_ended_outside_is_applied_or_that_is_refused(accelerator_of, by_hand, apply):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, reference = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    reference.load_state_dict(model.state_dict())
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
+    plain = SGD(reference.parameters(), lr=1.0)
+
+    def train(x):
+        with accelerator.accumulate(model, items=len(x)):
+            loss = model(x).sum()
+            loss.backward() if by_hand else accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train_plainly(x):
+        plain.zero_grad()
+        reference(x).mean().backward()
+        plain.step()
+
+    first, last = torch.rand(3, 1), torch.rand(4, 1)
+    train(first)
+    accelerator.sync_gradients = True
+    if apply is None:
+        train(last[:2])
+        with pytest.raises(AccelError, match=r"of an earlier window.*\n.*optimizer\.zero_grad\(\)"):
+            train(last[2:])
+        return
+    if apply == "step":
+        optimizer.step()
+        train_plainly(first)
+    optimizer.zero_grad()
+    train(last[:2])
+    train(last[2:])
+    train_plainly(last)
+    assert_near(model.parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("items", [None, 1])
+def test_gradients_that_a_window_has_left_join_no_window_that_counts_items(accelerator_of, items):
+    accelerator = accelerator_of()
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
+    for count, steps in ((items, False), (1, True)):
+        with accelerator.accumulate(model, items=count):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            if steps:
+                with pytest.raises(AccelError, match="neither applied nor cleared"):
+                    optimizer.step()
+
+
+def test_an_optimizer_that_steps_later_may_have_had_no_gradients_before(accelerator_of):
+    accelerator = accelerator_of()
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[1].requires_grad_(False)
+    optimizers = [SGD(part.parameters(), lr=1.0) for part in model]
+    model, first, second = accelerator.prepare(model, *optimizers)
+    for trained in ((first,), (first,), (first, second)):
+        model[1].requires_grad_(second in trained)
+        with accelerator.accumulate(model, items=1):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            for optimizer in trained:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert second.param_groups[0]["params"][0].grad is None
