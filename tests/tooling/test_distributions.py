@@ -31,6 +31,7 @@ PLUGINS = {
     "accel-megatron": {"megatron"},
     "accel-tensorboard": {"tensorboard"},
     "accel-context-parallel": {"cp"},
+    "accel-big-models": {"dispatched"},
     "accel-testing": {"plugins-check", "plugins-new"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.

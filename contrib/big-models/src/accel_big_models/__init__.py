@@ -1,0 +1,43 @@
+"""Models larger than a device: plan, load, stream and undo, without a run.
+
+Importing this package imports neither torch nor its own modules (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_PUBLIC: Final = {
+    "casting": "layerwise_casting",
+    "config": "DispatchedPlugin",
+    "dispatching": "dispatch offload undo",
+    "empty": "empty_weights",
+    "loading": "load",
+    "planning": "plan",
+    "plans": "Place Plan",
+    "weights": "weights_of",
+}
+_MODULES: Final = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+
+__all__ = [
+    "DispatchedPlugin",
+    "Place",
+    "Plan",
+    "dispatch",
+    "empty_weights",
+    "layerwise_casting",
+    "load",
+    "offload",
+    "plan",
+    "undo",
+    "weights_of",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'accel_big_models' has no attribute {name!r}", name=name)
+    module = __import__(f"accel_big_models.{_MODULES[name]}", fromlist=[name])
+    value = globals()[name] = getattr(module, name)
+    return value

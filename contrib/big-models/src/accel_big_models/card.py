@@ -1,0 +1,18 @@
+"""The card: accel-core reads it before it imports anything else of this package."""
+
+from __future__ import annotations
+
+from accel_core import Card
+
+__all__ = ["DISPATCHED"]
+
+DISPATCHED = Card(
+    name="dispatched",
+    slot="strategy",
+    summary="A model larger than its device: weights come from host memory or disk, block by block.",
+    api_version="1.0",
+    priority=None,  # only when named
+    offers={"whole_weights", "local_gradients", "several_optimizers"},
+    config="accel_big_models.config:DispatchedPlugin",
+    implementation="accel_big_models.strategy:Dispatched",
+)
