@@ -27,6 +27,7 @@ LIBRARIES = {
     "xla": "torch_xla",
     "fsdp": "transformers",
     "compat": "transformers",
+    "big-models": "transformers",
 }
 PYTHONS = {"_actions", "_current_frames", "_exit", "_getframe", "_run_exitfuncs"}
 """Of the standard library."""
