@@ -138,21 +138,21 @@ def test_every_name_of_a_module_can_be_imported(module):
 
 
 def test_what_is_not_served_says_why_when_it_is_called():
-    from accelerate import dispatch_model
-    from accelerate.hooks import SequentialHook
+    from accelerate.utils import load_and_quantize_model
+    from accelerate.utils.megatron_lm import MegatronEngine
 
     with pytest.raises(
-        NotServedError, match="accelerate.big_modeling.dispatch_model of Accelerate is not served"
+        NotServedError, match="accelerate.utils.bnb.load_and_quantize_model of Accelerate is not served"
     ):
-        dispatch_model(None, {})
-    with pytest.raises(NotServedError, match="SequentialHook"):
-        SequentialHook()
+        load_and_quantize_model(None, {})
+    with pytest.raises(NotServedError, match="MegatronEngine"):
+        MegatronEngine()
 
 
 def test_nothing_is_an_instance_of_a_class_that_is_not_served():
-    from accelerate.hooks import AlignDevicesHook
+    from accelerate.utils.megatron_lm import MegatronEngine
 
-    assert not isinstance(object(), AlignDevicesHook)
+    assert not isinstance(object(), MegatronEngine)
 
 
 def test_a_name_that_accelerate_does_not_have_is_absent():

@@ -30,13 +30,17 @@ def set_module_tensor_to_device(
     clear_cache: bool = True,
 ) -> None:
     """Move one parameter or buffer to a device, or put a new value there."""
-    if fp16_statistics is not None:
-        raise NotServedError("fp16_statistics: quantized models come in a later package")
     *path, name = tensor_name.split(".")
     home = module.get_submodule(".".join(path))
     if name not in home._parameters and name not in home._buffers:
         raise ValueError(f"{home} does not have a parameter or a buffer named {name}.")
     old = getattr(home, name)
+    sources = [tensor for tensor in (value, old) if tensor is not None]
+    copies = [(tied_params_map or {}).get(tensor.data_ptr()) for tensor in sources]
+    for known in copies:
+        if known is not None and device in known:
+            home._parameters[name] = known[device]  # type: ignore[assignment]
+            return
     if value is None and old.is_meta and torch.device(device).type != "meta":
         raise ValueError(f"{name} is on the meta device, we need a `value` to put in on {device}.")
     if value is not None and old.shape != value.shape:
@@ -44,18 +48,30 @@ def set_module_tensor_to_device(
             f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this'
             " looks incorrect."
         )
-    known = (tied_params_map or {}).get((old if value is None else value).data_ptr(), {})
-    moved = known.get(device)
-    if moved is None:
-        kind = old.dtype if dtype is None else dtype
-        given = old if value is None else value.to(kind if kind.is_floating_point else value.dtype)
-        with torch.no_grad():
-            moved = given.detach().to(device, non_blocking=non_blocking)
-        known[device] = moved
+    moved = _moved(old, value, device, dtype, non_blocking)
     if name in home._buffers:
         home._buffers[name] = moved
-    elif value is not None or old.device != moved.device:
-        home._parameters[name] = type(old)(moved, requires_grad=old.requires_grad)
+    elif value is not None or (old.device, old.dtype) != (moved.device, moved.dtype):
+        moved = home._parameters[name] = type(old)(moved, requires_grad=old.requires_grad)
+        if fp16_statistics is not None:
+            moved.SCB = fp16_statistics.to(device)
+    for known in reversed(copies):
+        if known is not None:
+            known[device] = moved
+            break
+
+
+def _moved(
+    old: torch.Tensor, value: torch.Tensor | None, device: Any, dtype: Any, non_blocking: bool
+) -> torch.Tensor:
+    """A value in the dtype asked for, else the old tensor's, on the device."""
+    kind = old.dtype if dtype is None else dtype
+    if value is not None:
+        value = value.to(kind if dtype is None or value.is_floating_point() else value.dtype)
+    elif torch.device(device).type == "meta" and old.is_floating_point():
+        value = old.to(kind)
+    with torch.no_grad():
+        return (old if value is None else value).detach().to(device, non_blocking=non_blocking)
 
 
 def load_checkpoint_in_model(

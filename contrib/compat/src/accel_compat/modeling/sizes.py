@@ -228,6 +228,12 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
             key: convert_file_size_to_int(value) if isinstance(value, str) else value
             for key, value in max_memory.items()
         }
+        unknown = [key for key in sized if not isinstance(key, int) and key not in ("mps", "cpu", "disk")]
+        if unknown:
+            raise ValueError(
+                f"Device {unknown[0]} is not recognized, available devices are integers(for GPU/XPU), 'mps',"
+                " 'cpu' and 'disk'"
+            )
         numbers = sorted(key for key in sized if isinstance(key, int))
         return {
             key: sized[key] for key in [*numbers, *(key for key in ("mps", "cpu", "disk") if key in sized)]
@@ -303,8 +309,3 @@ def load_state_dict(
         return load_file(checkpoint_file, device=device)
     loaded: dict[str, torch.Tensor] = torch.load(checkpoint_file, map_location=device, weights_only=True)
     return loaded
-
-
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Return False: nothing here offloads weights by hooks."""
-    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))

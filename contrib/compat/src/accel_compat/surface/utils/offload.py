@@ -1,0 +1,3 @@
+"""Offload folders."""
+
+from accel_compat.big_models.offload_folder import *
