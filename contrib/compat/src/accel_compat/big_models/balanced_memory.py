@@ -47,7 +47,7 @@ def get_balanced_memory(
 
 
 def as_list(classes: str | Sequence[str] | None) -> list[str]:
-    """One class name, several or none, as a list."""
+    """Return one class name, several or none, as a list."""
     return [classes] if isinstance(classes, str) else list(classes or ())
 
 
@@ -61,7 +61,7 @@ def _is_accelerator(device: int | str) -> bool:
 
 
 def _room(model: nn.Module, sizes: dict[str, int], whole: list[str]) -> int:
-    """1.25 times the largest of the first blocks of each class, or the mean of the last modules."""
+    """Return 1.25 times the largest first block of a class, or the mean of the last modules."""
     blocks: dict[str, int] = {}
     for name, size in sizes.items():
         kind = type(_at(model, name)).__name__

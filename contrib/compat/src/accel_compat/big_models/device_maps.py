@@ -205,7 +205,7 @@ def _parts(name: str, module: nn.Module) -> Named:
 
 
 def _tied_elsewhere(ties: Sequence[Sequence[str]], name: str) -> list[str]:
-    """Names outside of a module of the weights that are tied to one inside of it."""
+    """Return names outside of a module of the weights that are tied to one inside."""
     found: list[str] = []
     for group in ties:
         outside = [each for each in group if f"{name}." not in f"{each}."]
@@ -217,7 +217,7 @@ def _tied_elsewhere(ties: Sequence[Sequence[str]], name: str) -> list[str]:
 def get_module_size_with_ties(
     tied_params: list[str], module_size: int, module_sizes: dict[str, int], modules_to_treat: Named
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """(bytes of a module with those that hold weights tied to its own, their names, they themselves).
+    """Return bytes with the modules that hold weights tied to one's own, their names, and them.
 
     Raises:
         IndexError: a weight tied to the module's is in none of `modules_to_treat`.
@@ -240,7 +240,7 @@ def fallback_allocate(
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, Named]:
-    """(name of the first module or part of one within a size, the module, the modules without it)."""
+    """Return the first module or part within a size: its name, itself, and the modules without it."""
     try:
         limit = convert_file_size_to_int(size_limit)
     except ValueError:

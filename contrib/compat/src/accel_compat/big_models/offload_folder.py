@@ -138,7 +138,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: dict[str, torch.Tensor], submodule_names: list[str]
 ) -> dict[str, torch.Tensor]:
-    """The entries of a state dict that belong to the modules or tensors of these names."""
+    """Return the entries of a state dict that belong to modules or tensors of these names."""
     return {
         key: tensor
         for name in submodule_names

@@ -58,7 +58,7 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict on the CPU, one module brought there after the other; the model's own tensors too."""
+    """Return the state dict on the CPU; offloaded modules are brought there one by one."""
     state: dict[str, torch.Tensor] = {}
     missing: dict[str, None] = {}
     for name, module in model.named_modules():

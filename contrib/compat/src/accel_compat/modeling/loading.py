@@ -64,7 +64,7 @@ def set_module_tensor_to_device(
 def _moved(
     old: torch.Tensor, value: torch.Tensor | None, device: Any, dtype: Any, non_blocking: bool
 ) -> torch.Tensor:
-    """A value in the dtype asked for, else the old tensor's, on the device."""
+    """Move a value, in the dtype asked for or the old tensor's, to the device."""
     kind = old.dtype if dtype is None else dtype
     if value is not None:
         value = value.to(kind if dtype is None or value.is_floating_point() else value.dtype)
