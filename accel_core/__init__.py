@@ -15,6 +15,7 @@ _PUBLIC: Final = {
     "accelerator.memory": "find_executable_batch_size is_out_of_memory release_memory",
     "accelerator.progress": "progress",
     "checkpoint.contents": "CheckpointContents",
+    "checkpoint.export": "stored_weights",
     "checkpoint.own_state": "refuse_own_state",
     "contract": "hooks",
     "contract.card": "API_VERSION CAPABILITIES Card",

@@ -10,6 +10,7 @@ from accel_core.accelerator.memory import is_out_of_memory as is_out_of_memory
 from accel_core.accelerator.memory import release_memory as release_memory
 from accel_core.accelerator.progress import progress as progress
 from accel_core.checkpoint.contents import CheckpointContents as CheckpointContents
+from accel_core.checkpoint.export import stored_weights as stored_weights
 from accel_core.checkpoint.own_state import refuse_own_state as refuse_own_state
 from accel_core.contract import hooks as hooks
 from accel_core.contract.card import API_VERSION as API_VERSION

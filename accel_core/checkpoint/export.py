@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.commit import locate
 from accel_core.checkpoint.files import understanding
+from accel_core.checkpoint.paths import local_path
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.weights import bytes_in, weights_in, write_weights
 from accel_core.contract.suggest import did_you_mean
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.read import Stored
 
-__all__ = ["export", "weights"]
+__all__ = ["export", "stored_weights", "weights"]
 
 
 def export(
@@ -70,11 +72,41 @@ def export(
         return list(homes.values())
 
 
+def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], Stored]]:
+    """Yield all names of each weight of the only model in a checkpoint, and what reads it.
+
+    No run is needed. Everything is verified first, and no weight is read. A stored weight has `shape`,
+    `dtype` (torch's name without the prefix), `tensor()`, `read(target)`, and `place`: (file, start in
+    bytes) if it lies in one piece.
+
+    Raises:
+        CheckpointError: it is no checkpoint, is damaged, has several models, or a weight that only the plugin
+            that saved it can read.
+    """
+    checkpoint = Checkpoint.open(locate(local_path(folder)))
+    checkpoint.verify(0, 1)
+    with understanding(checkpoint.folder):
+        models = [(unit, told["models"]) for unit, told in checkpoint.state["units"].items()]
+        if len(models) != 1 or models[0][1] != 1:
+            raise CheckpointError(
+                f"{folder} has {sum(number for _, number in models)} models, of units"
+                f" {', '.join(name for name, _ in models)}; one was asked for\n"
+                f"write them as files of their own: accel checkpoint export {folder} TARGET",
+                path=str(folder),
+            )
+        yield from _stored(checkpoint, models[0][0])
+
+
 def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Tensor]]:
     """(all names, whole tensor) of each parameter and buffer of a unit, one by one.
 
     prefix: only those whose names begin with it, named without it.
     """
+    for names, stored in _stored(checkpoint, unit, prefix):
+        yield names, stored.tensor()
+
+
+def _stored(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Stored]]:
     told = checkpoint.state["units"][unit].get("names", {})
     for names, stored in _named(checkpoint, unit):
         keys = [key for each in names for key in told.get(each, [each]) if key.startswith(prefix)]
@@ -86,7 +118,7 @@ def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tup
                     "load the checkpoint in a run with that plugin, and use save_model there",
                     path=str(checkpoint.folder),
                 )
-            yield [key.removeprefix(prefix) for key in keys], stored.tensor()
+            yield [key.removeprefix(prefix) for key in keys], stored
 
 
 def _prefixes(checkpoint: Checkpoint, unit: str) -> list[tuple[int, str]]:

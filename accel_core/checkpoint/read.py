@@ -50,6 +50,19 @@ class Stored:
         fill([(self, whole(tensor))])
         return tensor
 
+    def read(self, target: Tensor) -> None:
+        """Fill a tensor of the whole tensor's shape."""
+        self.require(whole(target))
+        fill([(self, whole(target))])
+
+    @property
+    def place(self) -> tuple[Path, int] | None:
+        """The file and the start of all its bytes; None if they lie in several boxes."""
+        if len(self.boxes) != 1 or self.layout is not None:
+            return None
+        ((_, (file, start)),) = self.boxes.items()
+        return file.path, start
+
     def number(self) -> float:
         """Return the value of a tensor of one element."""
         return float(self.tensor())

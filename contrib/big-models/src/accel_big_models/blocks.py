@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accel_core import ConfigError
 
-__all__ = ["Block", "blocks_of", "named_tensors"]
+__all__ = ["Block", "blocks_named", "blocks_of", "named_tensors"]
 
 
 @frozen
@@ -51,6 +51,12 @@ def blocks_of(
                 f"it has {names}"
             )
     return [block for block in _divide("", model, chosen, cuts) if block.tensors]
+
+
+def blocks_named(model: nn.Module, names: Collection[str]) -> list[Block]:
+    """Return the blocks of a model that is divided down to modules of these names."""
+    whole = {module for name, module in model.named_modules(remove_duplicate=False) if name in names}
+    return [block for block in _divide("", model, whole, ()) if block.tensors]
 
 
 def named_tensors(module: nn.Module, prefix: str = "", *, recurse: bool = True) -> dict[str, Tensor]:

@@ -6,8 +6,17 @@ import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import torch
+from attrs import evolve
+
+from accel_big_models.arranging import arrange, tenants_of
+from accel_big_models.hooks import detach, enters_of
+from accel_big_models.planning import HOST, place_name, plan_from_map
+from accel_big_models.sources import values_of
+from accel_big_models.swapping import put
+from accel_core import ConfigError
+
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from accel_big_models.plans import Plan
@@ -39,7 +48,8 @@ def dispatch(
             a weight are on two devices.
         AccelError: the disk is full; nothing is changed.
     """
-    raise NotImplementedError
+    arrange(model, plan, tenants_of(model, plan), folder, mapped=mapped)
+    return model
 
 
 def offload(
@@ -69,7 +79,13 @@ def offload(
     Raises:
         ConfigError, AccelError: as `dispatch` does.
     """
-    raise NotImplementedError
+    if to not in HOST:
+        raise ConfigError(f"offload: {to!r} is not a place for weights\nwrite 'cpu' or 'disk'")
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    target = torch.device(place_name(device))
+    made = evolve(plan_from_map(model, {"": to}, whole=whole), device=target)
+    return dispatch(model, made, folder=folder, mapped=mapped)
 
 
 def undo(model: nn.Module) -> nn.Module:
@@ -78,4 +94,11 @@ def undo(model: nn.Module) -> nn.Module:
     Weights that came and went are in host memory afterwards: those of files as mapped views. The others
     stay on their devices. A model that is not dispatched stays as it is.
     """
-    raise NotImplementedError
+    enters = enters_of(model)
+    for engine in {id(enter.engine): enter.engine for enter in enters if enter.engine is not None}.values():
+        engine.close()
+        for weight in engine.weights:
+            put(weight.tensor, values_of(weight.source))
+    for module in model.modules():
+        detach(module)
+    return model

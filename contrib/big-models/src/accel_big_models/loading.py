@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import TYPE_CHECKING
+
+import torch
+
+from accel_big_models.arranging import Tenant, arrange, tenants_of
+from accel_big_models.checkpoints import open_checkpoint, with_dtype
+from accel_big_models.planning import plan_from_map
+from accel_big_models.sources import Source, values_of
+from accel_big_models.weights import persistent_buffers
+from accel_core import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,4 +57,70 @@ def load(
     Raises:
         CheckpointError: a file is damaged or cut, names or shapes differ; names the file and the weights.
     """
-    raise NotImplementedError
+    sources = open_checkpoint(checkpoint, mapped=mapped)
+    chosen = plan if plan is not None else plan_from_map(model, {"": "cpu"})
+    tenants = tenants_of(model, chosen)
+    kept = {
+        name for name, _ in chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
+    }
+    _compare(model, checkpoint, tenants, sources, kept, strict=strict)
+    for tenant in tenants:
+        name = next((name for name in tenant.names if name in sources and name in kept), None)
+        if name is not None:
+            dtype = (
+                chosen.dtype if chosen.dtype and tenant.tensor.is_floating_point() else tenant.tensor.dtype
+            )
+            tenant.source = with_dtype(sources[name], dtype)
+    arrange(model, chosen, tenants, None, mapped=mapped, progress=progress)
+    return model
+
+
+def _compare(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    tenants: Sequence[Tenant],
+    sources: Mapping[str, Source],
+    kept: AbstractSet[str],
+    *,
+    strict: bool,
+) -> None:
+    """Raise CheckpointError where names, shapes or kinds of numbers differ."""
+    problems = []
+    known = {name for tenant in tenants for name in tenant.names}
+    lost = [
+        it.names[0] for it in tenants if not kept.isdisjoint(it.names) and sources.keys().isdisjoint(it.names)
+    ]
+    if lost and (strict or any(it.tensor.is_meta for it in tenants if it.names[0] in lost)):
+        problems.append(f"it lacks {_listed(lost)}")
+    if strict and (extra := [name for name in sources if name not in known]):
+        problems.append(f"the model lacks {_listed(extra)}")
+    for tenant in tenants:
+        there = [name for name in tenant.names if name in sources]
+        for name in there:
+            have, want = sources[name], tenant.tensor
+            if have.shape != tuple(want.shape):
+                problems.append(f"{name} has shape {list(have.shape)}, and the model's {list(want.shape)}")
+            elif have.dtype.is_floating_point != want.is_floating_point():
+                problems.append(f"{name} has {have.dtype}, and the model's {want.dtype}")
+        if not problems and any(_differ(sources[there[0]], sources[name]) for name in there[1:]):
+            problems.append(
+                f"{' and '.join(there)} are one tensor in the model, and differ in the checkpoint"
+            )
+    if problems:
+        raise CheckpointError(
+            f"{os.fspath(checkpoint)} is not a checkpoint of this {type(model).__name__}:"
+            f" {'; '.join(problems[:8])}\n"
+            "give the checkpoint of this model, or strict=False to leave out names that only one of them has",
+            path=os.fspath(checkpoint),
+        )
+
+
+def _differ(first: Source, second: Source) -> bool:
+    if first is second:
+        return False
+    one, other = values_of(first), values_of(second)
+    return one.data_ptr() != other.data_ptr() and not torch.equal(one, other)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

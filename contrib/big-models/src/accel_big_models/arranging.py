@@ -1,0 +1,202 @@
+"""Weights in the places of a plan: first made, then all put in at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from accel_big_models.blocks import Block, blocks_named
+from accel_big_models.engine import Engine, Group, Weight
+from accel_big_models.hooks import Enter, attach, enters_of
+from accel_big_models.moving import pinned
+from accel_big_models.planning import HOST
+from accel_big_models.plans import Plan
+from accel_big_models.sources import InMemory, Source, values_of
+from accel_big_models.swapping import put
+from accel_big_models.writing import write_blocks
+from accel_core import ConfigError
+
+__all__ = ["Tenant", "arrange", "tenants_of"]
+
+READERS: Final = 4
+"""Threads that read weights; more of them take longer on common disks."""
+
+
+@define(eq=False)
+class Tenant:
+    """A tensor of the model, under all its names, and its place.
+
+    device: where it is computed. place: where it lies. source: its values in a file, if it has any there.
+    """
+
+    tensor: Tensor
+    names: list[str]
+    device: torch.device
+    place: str
+    source: Source | None = None
+    blocks: list[Block] = field(factory=list)
+
+    @property
+    def is_buffer(self) -> bool:
+        """True for buffers: a forward may write to them, so they do not come and go."""
+        return not isinstance(self.tensor, nn.Parameter)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype in which it is computed."""
+        return self.tensor.dtype if self.source is None else self.source.dtype
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if it comes and goes: its values cannot be computed with where they lie."""
+        if self.is_buffer or self.place not in HOST:
+            return False
+        if self.device.type != "cpu":
+            return True
+        return self.place == "disk" and (self.source is None or self.source.tensor() is None)
+
+
+def tenants_of(model: nn.Module, plan: Plan) -> list[Tenant]:
+    """Return the model's tensors with their places, each once.
+
+    Raises:
+        ConfigError: the plan has no place for one, or parts that share one are on two devices.
+    """
+    tenants: dict[int, Tenant] = {}
+    for block in blocks_named(model, {part.name for part in plan.places}):
+        for name, tensor in block.tensors.items():
+            try:
+                place = plan.place_of(name)
+            except KeyError:
+                raise ConfigError(
+                    f"the plan has no place for {name} of the {type(model).__name__}\n"
+                    "make the plan of this model"
+                ) from None
+            device = plan.device if place in HOST else torch.device(place)
+            tenant = tenants.setdefault(id(tensor), Tenant(tensor, [], device, place))
+            if tenant.device != device:
+                raise ConfigError(
+                    f"{tenant.names[0]} and {name} are one tensor, and the plan computes them on"
+                    f" {tenant.device} and {device}\nplace them on the same device"
+                )
+            tenant.names.append(name)
+            tenant.blocks.append(block)
+    return list(tenants.values())
+
+
+def arrange(
+    model: nn.Module,
+    plan: Plan,
+    tenants: Sequence[Tenant],
+    folder: str | os.PathLike[str] | None,
+    *,
+    mapped: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Bring all tensors to their places; the model changes at the end, or not at all."""
+    if enters_of(model):
+        raise ConfigError(
+            f"the {type(model).__name__} is dispatched already\n"
+            "take that off first: accel_big_models.undo(model)"
+        )
+    if empty := [it.names[0] for it in tenants if it.tensor.is_meta and it.source is None]:
+        raise ConfigError(
+            f"{empty[0]} of the {type(model).__name__} is on the meta device and has no values"
+            + (f", as have {len(empty) - 1} more" if len(empty) > 1 else "")
+            + "\nload a checkpoint that has them: accel_big_models.load(model, checkpoint, plan)"
+        )
+    written = [it for it in tenants if it.is_streamed and it.place == "disk" and it.source is None]
+    for tenant, source in zip(written, write_blocks(written, folder, mapped=mapped), strict=True):
+        tenant.source = source
+    data = _read(tenants, progress)
+    for tenant, values in zip(tenants, data, strict=True):
+        if values is not None:
+            put(tenant.tensor, values)
+    _attach(model, plan, tenants)
+
+
+def _read(tenants: Sequence[Tenant], progress: Callable[[int, int], None] | None) -> list[Tensor | None]:
+    """Return the data of each tensor in its place; None where it stays in its file."""
+    sizes = [it.tensor.numel() * it.dtype.itemsize for it in tenants]
+    total, done = sum(sizes), 0
+    found: list[Tensor | None] = []
+    with ThreadPoolExecutor(READERS, "accel-big-models-load") as pool:
+        pending = [pool.submit(_made, tenant) for tenant in tenants]
+        try:
+            for future, size in zip(pending, sizes, strict=True):
+                found.append(future.result())
+                done += size
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _made(tenant: Tenant) -> Tensor | None:
+    with torch.inference_mode(False), torch.no_grad():
+        if tenant.is_streamed:
+            if tenant.place == "cpu":
+                values = tenant.tensor.detach().cpu() if tenant.source is None else values_of(tenant.source)
+                tenant.source = InMemory(pinned(values, tenant.device), values.dtype)
+            return None
+        if tenant.source is None:
+            moved = tenant.tensor.detach().to(tenant.device)
+            return None if tenant.tensor.device == tenant.device else moved
+        return values_of(tenant.source).detach().to(tenant.device)
+
+
+def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant]) -> None:
+    """Put hooks on blocks whose weights come and go, and where inputs change devices."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    weights: dict[str, list[Weight]] = {}
+    outer: set[str] = set()
+    for tenant in tenants:
+        if tenant.is_streamed:
+            assert tenant.source is not None
+            home = _common([block.name for block in tenant.blocks])
+            weights.setdefault(home, []).append(Weight(tenant.names[0], tenant.tensor, tenant.source))
+            if home not in {block.name for block in tenant.blocks if not block.divided}:
+                outer.add(home)
+    order = {name: number for number, name in enumerate(modules)}
+    groups = [Group(name, weights[name], name in outer) for name in sorted(weights, key=order.__getitem__)]
+    devices = _devices(plan, tenants)
+    several = len(set(devices.values())) > 1
+    if not groups and not several and set(devices.values()) <= {torch.device("cpu")}:
+        return
+    engine = Engine(plan.device, groups) if groups else None
+    attached = {group.name: Enter(engine, group, None, root=False) for group in groups}
+    for name in devices if several else ():
+        attached.setdefault(name, Enter(engine, None, None, root=False)).device = devices[name]
+    root = attached.setdefault("", Enter(engine, None, None, root=True))
+    root.root = True
+    root.device = root.device or next(iter(devices.values()))
+    for name, enter in attached.items():
+        attach(modules[name], enter)
+
+
+def _devices(plan: Plan, tenants: Sequence[Tenant]) -> Mapping[str, torch.device]:
+    """Return block -> the device that computes it, in the order of the model."""
+    devices: dict[str, torch.device] = {}
+    for tenant in tenants:
+        for block in tenant.blocks:
+            if not block.divided:
+                devices.setdefault(block.name, tenant.device)
+    return devices or {"": plan.device}
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the name of the innermost module that holds, or is, all of these."""
+    parts = [name.split(".") if name else [] for name in names]
+    common = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    return ".".join(common)

@@ -1,0 +1,351 @@
+"""Blocks that come and go: counted, ordered, and brought ahead of their turn."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from accel_big_models.moving import Cargo, Mover, Slot
+from accel_big_models.sources import InMemory, Source, values_of
+from accel_big_models.swapping import exchange, like, put, takes
+from accel_core import AccelError, is_out_of_memory, ops
+
+__all__ = ["Engine", "Group", "Refuse", "Weight"]
+
+SLOTS: Final = 2
+"""Blocks on the device: the one that computes, and the next one."""
+
+
+@define(eq=False)
+class Weight:
+    """A parameter that comes and goes; it stays the same object.
+
+    name: its first one in the model. source: its values while it is away.
+    """
+
+    name: str
+    tensor: Tensor
+    source: Source
+    trained: bool = False
+    """True while the weight is on the device, if it requires a gradient otherwise."""
+    _present: Tensor | None = None
+    """The other form of a tensor whose device has a class of its own."""
+    _version: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        held = isinstance(self.source, InMemory) and self.source.tensor() is not None
+        return {"name": self.name, "tensor": self.tensor, "source": None if held else self.source}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensor = state["tensor"]
+        held = InMemory(tensor.detach(), tensor.dtype)  # the copy's own values, once and not twice
+        self.__init__(state["name"], tensor, state["source"] or held)  # type: ignore[misc]
+
+    def leave(self) -> None:
+        """Take the weight off the device: its data are the source's tensor, or of size 0."""
+        if self._present is not None:
+            exchange(self.tensor, self._present)
+            self._present = None
+            return
+        if self.trained:
+            self.tensor.requires_grad_(True)
+        away = self.source.tensor()
+        put(self.tensor, torch.empty(0, dtype=self.source.dtype) if away is None else away)
+
+    def come(self, data: Tensor) -> None:
+        """Give the weight its data, as a constant: nothing could keep its gradient."""
+        self.trained = self.tensor.requires_grad
+        if takes(self.tensor, data):
+            self.tensor.data = data
+        else:
+            self._present = like(self.tensor, data)
+            exchange(self.tensor, self._present)
+        if self.trained:
+            self.tensor.requires_grad_(False)
+        self._version = self.tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """True if something wrote into the weight on the device."""
+        return self.tensor._version != self._version
+
+
+@define(eq=False)
+class Group:
+    """Weights that come and go with one module's forward.
+
+    outer: they stay while blocks inside the module come and go.
+    """
+
+    name: str
+    weights: Sequence[Weight]
+    outer: bool
+    cargo: Cargo = field(init=False)
+    users: int = 0
+    slot: Slot | None = None
+    transfer: Any = None
+    next: Group | None = None
+    """The one that was entered after it the last time."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "weights": self.weights, "outer": self.outer, "next": self.next}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["name"], state["weights"], state["outer"], next=state["next"])  # type: ignore[misc]
+
+    def __attrs_post_init__(self) -> None:
+        self.cargo = Cargo(self.name, [weight.source for weight in self.weights])
+
+
+class Engine:
+    """Brings the groups of one model to one device, for any number of threads."""
+
+    def __init__(self, device: torch.device, groups: Sequence[Group]) -> None:
+        self.device = device
+        self.groups = list(groups)
+        inner = [group for group in groups if not group.outer]
+        for group, following in zip(inner, inner[1:] + inner[:1], strict=True):
+            group.next = following if following is not group else None
+        self.largest = max((group.cargo.size for group in inner), default=0)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        self.mover = Mover(self.device)
+        self.slots: list[Slot] = []
+        self.turn = 0
+        for weight in self.weights:
+            weight.leave()
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All weights that come and go."""
+        return [weight for group in self.groups for weight in group.weights]
+
+    # -- around a module's forward ---------------------------------------------------------------
+
+    def enter(self, group: Group) -> None:
+        """Bring a group for this thread, and begin to bring the one that follows."""
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            if group.users == 0:
+                self._bring(group)
+            else:
+                self.mover.wait(group.transfer)  # it came for another thread, maybe on another stream
+            group.users += 1
+            if not group.outer:
+                previous, self.local.previous = getattr(self.local, "previous", None), group
+                if previous is not None and previous is not group:
+                    previous.next = group
+                self._foresee(group)
+        entered = ExitStack()
+        entered.callback(self._leave, group)
+        if torch.is_grad_enabled():
+            entered.enter_context(self._saved_anew(group))
+        self._stack.append((group, entered))
+
+    def guard(self, group: Group, output: Any) -> Any:
+        """Return a group's output; backward raises if a weight requires a gradient."""
+        trained = (
+            [weight.name for weight in group.weights if weight.trained] if torch.is_grad_enabled() else []
+        )
+        if not trained:
+            return output
+        reminder = torch.zeros((), requires_grad=True)
+        return ops.recursively_apply(
+            lambda tensor: Refuse.apply(tensor, reminder, trained[0]),  # type: ignore[no-untyped-call]
+            output,
+            test_type=lambda value: isinstance(value, Tensor) and value.is_floating_point(),
+        )
+
+    def leave(self, group: Group) -> None:
+        """Let a group go, and what was entered in it and never left."""
+        while any(entered is group for entered, _ in self._stack):
+            self._stack.pop()[1].close()
+
+    def leave_all(self) -> None:
+        """Let go what this thread left behind: an interrupt skips a module's last hooks."""
+        while self._stack:
+            self._stack.pop()[1].close()
+
+    @property
+    def _stack(self) -> list[tuple[Group, ExitStack]]:
+        if not hasattr(self.local, "stack"):
+            self.local.stack = []
+        stack: list[tuple[Group, ExitStack]] = self.local.stack
+        return stack
+
+    def _leave(self, group: Group) -> None:
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            group.users -= 1
+            if group.users:
+                return
+            assert group.slot is not None
+            changed = [weight.name for weight in group.weights if weight.changed]
+            for weight in group.weights:
+                weight.leave()
+            group.slot.free, group.slot.used = self.mover.passed(), False
+            if group.outer or changed or group.slot not in self.slots:
+                group.slot.cargo = None
+                group.slot = None
+        if changed:
+            raise AccelError(
+                f"{changed[0]} was changed in a forward, and lies where changes would be lost\n"
+                "keep it on the device: name its module in the device map, or give more memory"
+            )
+
+    # -- bringing --------------------------------------------------------------------------------
+
+    def _bring(self, group: Group) -> None:
+        slot = group.slot
+        try:
+            if slot is None or slot.cargo is not group.cargo:
+                slot = self._slot(group, may_allocate=True)
+                assert slot is not None
+                self._start(group, slot)
+            slot.used = True
+            self.mover.wait(group.transfer)
+            for weight, data in zip(group.weights, group.cargo.views(slot.buffer), strict=True):
+                weight.come(data)
+        except BaseException as error:
+            if slot is not None:
+                slot.used, slot.cargo = False, None
+            group.slot = None
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                raise torch.OutOfMemoryError(
+                    f"no memory on {self.device} for {group.name or 'the model'}, {group.cargo.size} bytes:"
+                    f" {error}\n"
+                    "keep less on the device: give less of its memory to the plan, or smaller batches"
+                ) from error
+            raise
+
+    def _start(self, group: Group, slot: Slot) -> None:
+        for other in self.groups:
+            if other.slot is slot:
+                other.slot = None
+        group.slot = slot
+        self.turn += 1
+        slot.turn = self.turn
+        group.transfer = self.mover.start(group.cargo, slot)
+
+    def _foresee(self, group: Group) -> None:
+        """Begin to bring the next group, and to read the one after it."""
+        following = group.next
+        if following is None or following.users:
+            return
+        if following.slot is None or following.slot.cargo is not following.cargo:
+            slot = self._slot(following, may_allocate=False)
+            if slot is None:
+                return
+            self._start(following, slot)
+        after = following.next
+        if after is not None and after.slot is None and after is not group:
+            self.mover.stage(after.cargo)
+
+    def _slot(self, group: Group, *, may_allocate: bool) -> Slot | None:
+        """Return a buffer that nobody uses, the one that was filled longest ago."""
+        if group.outer:
+            return self.mover.slot(group.cargo.size)
+        if len(self.slots) < SLOTS:
+            self.slots.append(self.mover.slot(self.largest))
+            return self.slots[-1]
+        idle = [slot for slot in self.slots if not slot.used]
+        if idle:
+            return min(idle, key=lambda slot: slot.turn)
+        # Other threads are in all of them.
+        return self.mover.slot(group.cargo.size) if may_allocate else None
+
+    # -- autograd --------------------------------------------------------------------------------
+
+    def _saved_anew(self, group: Group) -> AbstractContextManager[Any]:
+        """Have autograd keep sources of weights, not views of reused buffers."""
+        groups = [*(entered for entered, _ in self._stack), group]
+        homes = {
+            each.slot.buffer.untyped_storage().data_ptr(): each for each in groups if each.slot is not None
+        }
+
+        def pack(tensor: Tensor) -> Any:
+            home = homes.get(_address(tensor) or 0)
+            return tensor if home is None else _Saved.of(tensor, home.cargo, self.device)
+
+        def unpack(kept: Any) -> Tensor:
+            return kept.values() if isinstance(kept, _Saved) else kept
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    # -- copies and the end ----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Have all weights away for good, and give the device's memory back."""
+        self.leave_all()
+        self.mover.close()
+        with self.lock:
+            for group in self.groups:
+                group.slot = None
+            self.slots.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"device": self.device, "groups": self.groups, "largest": self.largest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+
+@frozen
+class _Saved:
+    """A weight, or a view of one, that a backward pass needs."""
+
+    source: Source
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, cargo: Cargo, device: torch.device) -> _Saved | Tensor:
+        first = tensor.storage_offset() * tensor.element_size()
+        number = bisect_right(cargo.starts, first) - 1
+        source, start = cargo.sources[number], cargo.starts[number]
+        if source.dtype != tensor.dtype:
+            return tensor.clone()
+        offset = (first - start) // tensor.element_size()
+        return cls(source, device, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def values(self) -> Tensor:
+        """Bring the weight again."""
+        values = values_of(self.source).detach().to(self.device).reshape(-1)
+        return values.as_strided(self.shape, self.strides, self.offset)
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # tensors without memory of their own
+        return None
+
+
+class Refuse(torch.autograd.Function):
+    """Passes an output on, and raises where a weight's gradient would be lost."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, reminder: Tensor, name: str) -> Tensor:  # noqa: ARG004
+        """Return the output. reminder: requires a gradient, so that the output does."""
+        ctx.name = name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        """Raise AccelError."""
+        raise AccelError(
+            f"{ctx.name} requires a gradient, and is not on the device to be trained: its values"
+            " come and go\n"
+            f"keep it on the device, or freeze it: model.get_parameter({ctx.name!r}).requires_grad_(False)"
+        )

@@ -1,0 +1,130 @@
+"""Hooks of modules: weights come before a forward, and go after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import (
+    _disable_dynamo,  # unlike torch.compiler.disable, imports no compiler before it is needed
+)
+
+from accel_big_models.engine import Engine, Group
+from accel_core import ops
+
+__all__ = ["Enter", "attach", "detach", "enters_of"]
+
+
+class Enter:
+    """Before a module's forward: brings its group, and moves its inputs.
+
+    device: None if inputs are where they have to be. root: the model itself, whose outputs return to the
+    device of its inputs.
+    """
+
+    def __init__(
+        self, engine: Engine | None, group: Group | None, device: torch.device | None, *, root: bool
+    ) -> None:
+        self.engine, self.group, self.device, self.root = engine, group, device, root
+        self.local = threading.local()
+        """The device of the inputs of a thread's current forward."""
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.root and self.engine is not None:
+            self.engine.leave_all()
+        if self.root:
+            came = next(_tensors((args, kwargs)), None)
+            self.local.device = None if came is None else came.device
+        if self.device is not None:
+            args, kwargs = ops.send_to_device((args, kwargs), self.device)
+        if self.engine is not None and self.group is not None:
+            self.engine.enter(self.group)
+        return args, kwargs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class Leave:
+    """After a module's forward, or its error: lets the group go."""
+
+    def __init__(self, enter: Enter) -> None:
+        self.enter = enter
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        engine, group = self.enter.engine, self.enter.group
+        if engine is not None and group is not None:
+            output = engine.guard(group, output)
+            engine.leave(group)
+        if not self.enter.root:
+            return output
+        device, gone = getattr(self.enter.local, "device", None), next(_tensors(output), None)
+        return output if device is None or gone is None else ops.send_to_device(output, device)
+
+
+class _Around:
+    """A compiled block's call: weights come and go around the graph, which stays one."""
+
+    def __init__(self, enter: Enter, module: nn.Module, compiled: Any) -> None:
+        self.enter, self.leave, self.module, self.compiled = enter, Leave(enter), module, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.enter(self.module, args, kwargs)
+        output = None
+        try:
+            output = self.compiled(*args, **kwargs)
+        finally:
+            output = self.leave(self.module, args, kwargs, output)
+        return output
+
+
+def attach(module: nn.Module, enter: Enter) -> None:
+    """Have a module's forward enter and leave."""
+    if module._compiled_call_impl is not None:
+        module._compiled_call_impl = _Around(enter, module, module._compiled_call_impl)
+        return
+    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    module.register_forward_hook(Leave(enter), with_kwargs=True, always_call=True)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`."""
+    if isinstance(module._compiled_call_impl, _Around):
+        module._compiled_call_impl = module._compiled_call_impl.compiled
+    for hooks, kinds in (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    ):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, (Enter, Leave))]:
+            del hooks[key]
+            for kind in kinds:
+                kind.pop(key, None)
+
+
+def enters_of(model: nn.Module) -> list[Enter]:
+    """Return what is attached to the model's modules."""
+    found = []
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, _Around):
+            found.append(module._compiled_call_impl.enter)
+        found += [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter)]
+    return found
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)

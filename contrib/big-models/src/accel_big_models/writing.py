@@ -1,0 +1,79 @@
+"""Weights that go to disk, in files of their own that end with the model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from accel_big_models.files import InFile, OpenFile
+from accel_big_models.sizes import text_of
+from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from accel_big_models.arranging import Tenant
+
+__all__ = ["write_blocks"]
+
+ALIGNED = 64
+
+
+def write_blocks(
+    tenants: Sequence[Tenant], folder: str | os.PathLike[str] | None, *, mapped: bool
+) -> list[InFile]:
+    """Write tensors to a new file, and return where each lies.
+
+    The file is in a folder of its own, whose name nobody has had, and is removed with the last tensor's
+    source: no model can find another's weights there.
+
+    Raises:
+        AccelError: the disk is full; nothing is left there.
+    """
+    if not tenants:
+        return []
+    size = sum(it.tensor.nbytes + ALIGNED for it in tenants)
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    own = tempfile.mkdtemp(prefix="accel-big-models-", dir=folder)
+    try:
+        return _write(Path(own), tenants, size, mapped=mapped)
+    except OSError as error:
+        free = shutil.disk_usage(own).free
+        shutil.rmtree(own, ignore_errors=True)
+        raise AccelError(
+            f"{text_of(size)} of weights cannot be written to {own}, which has {text_of(free)} free:"
+            f" {error.strerror}\ngive a folder on another disk: folder=..."
+        ) from error
+    except BaseException:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
+
+
+def _write(own: Path, tenants: Sequence[Tenant], size: int, *, mapped: bool) -> list[InFile]:
+    path, starts = own / "weights", []
+    with path.open("xb") as out:
+        os.posix_fallocate(out.fileno(), 0, size)  # a disk that is too small says so at once
+        for tenant in tenants:
+            out.seek(-(-out.tell() // ALIGNED) * ALIGNED)
+            starts.append(out.tell())
+            out.write(_bytes(tenant.tensor))
+        out.truncate()
+    file = OpenFile(path, mapped=mapped)
+    weakref.finalize(file, shutil.rmtree, own, ignore_errors=True)
+    return [
+        InFile(file, start, tuple(it.tensor.shape), it.tensor.dtype)
+        for it, start in zip(tenants, starts, strict=True)
+    ]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    data: memoryview = values.view(torch.uint8).numpy().data
+    return data
