@@ -29,6 +29,7 @@ _PUBLIC: Final = {
     "contract.mesh": "Mesh MeshDim arrange",
     "contract.options": "option",
     "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
+    "contract.step_hook": "before_step",
     "contract.unit": "StepOutput Unit",
     "contract.window": "Window",
     "contract.world": "Collectives Topology World",

@@ -22,11 +22,32 @@ CASES: list[Case] = [
 ]
 
 
-def trained(options: dict[str, Any] | None, graph: bool, clips: bool) -> tuple[Tensor, list[Tensor]]:
-    """The losses of forwards before three steps, and the weights then. options: None for plain torch."""
+class Around(torch.optim.Optimizer):
+    """A wrapper of an optimizer, without the hooks that torch's `__init__` makes."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def trained(
+    options: dict[str, Any] | None, graph: bool, clips: bool, wraps: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """The losses of forwards before three steps, and the weights then.
+
+    options: None for plain torch. wraps: the optimizer is inside another.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    if wraps:
+        optimizer = Around(optimizer)
     run = model = None
     if options is not None:
         run = Accelerator(device="cpu", strategy="fsdp", plugins=[FullyShardedDataParallelPlugin(**options)])
@@ -106,3 +127,14 @@ def test_a_forward_between_backward_and_step_leaves_no_stale_weights() -> None:
             wanted_seen, wanted = trained(None, graph, clips)
             torch.testing.assert_close(seen, wanted_seen, rtol=1e-12, atol=1e-14, msg=str(options))
             torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=1e-14)
+
+
+def wrapped() -> list[tuple[Tensor, list[Tensor]]]:
+    return [trained({"fsdp_version": version}, True, False, wraps=True) for version in (1, 2)]
+
+
+def test_nor_under_an_optimizer_without_torchs_hooks() -> None:
+    wanted = trained(None, True, False)
+    for found in run_processes(wrapped):
+        for seen in found:
+            torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-14)

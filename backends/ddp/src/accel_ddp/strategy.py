@@ -6,7 +6,7 @@ DistributedDataParallel averages gradients in backward.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from accel_ddp.watch import CARRIED, RUNS, DistributedDataParallel, follow, refu
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
     from accel_core import Run, Unit, Window
 
@@ -43,7 +42,7 @@ class DataParallel:
     def __init__(self, config: DistributedDataParallelKwargs | None, run: Run) -> None:
         self.config = config or DistributedDataParallelKwargs()
         self.run = run
-        self._followed: dict[Unit, list[RemovableHandle]] = {}
+        self._followed: dict[Unit, list[Callable[[], None]]] = {}
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
@@ -71,7 +70,7 @@ class DataParallel:
 
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
-        if _parallel(unit.wrapped) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if _parallel(unit.wrapped):
             self._followed.setdefault(unit, []).append(follow(unit, optimizer))
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
@@ -98,8 +97,8 @@ class DataParallel:
     def release(self, unit: Unit) -> None:
         # A reducer that outlives its process group aborts some processes at exit (plain torch on its
         # CPU backend: 2 of 8). The model inside, which `unwrap_model` gives, works on.
-        for handle in self._followed.pop(unit, ()):
-            handle.remove()
+        for end in self._followed.pop(unit, ()):
+            end()
         for model in _parallel(unit.wrapped):
             model.unwatch()
             comm_hooks.settle(model)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import parallel
 
-from accel_core import AccelError, ConfigError
+from accel_core import AccelError, ConfigError, before_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -169,10 +169,10 @@ def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
         )
 
 
-def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
+def follow(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
     """Check the unit's models before each step of the optimizer.
 
-    The returned handle ends it.
+    The returned function ends it.
     """
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,7 +181,7 @@ def follow(unit: Unit, optimizer: Optimizer) -> RemovableHandle:
         _check(unit)
         return None
 
-    return optimizer.register_step_pre_hook(before)
+    return before_step(optimizer, before)
 
 
 def _check(unit: Unit) -> None:

@@ -17,6 +17,7 @@ from accel_deepspeed import auto_values, experts, gradients, settings
 from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.engine_init import sharded_init
+from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
@@ -138,6 +139,8 @@ class DeepSpeed(SharedSequences, EngineState):
             self.gradients[unit] = gradients.of(engine, clipping, fixed)
             if self.config.stage > 1 and self.run.world.size > 1:
                 gradients.refuse_others_unused(engine, self.run.collectives("control"))
+            if self.config.stage == 3:
+                unit.detach.append(run_without_graph(unit.models[0]))
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 

@@ -15,7 +15,7 @@ from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_core import AccelError, ConfigError, hooks, implements
+from accel_core import AccelError, ConfigError, before_step, hooks, implements
 from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
 from accel_fsdp.norms import Layout, clip_norm, is_double
@@ -129,9 +129,8 @@ class Flat(FullyShardedDataParallel):
 
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
-            optimizer.register_step_pre_hook(partial(_free, modules))
+        modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
+        before_step(optimizer, partial(_free, modules))
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
 

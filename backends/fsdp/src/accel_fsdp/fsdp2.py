@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accel_core import AccelError, hooks, implements
+from accel_core import AccelError, before_step, hooks, implements
 from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
@@ -100,12 +100,11 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # A forward after the backward has gathered weights, which the next one would take as they are.
-            modules = [module for model in unit.models for module in _sharded(model)]
-            optimizer.register_step_pre_hook(partial(_reshard, modules))
-            for unused in followed(unit.wrapped):
-                optimizer.register_step_pre_hook(unused.refuse_unreduced)
+        # A forward after the backward has gathered weights, which the next one would take as they are.
+        modules = [module for model in unit.models for module in _sharded(model)]
+        before_step(optimizer, partial(_reshard, modules))
+        for unused in followed(unit.wrapped):
+            before_step(optimizer, unused.refuse_unreduced)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
 
