@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_core.distributed.logging import get_logger
+
 if TYPE_CHECKING:
     from accel_core.contract.config import TorchDynamoPlugin
 
 __all__ = ["compile_model", "inside", "run_eagerly", "uncompiled"]
+
+_logger = get_logger(__name__)
 
 
 def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> list[nn.Module]:
@@ -31,6 +35,11 @@ def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[
     if backend == "no" or _is_compiled(model):
         return []
     blocks = list(_repeated(model)) if config.use_regional_compilation else []
+    if config.use_regional_compilation and not blocks:
+        _logger.warning(
+            "use_regional_compilation: %s has no list of blocks of one class; the whole model is compiled",
+            type(model).__name__,
+        )
     chosen = [module for module in blocks or [model] if not _is_compiled(module)]
     for module in chosen:
         # As nn.Module.compile does, which gives torch's own classes no frame that dynamo would look at.

@@ -136,10 +136,11 @@ def test_repeated_blocks_are_compiled_once(accelerator_of, graphs, precision):
     assert [block._compiled_call_impl is not None for block in model.blocks] == [True] * 12
 
 
-def test_a_model_without_repeated_blocks_is_compiled_whole(accelerator_of, graphs):
+def test_a_model_without_repeated_blocks_is_compiled_whole_and_said_to_be(accelerator_of, graphs, caplog):
     model = compiled(accelerator_of, use_regional_compilation=True).prepare(net())
     model(X)
     assert len(graphs) == 1
+    assert "Sequential has no list of blocks of one class; the whole model is compiled" in caplog.text
 
 
 @pytest.mark.parametrize("regional", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, AccelError, InitProcessGroupKwargs
+from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 
 VOCABULARY, LENGTH, WIDTH = 18, 8, 16
@@ -110,10 +111,10 @@ def loss_of(model, batch):
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), logits.argmax(-1)
 
 
-def accelerator_of(mixed_precision=None, split=None, **options):
+def accelerator_of(mixed_precision=None, split=None, dynamo=None, **options):
     """A pipeline of two ranks; without options one process that has all. `split`: how layers are split."""
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=40))
-    given = [patience]
+    given = [patience] if dynamo is None else [patience, dynamo]
     if split is not None:
         given.append(TorchTensorParallelPlugin(tp_size=2, **split))
     if options:
@@ -348,3 +349,45 @@ def misused():
     }
     accelerator.end_training()
     return found
+
+
+def reductions(options, counts):
+    """How many reductions a step takes, for each number of micro-batches."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs
+
+    calls = []
+    foreach_reduce = torchs.foreach_reduce
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return foreach_reduce(*args, **kwargs)
+
+    torchs.foreach_reduce = counted
+    accelerator = accelerator_of(**options)
+    model = Gpt()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for microbatches in counts:
+        for step in range(2):  # torch rehearses in the first
+            calls.clear()
+            batches = mine_of(window(step, microbatches), accelerator)
+            accelerator.forward_backward(model, batches, loss_of, microbatches=microbatches)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(len(calls))
+    return found
+
+
+def compiled(layers):
+    """Compiled modules of each kind, and graphs, of blocks that are compiled alone."""
+    from torch._dynamo.utils import counters
+
+    # dynamo reads it of gathered weights
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = accelerator_of(pp_size=2, dynamo=dynamo)
+    model = Gpt(layers)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, [0])
+    kinds = {type(part).__name__ for part in model.modules() if part._compiled_call_impl is not None}
+    return kinds, counters["stats"]["unique_graphs"]

@@ -244,3 +244,21 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
 def test_version_1_has_no_stages():
     with pytest.raises(ValueError, match="pp_size is for fsdp_version 2"):
         FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)
+
+
+# -- traffic ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
+def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule):
+    options = {"pp_size": 2, "pp_schedule": schedule, "transformer_cls_names_to_wrap": ["Block"]}
+    for few, many in run_processes(problem.reductions, options, [2, 8], world=4, timeout=100):
+        assert few == many == 3  # two blocks, and the model around them
+
+
+def test_blocks_of_stages_are_compiled_alone_and_share_their_code():
+    few = run_processes(problem.compiled, 4, world=2, timeout=110)
+    many = run_processes(problem.compiled, 8, world=2, timeout=110)
+    assert few == many
+    for kinds, _ in many:
+        assert kinds == {"Block"}

@@ -83,7 +83,7 @@ class Flat(FullyShardedDataParallel):
                 warnings.filterwarnings("ignore", ".*NO_SHARD.*")
                 wrapped = FSDP(group.module, **arguments)
             if group.module is not model:
-                replace(model, group.module, wrapped)
+                replace(model, {group.module: wrapped})
         for name, parameter in names.items():
             guard(parameter, name, after_accumulation=True)
         if self.config.state_dict_type is not None:

@@ -162,8 +162,8 @@ class Sharded(FullyShardedDataParallel):
     ) -> AbstractContextManager[Any]:
         reshard(unit)
         # No set: gathering is collective, and all ranks go by one order.
-        wanted = [unit.named_parameters()[name] for name in names]
-        return _whole(unit.models, wanted, writeback=writeback)
+        parameters = unit.named_parameters()
+        return _whole(unit.models, [parameters[name] for name in names], writeback=writeback)
 
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
         """Parameters of this stage that another stage has too, which counts them."""

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, StepOutput
 from accel_fsdp.norms import is_double
+from accel_fsdp.reduction import Reduction
 from accel_fsdp.stages import Left, cut, points_of
 from accel_fsdp.ties import Ties
 
@@ -44,6 +45,7 @@ class _Window:
     scale: Tensor | float
     divisor: int
     outputs: dict[int, Any]
+    reduction: Reduction | None
 
 
 class Pipe:
@@ -98,7 +100,9 @@ class Pipe:
         None: no backward. Collective.
         """
         forward_only = scale is None
-        self.window = window = _Window(batches, forward_loss, 1.0 if scale is None else scale, divisor, {})
+        reduction = None if forward_only else self._reduction(len(batches))
+        factor = 1.0 if scale is None else scale
+        self.window = window = _Window(batches, forward_loss, factor, divisor, {}, reduction)
         numbers = torch.arange(len(batches))
         made = len(self._schedules)
         schedule = self._schedule(batches, forward_only)
@@ -114,6 +118,7 @@ class Pipe:
             with (
                 torch.no_grad() if forward_only else nullcontext(),
                 self._apart() if len(self._schedules) > made else nullcontext(),
+                nullcontext() if reduction is None else reduction,
             ):
                 (schedule.eval if forward_only else schedule.step)(
                     number=numbers, target=numbers if last else None
@@ -125,6 +130,16 @@ class Pipe:
         finally:
             self.window = None
         return self._output(window, last)
+
+    def _reduction(self, microbatches: int) -> Reduction | None:
+        """Reduce gradients in this rank's last backward of the window only.
+
+        None: in each, as `sync_each_batch` asks for, or as there is one of each stage.
+        """
+        unit = self.unit()
+        if unit is None or microbatches == 1 or unit.run.config.accumulation.sync_each_batch:
+            return None
+        return Reduction.of(unit.models, microbatches * len(self.mine))
 
     def _output(self, window: _Window, last: bool) -> StepOutput:
         found = [window.outputs[number] for number in range(len(window.batches))] if last else []
@@ -218,7 +233,12 @@ class _Stage(nn.Module):
         # Torch calls each stage once with meaningless numbers, to learn shapes; nothing of it may stay.
         self.pipe.rehearses = not self.known
         if self.known:
-            return self._run(received, int(number))
+            window = self.pipe.window
+            assert window is not None
+            if window.reduction is None:
+                return self._run(received, int(number))
+            window.reduction.wait()
+            return window.reduction.watch(self._run(received, int(number)))
         self.known = True
         unit = self.pipe.unit()
         stream = None if unit is None else unit.stream

@@ -65,7 +65,8 @@ def groups(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[Gro
             one of the parameters.
     """
     names = {module: name for name, module in model.named_modules()}
-    outermost = [_outermost(block, model) for block in blocks(model, config)]
+    wrappers = {next(module.children()): module for module in names if isinstance(module, ActivationWrapper)}
+    outermost = [_outermost(block, wrappers) for block in blocks(model, config)]
     left = _left(model, config)
     spread = [module for module in model.modules() if isinstance(module, Spread) and module not in left]
     roots = [*dict.fromkeys([*outermost, *spread]), model]
@@ -138,17 +139,16 @@ def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn
         return offload_wrapper(again) if config.activation_checkpointing_offload else again
 
     found = blocks(model, config)
-    for block in found:
-        replace(model, block, wrapped(block))
+    replace(model, {block: wrapped(block) for block in found})
     return model if found else wrapped(model)
 
 
-def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` stands in the model."""
+def replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put new modules, which may hold the old ones, wherever these stand in the model."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
-            if child is old and module is not new:
-                setattr(module, name, new)
+            if child is not None and child in new:
+                setattr(module, name, new[child])
 
 
 def _policy(
@@ -176,11 +176,13 @@ def _policy(
     return partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=wanted)
 
 
-def _outermost(block: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the checkpointing around a block, which is gathered with it."""
-    for module in model.modules():
-        if isinstance(module, ActivationWrapper) and next(module.children()) is block:
-            return _outermost(module, model)
+def _outermost(block: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Return the checkpointing around a block, which is gathered with it.
+
+    wrappers: module -> the checkpointing right around it.
+    """
+    while block in wrappers:
+        block = wrappers[block]
     return block
 
 
