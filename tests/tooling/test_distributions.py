@@ -31,7 +31,7 @@ PLUGINS = {
     "accel-megatron": {"megatron"},
     "accel-tensorboard": {"tensorboard"},
     "accel-context-parallel": {"cp"},
-    "accel-big-models": {"dispatched"},
+    "accel-big-models": {"dispatched", "estimate"},
     "accel-testing": {"plugins-check", "plugins-new"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.

@@ -13,7 +13,7 @@ _PUBLIC: Final = {
     "dispatching": "dispatch offload undo",
     "empty": "empty_weights",
     "loading": "load",
-    "planning": "plan",
+    "planning": "plan plan_from_map",
     "plans": "Place Plan",
     "weights": "weights_of",
 }
@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "offload",
     "plan",
+    "plan_from_map",
     "undo",
     "weights_of",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_core import Card
 
-__all__ = ["DISPATCHED"]
+__all__ = ["DISPATCHED", "ESTIMATE"]
 
 DISPATCHED = Card(
     name="dispatched",
@@ -15,4 +15,12 @@ DISPATCHED = Card(
     offers={"whole_weights", "local_gradients", "several_optimizers"},
     config="accel_big_models.config:DispatchedPlugin",
     implementation="accel_big_models.strategy:Dispatched",
+)
+
+ESTIMATE = Card(
+    name="estimate",
+    slot="command",
+    summary="Say how large a model is, what it needs to run and to train, and what fits where.",
+    api_version="1.0",
+    implementation="accel_big_models.commands:estimate",
 )
