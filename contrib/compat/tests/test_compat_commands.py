@@ -16,7 +16,6 @@ from accelerate.utils import launch as launching
 from peers import needs_accelerate, said
 
 from accel_compat.launch import commands, config_file, worker_commands
-from accel_compat.unsupported import NotServedError
 
 PARSED = """
 import json
@@ -269,9 +268,42 @@ def test_a_scripts_arguments_as_a_cloud_takes_them():
         launching._convert_nargs_to_dict(["--train", "--lr", "1"])
 
 
-def test_how_much_memory_a_model_takes_is_not_served():
-    with pytest.raises(NotServedError, match="estimate_command"):
-        estimate.estimate_command(estimate.estimate_command_parser().parse_args(["bert"]))
+ESTIMATE = """
+import argparse, contextlib, io, json
+from torch import nn
+from accelerate.commands import estimate
+model = nn.Sequential(nn.Linear(300, 400), nn.Sequential(nn.Linear(400, 400), nn.LayerNorm(400)))
+estimate.create_empty_model = lambda *_, **__: model
+import sys
+for module in list(sys.modules.values()):
+    if getattr(module, "__name__", "").endswith("memory_estimate"):
+        module.create_empty_model = estimate.create_empty_model
+shown = []
+for name in ("net", "a name that is a good deal longer than all the columns are together, so that they widen"):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        words = [name, "--dtypes", "float32", "float16", "int8", "int4"]
+        estimate.estimate_command(estimate.estimate_command_parser().parse_args(words))
+    shown.append([line.replace(" ", "") for line in said.getvalue().splitlines() if "─" not in line])
+shown += [estimate.estimate_training_usage(1000, kind) for kind in ("float32", "bfloat16", "fp8", "int8")]
+print(json.dumps(shown))
+"""
+
+
+@needs_accelerate
+def test_the_memory_that_a_model_takes_is_told_in_the_same_columns():
+    assert said(ESTIMATE, ours=True) == said(ESTIMATE, ours=False)
+
+
+def test_the_script_estimates_a_model_from_its_folder(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("accel_big_models")
+    config = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 16}))
+    assert script(monkeypatch, "estimate-memory", str(tmp_path), "--dtypes", "float32") in (0, None)
+
+    shown = capsys.readouterr().out
+    assert "Largest Layer" in shown
+    assert "Training using Adam" in shown
+    assert script(monkeypatch, "estimate-memory", "resnet", "--library_name", "timm") != 0
 
 
 def script(monkeypatch, *words: str) -> object:

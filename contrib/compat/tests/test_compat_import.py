@@ -103,7 +103,6 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
     ("name", "advice"),
     {
         "merge-weights": "accel checkpoint export",
-        "estimate-memory": "come in a later package",
         "config": "accelerate config default",
     }.items(),
 )

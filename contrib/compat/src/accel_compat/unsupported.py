@@ -13,14 +13,8 @@ from typing import Any, Final, NoReturn
 
 from accel_core import AccelError, install_hint
 
-LATER: Final = "models larger than one device come in a later package"
-WHOLE: Final = "load the model whole: without device_map, with low_cpu_mem_usage=False"
 MEGATRON: Final = "accel-megatron takes plain models, optimizers and dataloaders, and makes the rest itself"
 REASONS: Final[Mapping[str, str]] = {
-    "accelerate.big_modeling": LATER,
-    "accelerate.hooks": LATER,
-    "accelerate.utils.modeling": LATER,
-    "accelerate.utils.offload": LATER,
     "accelerate.inference": "pipelines over a model's own split points are accel-fsdp's",
     "accelerate.utils.bnb": "quantized models come in a later package",
     "accelerate.utils.ao": "fp8 comes in a later package",
@@ -30,7 +24,7 @@ REASONS: Final[Mapping[str, str]] = {
     "accelerate.checkpointing": "accelerator.save_state and load_state do it, in accel-core's format",
     "accelerate.utils.fsdp_utils": "accelerator.save_state and save_model write what accel-fsdp shards",
     "accelerate.commands": "the command line here is `accel`",
-    "accelerate.commands.estimate": LATER,
+    "accelerate.commands.estimate": "models are built from their configs, without asking the hub about them",
 }
 """Module -> why what it has besides is not served. The longest that fits counts."""
 
@@ -114,7 +108,7 @@ def unserved(module: str, name: str) -> Any:
 
 def _refuse(module: str, name: str) -> NoReturn:
     reason = why(module, name)
-    escape = WHOLE if reason == LATER else "leave the call out, or run the program on Accelerate itself"
+    escape = "leave the call out, or run the program on Accelerate itself"
     raise NotServedError(
         f"{module}.{name} of Accelerate is not served by accel-compat: {reason}\n{_caller()}{escape}"
     )

@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from accel_compat.configs.translation import load
+
 MOVING_METHODS: Final = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 """Methods that `dispatch_model` replaces on the model by functions that warn."""
 
@@ -98,21 +100,21 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook, in place of the module's own, or after it with `append`."""
     hooked: Any = module
-    if append and getattr(module, "_hf_hook", None) is not None:
-        before = hooked._hf_hook
-        remove_hook_from_module(module)
-        hook = SequentialHook(before, hook)
+    before = getattr(module, "_hf_hook", None) if append else None
     old = hooked._old_forward if _is_hooked(module) else module.forward
     hooked._old_forward = old
     hooked = hook.init_hook(module)
-    hooked._hf_hook = hook
+    hooked._hf_hook = hook if before is None else SequentialHook(before, hook)
     # A partial of a public function: the hooked module can be pickled and copied.
     _set_forward(module, functools.update_wrapper(functools.partial(_hooked_forward, module), old))
     return hooked  # type: ignore[no-any-return]
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Detach a module's hook, with `recurse` its children's too, and give it its own forward back."""
+    """Detach a module's hook, with `recurse` its children's too, and give it its own forward back.
+
+    A model that `dispatch_model` dispatched has all its weights afterwards.
+    """
     hooked: Any = module
     if hasattr(module, "_hf_hook"):
         hooked._hf_hook.detach_hook(module)
@@ -122,6 +124,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         del hooked._old_forward
     for name in MOVING_METHODS:
         vars(module).pop(name, None)
+    if vars(module).pop("_dispatched", False):
+        load("accel_big_models:undo", "remove_hook_from_module")(module)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)

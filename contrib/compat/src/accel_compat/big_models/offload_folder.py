@@ -50,9 +50,8 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Any) -> 
     """Add entries to a folder's index.json."""
     if not index:
         return
-    file = Path(offload_folder, _INDEX)
-    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    _replace(file, json.dumps({**before, **index}, indent=2).encode())
+    merged = {**read_offload_index(offload_folder), **index}
+    _replace(Path(offload_folder, _INDEX), json.dumps(merged, indent=2).encode())
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: dict[str, torch.Tensor]) -> None:
@@ -62,6 +61,33 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: dict[str, t
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)
     save_offload_index(index, save_dir)
+
+
+def read_offload_index(folder: Any) -> dict[str, Any]:
+    """Return name -> dtype and shape, or place in a safetensors file; empty without an index."""
+    file = Path(folder, _INDEX)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+def offload_unless_equal(folder: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write the tensors that a folder does not hold.
+
+    Raises:
+        ValueError: it holds another one under the same name, as of another model.
+    """
+    known = read_offload_index(folder)
+    for name in (name for name in state_dict if name in known):
+        found, tensor = OffloadedWeightsLoader(save_folder=folder)[name], state_dict[name].cpu()
+        if (found.dtype, found.shape) != (tensor.dtype, tensor.shape) or not torch.equal(
+            found.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        ):
+            raise ValueError(
+                f"{folder} holds the offloaded weights of another model: {name} differs from this model's\n"
+                "give an empty folder, or remove this one"
+            )
+    missing = {name: tensor for name, tensor in state_dict.items() if name not in known}
+    offload_state_dict(folder, missing)
 
 
 def _replace(file: Path, content: Any) -> None:

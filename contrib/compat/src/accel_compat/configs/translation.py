@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Collection
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import attrs
 
@@ -15,6 +15,7 @@ from accel_compat.environment.variables import clear_environment
 from accel_core import PluginError, install_hint
 
 T = TypeVar("T")
+_IN_CONTRIB: Final = ("big-models",)
 
 
 class Spelled:
@@ -86,7 +87,7 @@ def field_names(cls: Any) -> list[str]:
 
 
 def load(path: str, wanted: str) -> Any:
-    """Import the class that `module:class` names, of a package that may not be installed."""
+    """Import what `module:name` names, of a package that may not be installed."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)
@@ -95,9 +96,13 @@ def load(path: str, wanted: str) -> Any:
             raise
         distribution, folder = module.replace("_", "-"), module.removeprefix("accel_").replace("_", "-")
         raise PluginError(
-            f"{wanted} needs {distribution}, which is not installed\n{install_hint(f'backends/{folder}')}",
+            f"{wanted} needs {distribution}, which is not installed\n{install_hint(_folder_of(folder))}",
             distribution=distribution,
         ) from error
+
+
+def _folder_of(package: str) -> str:
+    return f"contrib/{package}" if package in _IN_CONTRIB else f"backends/{package}"
 
 
 def _plain(value: Any) -> Any:

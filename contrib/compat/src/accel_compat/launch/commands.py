@@ -17,19 +17,19 @@ from accel_core import AccelError
 
 _INSTEAD = {
     "config": "write a config by `accelerate config default`, or accel's own by `accel config init`",
-    "estimate-memory": "models larger than one device come in a later package",
     "merge-weights": "write the weights of a checkpoint by `accel checkpoint export`",
 }
 """Command of Accelerate that is not served -> what to do."""
 _PARSERS = {
     "env": "subcommands:env_command_parser",
+    "estimate-memory": "memory_estimate:estimate_command_parser",
     "test": "subcommands:test_command_parser",
     "to-fsdp2": "subcommands:to_fsdp2_command_parser",
     "tpu-config": "subcommands:tpu_command_parser",
 }
 """Command -> the module of this room and the function that makes its parser."""
 _USAGE = """\
-usage: accelerate {config default, env, launch, test, to-fsdp2, tpu-config} ...
+usage: accelerate {config default, env, estimate-memory, launch, test, to-fsdp2, tpu-config} ...
 `accel --help` lists accel's own commands"""
 _EXTRA = {"ignore_unknown_options": True, "help_option_names": []}
 

@@ -1,4 +1,4 @@
-"""`accelerate env`, `estimate-memory`, `test`, `to-fsdp2` and `tpu-config`, for the script and programs."""
+"""`accelerate env`, `test`, `to-fsdp2` and `tpu-config`, for the script and programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import yaml
 from accel_compat.launch import config_file
 from accel_compat.launch.request import parse
 from accel_compat.launch.workers import accel, launch
-from accel_compat.unsupported import unserved
 
 _RELEASES = {"dev": "git+https://github.com/huggingface/accelerate.git", "latest": "accelerate -U"}
 
@@ -42,21 +41,6 @@ def env_command_parser(subparsers: Any = None) -> ArgumentParser:
 def env_command(args: Namespace) -> None:
     """Print what accel-core finds on this machine."""
     subprocess.run([accel(), "env"], check=True)  # noqa: S603  ours
-
-
-estimate_command = unserved("accelerate.commands.estimate", "estimate_command")
-
-
-def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """Make the parser of `estimate-memory`, which says that it is not served when it is called."""
-    about = "Model size estimator for fitting a model onto CUDA memory."
-    parser = subcommand_parser(subparsers, "estimate-memory", about, estimate_command)
-    kinds = ["float32", "float16", "int8", "int4"]
-    parser.add_argument("model_name")
-    parser.add_argument("--library_name", choices=["timm", "transformers"])
-    parser.add_argument("--dtypes", nargs="+", default=kinds, choices=kinds)
-    parser.add_argument("--trust_remote_code", action="store_true")
-    return parser
 
 
 def test_command_parser(subparsers: Any = None) -> ArgumentParser:  # noqa: PT028  Accelerate's name

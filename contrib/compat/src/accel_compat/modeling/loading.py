@@ -1,4 +1,4 @@
-"""Weights from files into a model, one tensor after the other; nothing is offloaded."""
+"""Weights from files into a model, one tensor after the other; those on the disk stay there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from accel_compat.big_models.offload_folder import offload_weight, save_offload_index
 from accel_compat.modeling.sizes import find_tied_parameters, load_state_dict, retie_parameters
 from accel_compat.unsupported import NotServedError
 
@@ -89,10 +90,13 @@ def load_checkpoint_in_model(
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Load a file, an index or a folder of weights, each to its module's device."""
-    if "disk" in (device_map or {}).values() or offload_8bit_bnb:
-        raise NotServedError(
-            "load_checkpoint_in_model with weights on the disk: models larger than one device come in a later"
-            " package\ngive each module a device"
+    if offload_8bit_bnb:
+        raise NotServedError("offload_8bit_bnb: quantized models come in a later package\nleave it out")
+    to_disk = "disk" in (device_map or {}).values()
+    if to_disk and offload_folder is None:
+        raise ValueError(
+            "At least one of the model submodule will be offloaded to disk, please pass along an"
+            " `offload_folder`."
         )
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."))
@@ -100,22 +104,42 @@ def load_checkpoint_in_model(
     tied = find_tied_parameters(model)
     unexpected: list[str] = []
     loaded: set[str] = set()
+    left_out = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    index: dict[str, Any] = {}
     for file in _files(Path(checkpoint)):
         for name, value in load_state_dict(file).items():
             loaded.add(name)
             if name not in wanted:
                 unexpected.append(name)
                 continue
-            set_module_tensor_to_device(
-                model,
-                name,
+            device, kind = (
                 _device(name, device_map, wanted[name]),
-                value,
                 _dtype(name, dtype, value, keep_in_fp32_modules or ()),
             )
+            if device == "disk" and name not in left_out:
+                kind = kind or value.dtype
+                _leave_on_disk(file, name, value, kind, offload_folder, index)
+                set_module_tensor_to_device(model, name, "meta", dtype=kind)
+                continue
+            device = "cpu" if device == "disk" else device
+            set_module_tensor_to_device(model, name, device, value, kind)
+    if to_disk:
+        save_offload_index(index, offload_folder)
     retie_parameters(model, tied)
     missing = wanted.keys() - loaded - {name for names in tied for name in names if loaded & set(names)}
     _report(model, checkpoint, unexpected, sorted(missing), strict)
+
+
+def _leave_on_disk(
+    file: Path, name: str, value: torch.Tensor, dtype: torch.dtype, folder: Any, index: dict[str, Any]
+) -> None:
+    """Note the place of a weight in its safetensors file; write one of another file into the folder."""
+    os.makedirs(folder, exist_ok=True)
+    if file.suffix != ".safetensors":
+        offload_weight(value.to(dtype), name, folder, index)
+        return
+    kind = str(dtype).removeprefix("torch.")
+    index[name] = {"safetensors_file": str(file.absolute()), "weight_name": name, "dtype": kind}
 
 
 def _report(

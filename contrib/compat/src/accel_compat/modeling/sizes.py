@@ -297,15 +297,17 @@ def load_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Load tensors of a .safetensors or torch file, without running code.
 
-    device_map: one device for all; several need the package for big models.
+    device_map: name of a module -> device; what is in none, or on "disk", is mapped to the CPU.
     """
-    devices = set((device_map or {}).values())
-    if len(devices) > 1:
-        from accel_compat.unsupported import LATER, NotServedError
-
-        raise NotServedError(f"load_state_dict with {len(devices)} devices: {LATER}\nload to one device")
-    device = devices.pop() if devices else "cpu"
-    if str(checkpoint_file).endswith(".safetensors"):
-        return load_file(checkpoint_file, device=device)
-    loaded: dict[str, torch.Tensor] = torch.load(checkpoint_file, map_location=device, weights_only=True)
-    return loaded
+    if not str(checkpoint_file).endswith(".safetensors"):
+        loaded: dict[str, torch.Tensor] = torch.load(checkpoint_file, map_location="cpu", weights_only=True)
+        return loaded
+    places = {name: "cpu" if device == "disk" else device for name, device in (device_map or {}).items()}
+    if len(set(places.values())) == 1:
+        return load_file(checkpoint_file, device=next(iter(places.values())))
+    tensors = load_file(checkpoint_file)
+    for name in tensors:
+        fitting = [place for place in places if not place or name == place or name.startswith(f"{place}.")]
+        if fitting:
+            tensors[name] = tensors[name].to(places[max(fitting, key=len)])
+    return tensors

@@ -3,7 +3,7 @@
 from functools import partial
 
 from accel_compat.launch.commands import accelerate
-from accel_compat.launch.subcommands import estimate_command_parser
+from accel_compat.launch.memory_estimate import *
 
 main = partial(accelerate, "estimate-memory")
 
