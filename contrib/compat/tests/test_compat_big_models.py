@@ -141,7 +141,7 @@ def test_a_checkpoint_is_read_where_it_is(tmp_path, checkpoint, x, device_map):
     model = load_checkpoint_and_dispatch(empty(), checkpoint, device_map, offload_folder=tmp_path / "off")
 
     assert torch.equal(model.eval()(x), net()(x))
-    assert [file for file in tmp_path.rglob("*.dat")] == []
+    assert list(tmp_path.rglob("*.dat")) == []
 
 
 def test_a_dtype_is_that_of_the_weights_and_of_what_is_saved(tmp_path, checkpoint, x):

@@ -279,7 +279,7 @@ for module in list(sys.modules.values()):
     if getattr(module, "__name__", "").endswith("memory_estimate"):
         module.create_empty_model = estimate.create_empty_model
 shown = []
-for name in ("net", "a name that is a good deal longer than all the columns are together, so that they widen"):
+for name in ("net", "a name that is a good deal longer than all the columns together, so that they widen"):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         words = [name, "--dtypes", "float32", "float16", "int8", "int4"]
         estimate.estimate_command(estimate.estimate_command_parser().parse_args(words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -33,8 +34,8 @@ def estimate(
     from accel_big_models.estimating import estimate as measure
     from accel_big_models.models import empty_model
 
-    memory = dict(map(_place, memories)) or None
-    found = measure(empty_model(model, trust_remote_code=trust_remote_code), memory, dtype=dtype)
+    memory: dict[Any, int | str] = dict(map(_place, memories))
+    found = measure(empty_model(model, trust_remote_code=trust_remote_code), memory or None, dtype=dtype)
     click.echo(json.dumps(found.as_json(model), indent=2) if as_json else found.as_table(model))
 
 

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import nn
 
 from accel_big_models.blocks import blocks_of
-from accel_big_models.planning import plan
+from accel_big_models.planning import Memory, plan
 from accel_big_models.plans import Plan
 from accel_big_models.sizes import text_of
 from accel_core import ConfigError
@@ -122,9 +122,7 @@ class Estimate:
         }
 
 
-def estimate(
-    model: nn.Module, memory: Mapping[str, int | str] | None = None, *, dtype: str | None = None
-) -> Estimate:
+def estimate(model: nn.Module, memory: Memory | None = None, *, dtype: str | None = None) -> Estimate:
     """Measure a model, which may be on the meta device.
 
     Args:

@@ -77,7 +77,7 @@ def _of_function(module: str, function: str) -> nn.Module:
 
 def _of_transformers(name: str, *, trust_remote_code: bool) -> nn.Module:
     try:
-        import transformers
+        transformers: Any = import_module("transformers")
     except ImportError as error:
         raise ConfigError(
             f"MODEL {name}: models of transformers need transformers, which is not installed\n"
@@ -85,7 +85,7 @@ def _of_transformers(name: str, *, trust_remote_code: bool) -> nn.Module:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        classes = [getattr(transformers, each, None) for each in config.architectures or ()]
+        classes: list[Any] = [getattr(transformers, each, None) for each in config.architectures or ()]
         kind = next((each for each in classes if each is not None), transformers.AutoModel)
         with empty_weights():
             if kind is transformers.AutoModel or getattr(config, "auto_map", None):
@@ -126,7 +126,7 @@ def _of_checkpoint(path: Path) -> nn.Module:
         where = made[home] if home else model
         if tensor.is_floating_point():
             weight = shared[id(source)] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
-            where.register_parameter(key, weight)  # type: ignore[arg-type]
+            where.register_parameter(key, weight)
         else:
             where.register_buffer(key, tensor)
     return model

@@ -20,12 +20,8 @@ def estimate_command_parser(subparsers: Any = None) -> ArgumentParser:
     """Make the parser of `estimate-memory`."""
     about = "Model size estimator for fitting a model onto CUDA memory."
     parser = subcommand_parser(subparsers, "estimate-memory", about, estimate_command)
-    parser.add_argument(
-        "model_name", help="As `accel estimate` takes it: a hub name, a folder, module:function"
-    )
-    parser.add_argument(
-        "--library_name", choices=["timm", "transformers"], help="transformers; timm is refused"
-    )
+    parser.add_argument("model_name", help="A hub name, a folder, or module:function")
+    parser.add_argument("--library_name", choices=["timm", "transformers"], help="timm is refused")
     parser.add_argument("--dtypes", nargs="+", default=[*_SHARES], choices=[*_SHARES])
     parser.add_argument("--trust_remote_code", action="store_true")
     return parser
