@@ -39,7 +39,9 @@ def rows(member: Path) -> list[dict[str, Any]]:
             for name, target in entries.items():
                 row = {"name": name, "slot": group.removeprefix(GROUP), "distribution": project["name"]}
                 row["folder"] = member.relative_to(ROOT).as_posix()
-                found.append({**row, "keys": _keys(_resolve(target))})
+                card = _resolve(target)
+                also = {"also": list(card.also)} if card.also else {}
+                found.append({**row, "keys": _keys(card), **also})
     return found
 
 

@@ -66,7 +66,8 @@ class Accelerator(Ranks, Training, States):
     Args:
         device_placement: move prepared models and batches to the device.
         split_batches: share each batch out, instead of a batch for each process.
-        mixed_precision: "no", "fp16", "bf16", or the name of a precision plugin.
+        mixed_precision: "no", "fp16", "bf16", the name of a precision plugin, or a word such as "fp8" that
+            several may answer.
         gradient_accumulation_steps: micro-batches of one optimizer step.
         cpu: the same as `device="cpu"`.
         dataloader_config: how prepared dataloaders share out the data.

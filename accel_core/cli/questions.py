@@ -93,7 +93,7 @@ def _names(path: str, discovery: Discovery) -> list[str]:
 
 
 def _misnamed(path: str, value: Any, names: Sequence[str], discovery: Discovery) -> str:
-    if not names or value in names:
+    if not names or value in names or discovery.answering(SLOTS[path][0], value):
         return ""
     return (
         unknown_device(value, discovery)

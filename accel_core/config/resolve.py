@@ -96,8 +96,7 @@ class Resolved:
         """Write a line for each plugin name that no installed plugin of its slot has."""
         discovery = self._table.sections.discovery
         for path, slot, name in self.config.plugin_names():
-            record = discovery.get(name)
-            if record is None or record.slot != slot:
+            if not discovery.answering(slot, name):
                 origin = self.settings[path].origin if path in self.settings else ""
                 yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
 

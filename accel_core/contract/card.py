@@ -33,6 +33,7 @@ RESERVED_NAMES: Final = frozenset(_RESERVED.split())
 CAPABILITIES: Final[Mapping[str, str]] = {
     "bf16": "trains under autocast to bfloat16",
     "fp16": "trains under autocast to float16 with a loss scaler",
+    "fp8": "multiplies matrices of float8 elements",
     "float64": "holds and computes float64 tensors",
     "memory_stats": "reports the bytes it has allocated",
     "rng": "saves and restores its random generators",
@@ -64,6 +65,11 @@ def _name(card: Card, attribute: Attribute[str], value: str) -> None:
         )
     if value in RESERVED_NAMES:
         raise PluginError(f"{value!r} is a word of core's own config\ntake another name", plugin=value)
+
+
+def _also(card: Card, attribute: Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    for word in value:
+        _name(card, attribute, word)  # type: ignore[arg-type]
 
 
 def _version(card: Card, attribute: Attribute[str], value: object) -> None:
@@ -112,6 +118,11 @@ class Card:
     """For `auto`: native 0, first-party 100. None: only when named."""
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
+    also: tuple[str, ...] = field(default=(), validator=_also)
+    """Words that several plugins of the slot answer, such as `fp8` for `mixed_precision`.
+
+    Like `auto`, such a word takes the usable plugin of highest priority; a tie is an error that names both.
+    """
     distributed_type: str | None = None
     """The value of `accelerator.distributed_type`.
 

@@ -263,7 +263,7 @@ class RunConfig:
     strategy: str = option("auto", help="A strategy plugin, a name from strategies, or auto.")
     strategies: Mapping[str, Mapping[str, Any]] = option(factory=dict, help="NAME: {plugin: NAME, options}.")
     extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins.")
-    mixed_precision: str = option("no", help="no, fp16, bf16, or a precision plugin.")
+    mixed_precision: str = option("no", help="no, fp16, bf16, fp8, or a precision plugin.")
     gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches a step.")
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")
     step_scheduler_with_optimizer: bool = option(True, help="Schedulers step once an applied optimizer step.")

@@ -613,6 +613,14 @@ def run_ended() -> None:
 
 
 @spec("everyone")
+def describe(unit: Unit) -> Sequence[str]:
+    """Return lines about the unit for `accelerator.explain()`: what became of it, and why.
+
+    Called after `prepare`, on any rank by itself; each string is one line.
+    """
+
+
+@spec("everyone")
 def environment_report() -> Mapping[str, str]:
     """Lines for `accel env`: what -> found. Called in any process; must not raise."""
 

@@ -13,6 +13,7 @@ DEVICE = Card(
     offers={
         "bf16",
         "fp16",
+        "fp8",
         "float64",
         "memory_stats",
         "rng",

@@ -64,7 +64,11 @@ class Base(BaseState):
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         card = self.run.stack.device.card
-        return card.offers - ({"memory_stats"} if device.type == "cpu" else set())
+        lacking = {"memory_stats"} if device.type == "cpu" else set[str]()
+        key = torch._C._dispatch_key_for_device(device.type)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", key):
+            lacking.add("fp8")
+        return card.offers - lacking
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:

@@ -104,7 +104,9 @@ class Launch:
                 reason = f"not usable on this machine ({record.reason})"
                 yield f"{record.name}: {reason}; fine if the job runs elsewhere"
         yield from self.no_strategy(self.config.launch.processes_per_node)
-        used = {self.config.device, *(name for _, _, name in self.config.plugin_names())}
+        named = self.config.plugin_names()
+        answers = (record.name for _, slot, name in named for record in self.discovery.answering(slot, name))
+        used = {self.config.device, *answers}
         for record, given, setting in unused_sections(self.resolved, used, self.discovery):
             if not auto_may_take(record, self.resolved):
                 about = f"{given.origin}: {record.slot} {record.name} is not in this config"

@@ -39,16 +39,22 @@ class CatalogEntry:
     folder: str
     """Folder of the distribution in this repository."""
     keys: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    """Words that it answers beside its name."""
 
 
 def catalog_entries() -> tuple[CatalogEntry, ...]:
     """Return the plugins of this repository, installed or not."""
-    return tuple(CatalogEntry(**{**row, "keys": tuple(row["keys"])}) for row in _data()["plugins"])
+    lists = ("keys", "also")
+    rows: list[dict[str, Any]] = _data()["plugins"]
+    return tuple(CatalogEntry(**{**row, **{key: tuple(row.get(key, ())) for key in lists}}) for row in rows)
 
 
 def catalog_entry(name: str) -> CatalogEntry | None:
-    """Return the plugin of this repository with that name, installed or not."""
-    return next((plugin for plugin in catalog_entries() if plugin.name == name), None)
+    """Return the plugin of this repository that answers this name, installed or not."""
+    entries = catalog_entries()
+    named = (plugin for plugin in entries if plugin.name == name)
+    return next(named, None) or next((plugin for plugin in entries if name in plugin.also), None)
 
 
 def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:

@@ -109,6 +109,13 @@ class Discovery:
         records = [record for record in self.records if record.slot == slot]
         return tuple(sorted(records, key=lambda record: (-_priority(record), record.name)))
 
+    def answering(self, slot: str, word: str) -> tuple[Record, ...]:
+        """Return the plugin of this name, else those whose card has the word in `also`, best first."""
+        record = self.get(word)
+        if record is not None and record.slot == slot:
+            return (record,)
+        return tuple(each for each in self.of(slot) if each.card and word in each.card.also)
+
     def usable(self, slot: str) -> list[tuple[Card, Record]]:
         """Return the plugins that `auto` may select, best first, without shadowed ones."""
         usable = [

@@ -39,6 +39,7 @@ def _lines(run: Run) -> Iterator[str]:
 def _unit(run: Run, unit: Unit) -> Iterator[str]:
     parts = (*unit.given, *unit.optimizers, *unit.schedulers)
     yield f"unit {unit.name} ({unit.strategy}): {', '.join(type(part).__name__ for part in parts)}"
+    yield from (f"  {line}" for line in unit.hooks.describe(unit))
     if not unit.optimizers:
         yield "  does not train"
         return

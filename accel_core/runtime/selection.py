@@ -8,11 +8,11 @@ from attrs import evolve, frozen
 
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
-from accel_core.contract.card import CAPABILITIES, Slot
+from accel_core.contract.card import CAPABILITIES, Card, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
-from accel_core.plugins.discovery import Discovery, discover
+from accel_core.plugins.discovery import Discovery, Record, discover
 
 __all__ = ["choose", "decide"]
 
@@ -78,15 +78,20 @@ class _Chooser:
 
     def named(self, slot: Slot, name: str, path: str) -> Chosen:
         origin = self.resolved.origins.get(path, "default")
-        record = self.discovery.get(name)
-        if record is None or record.slot != slot:
+        answers = self.discovery.answering(slot, name)
+        if not answers:
             missing = not_installed(name, slot, self.discovery)
             raise ConfigError(f"{path} ({origin}): {missing}\n`accel plugins` lists what is installed")
+        record = answers[0]
+        usable = [(each.card, each) for each in answers if each.card and each.status == "available"]
+        if usable and record.name != name:
+            best = self._first(usable, f"{path}: {name}", path)
+            return Chosen(best, f"answers {name}, asked for by {origin}")
         if record.status != "available":
             raise PluginError(
-                f"{path}: {name} ({origin}) cannot be used here: {record.status}: {record.reason}\n"
-                f"`accel plugins doctor {name}` looks closer; `accel plugins` lists the others",
-                plugin=name,
+                f"{path}: {record.name} ({origin}) cannot be used here: {record.status}: {record.reason}\n"
+                f"`accel plugins doctor {record.name}` looks closer; `accel plugins` lists the others",
+                plugin=record.name,
                 distribution=record.origin,
             )
         return Chosen(record, f"asked for by {origin}" if origin != "default" else "default")
@@ -158,20 +163,24 @@ class _Chooser:
         A plugin that another one shadows does not count.
         """
         usable = [
-            (card.priority, record)
+            (card, record)
             for card, record in self.discovery.usable(slot)
             if card.needs <= offered | card.offers
         ]
         if not usable:
             return None
-        highest = usable[0][0]
-        top = [record for priority, record in usable if priority == highest]
+        best = self._first(usable, f"{slot}: auto", slot)
+        return Chosen(best, f"auto: usable, and of the highest priority ({usable[0][0].priority})")
+
+    def _first(self, usable: Sequence[tuple[Card, Record]], asked: str, path: str) -> Record:
+        """Return the first of several plugins, or raise PluginError if others are of its priority."""
+        top = [record for card, record in usable if card.priority == usable[0][0].priority]
         if len(top) > 1:
             rivals = " and ".join(f"{record.name} ({record.origin})" for record in top)
             raise PluginError(
-                f"{slot}: auto cannot decide between {rivals}\nset {slot}: {top[0].name}, or another"
+                f"{asked} cannot decide between {rivals}\nset {path}: {top[0].name}, or another"
             )
-        return Chosen(top[0], f"auto: usable, and of the highest priority ({highest})")
+        return top[0]
 
 
 def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:

@@ -89,6 +89,43 @@ def test_a_tie_is_an_error_that_names_both_distributions_and_the_setting():
         stack_of(native_and(one, two))
 
 
+def test_a_word_is_answered_by_the_usable_plugin_of_highest_priority():
+    discovery = native_and(
+        record("small-a", "precision", priority=100, also=("small",)),
+        record("small-b", "precision", priority=200, also=("small",), reason="no library"),
+        record("small-c", "precision", priority=50, also=("small",)),
+    )
+    chosen = stack_of(discovery, mixed_precision="small").precision
+    assert chosen.name == "small-a"
+    assert chosen.why.startswith("answers small, asked for by Accelerator(")
+    assert stack_of(discovery, mixed_precision="small-c").precision.name == "small-c"
+
+
+@pytest.mark.parametrize("priority", [100, None])
+def test_a_word_that_two_plugins_answer_alike_is_an_error_that_names_both(priority):
+    discovery = native_and(
+        record("one", "precision", priority=priority, also=("small",)),
+        record("two", "precision", priority=priority, also=("small",)),
+    )
+    message = (
+        r"mixed_precision: small cannot decide between one \(accel-one 1.0\) and two \(accel-two 1.0\)\n"
+        "set mixed_precision: one, or another"
+    )
+    with pytest.raises(PluginError, match=message):
+        stack_of(discovery, mixed_precision="small")
+
+
+def test_a_word_whose_plugins_cannot_be_used_gives_the_reason():
+    discovery = native_and(record("one", "precision", also=("small",), reason="no library"))
+    with pytest.raises(PluginError, match=r"one \(.*\) cannot be used here: unavailable: no library"):
+        stack_of(discovery, mixed_precision="small")
+
+
+def test_a_word_of_another_slot_is_no_answer():
+    with pytest.raises(ConfigError, match="no precision 'small' is installed"):
+        stack_of(native_and(record("one", "strategy", also=("small",))), mixed_precision="small")
+
+
 def test_a_named_device_that_cannot_be_used_is_an_error_with_its_reason():
     with pytest.raises(PluginError, match=r"device: fast \(.*\) cannot be used here: unavailable: no driver"):
         stack_of(native_and(record("fast", "device", priority=100, reason="no driver")), device="fast")

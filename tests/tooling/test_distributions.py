@@ -29,6 +29,7 @@ PLUGINS = {
     "accel-xla": {"xla", "xla-dp", "xla-spmd"},
     "accel-deepspeed": {"deepspeed"},
     "accel-megatron": {"megatron"},
+    "accel-torchao": {"fp8-torchao"},
     "accel-tensorboard": {"tensorboard"},
     "accel-context-parallel": {"cp"},
     "accel-big-models": {"dispatched", "estimate"},

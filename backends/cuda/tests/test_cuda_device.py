@@ -25,7 +25,7 @@ def plugin(config: CudaConfig | None = None, *, offers: set[str] | None = None, 
     run: Any = SimpleNamespace(world=World(size=world), device=DEVICE)
     made = CudaDevice(config, run)
     made.below = SimpleNamespace(
-        select_device=lambda _: DEVICE, capabilities=lambda _: frozenset(offers or {"bf16", "fp16"})
+        select_device=lambda _: DEVICE, capabilities=lambda _: frozenset(offers or {"bf16", "fp16", "fp8"})
     )
     return made
 
@@ -53,9 +53,9 @@ def test_the_contract_accepts_the_plugin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "able"), [((9, 0), {"bf16", "fp16"}), ((8, 0), {"bf16", "fp16"}), ((7, 5), {"fp16"})]
+    ("chip", "able"), [((8, 9), {"bf16", "fp16", "fp8"}), ((8, 6), {"bf16", "fp16"}), ((7, 5), {"fp16"})]
 )
-def test_bf16_depends_on_the_chip(cuda: Recorder, chip: tuple[int, int], able: set[str]) -> None:
+def test_bf16_and_fp8_depend_on_the_chip(cuda: Recorder, chip: tuple[int, int], able: set[str]) -> None:
     cuda.answers("get_device_capability", chip)
 
     assert plugin().capabilities(DEVICE) == able

@@ -21,6 +21,7 @@ CUDA = Card(
         "collectives.torch",
         "float64",
         "fp16",
+        "fp8",
         "memory_stats",
         "process_per_device",
         "rng",

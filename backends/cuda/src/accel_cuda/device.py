@@ -68,8 +68,10 @@ class CudaDevice:
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
+        chip = torch.cuda.get_device_capability(device)
         # Older chips only emulate bf16, slower than fp32.
-        return able if torch.cuda.get_device_capability(device) >= (8, 0) else able - {"bf16"}
+        since = {"bf16": (8, 0), "fp8": (8, 9)}
+        return able - {word for word, first in since.items() if chip < first}
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:

@@ -33,6 +33,17 @@ class ClaimsMore(SimulatedDevice):
         return self.below.capabilities(device) | {"teleport"}
 
 
+def _no_float8(*args, **kwargs):
+    raise RuntimeError("this chip has no float8")
+
+
+class ClaimsFloat8(SimulatedDevice):
+    @implements(hooks.capabilities)
+    def capabilities(self, device):
+        torch._scaled_mm = _no_float8
+        return self.below.capabilities(device) | {"fp8"}
+
+
 class ForgetsBuffers(SimulatedDevice):
     @implements(hooks.place_model)
     def place_model(self, unit, model, device):

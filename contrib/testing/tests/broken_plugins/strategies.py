@@ -399,6 +399,12 @@ class UntiesItsModel(Averages):
         return super().wrap_model(unit, model)
 
 
+class DescribesInPages(Averages):
+    @implements(hooks.describe)
+    def describe(self, unit):
+        return ["one line\nand another"]
+
+
 class NudgesWeights(Averages):
     """Has other weights between the batches of a window than in their forwards."""
 

@@ -177,6 +177,22 @@ def floats(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def float8(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Multiply matrices of float8 elements, if this chip claims to; the relative error."""
+    accelerator = make(arguments)
+    device = accelerator.device
+    found: dict[str, Any] = {"claimed": "fp8" in accelerator.run.hooks.capabilities(device)}
+    if found["claimed"]:
+        left, right = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+        one = torch.ones((), device=device)
+        factors = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
+        product = torch._scaled_mm(*factors, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        exact = left @ right.t()
+        found["error"] = ((product.float() - exact).norm() / exact.norm()).item()
+    accelerator.end_training()
+    return found
+
+
 def services(arguments: Mapping[str, Any]) -> list[str]:
     """Call every service; the answers are the device's affair."""
     accelerator = make(arguments)

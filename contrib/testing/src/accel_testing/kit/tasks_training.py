@@ -26,6 +26,7 @@ from accel_testing.kit.tasks import cut, known_loss, learn, make, owns_schedule
 __all__ = [
     "Recipe",
     "Trace",
+    "described",
     "forward_dtypes",
     "mid_window",
     "ours",
@@ -281,6 +282,15 @@ def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, An
     }
     accelerator.end_training()
     return found
+
+
+def described(arguments: Mapping[str, Any]) -> list[Any]:
+    """Return what the plugins say of a prepared model and its optimizer."""
+    accelerator = make(arguments)
+    prepared(Recipe(), accelerator)
+    lines = [line for unit in accelerator.run.units for line in unit.hooks.describe(unit)]
+    accelerator.end_training()
+    return lines
 
 
 def own_loop(

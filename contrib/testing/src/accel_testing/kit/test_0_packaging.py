@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accel_core import API_VERSION, CAPABILITIES, Record
+from accel_core import API_VERSION, CAPABILITIES, Record, discover
 from accel_testing.kit.stack import OUTSIDE_OF_RUNS
 from accel_testing.kit.tasks import stack_members
 
@@ -50,6 +50,13 @@ def test_the_card_describes_itself(plugin: Record) -> None:
     assert card.summary.strip()
     assert card.implementation, "the card names no implementation"
     assert card.offers <= CAPABILITIES.keys()
+
+
+def test_the_cards_words_are_no_plugins_names(plugin: Record) -> None:
+    assert plugin.card is not None
+    names = {record.name: record.origin for record in discover().records}
+    taken = {word: names[word] for word in plugin.card.also if word in names}
+    assert taken == {}, "a word of `also` that is a plugin's name means that plugin"
 
 
 def test_the_card_loads_nothing_heavy(facts: dict[str, Any]) -> None:

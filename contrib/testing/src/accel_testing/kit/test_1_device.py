@@ -84,6 +84,13 @@ def test_float64_keeps_its_precision(run: Run) -> None:
     assert found["sum"] == pytest.approx(2 / 3, abs=1e-15)
 
 
+@requires("fp8")
+def test_float8_matrices_are_multiplied(run: Run) -> None:
+    (found,) = run(tasks.float8)
+    if found["claimed"]:
+        assert found["error"] <= 0.1, "a product of float8 matrices is wrong by more than their rounding"
+
+
 def test_services_answer(run: Run) -> None:
     run(tasks.services)
 

@@ -50,6 +50,11 @@ def computes_with_copies(stack: TestedStack) -> bool:
     return "whole_weights" not in stack.offers
 
 
+def test_units_are_described_line_by_line(run: Run) -> None:
+    for lines in run(tasks.described):
+        assert all(type(line) is str and line and "\n" not in line for line in lines), lines
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_losses_equal_the_plain_loop(run: Run, accumulation: int) -> None:
     check(run, accumulation=accumulation)

@@ -1,0 +1,133 @@
+"""Conversion of linear layers to torchao's, and what a layer keeps in it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from accel_core import AccelError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_torchao.config import Float8Config
+
+__all__ = ["convert", "library_config", "try_recipe"]
+
+TILE = 16
+"""The number of which a GPU's float8 product needs multiples."""
+
+
+def _convert_layer(layer: nn.Linear, library: Any) -> nn.Linear:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's own import, for kernels that this machine lacks
+        from torchao.float8 import convert_to_float8_training
+
+    converted: nn.Linear = convert_to_float8_training(layer, config=library)
+    return converted
+
+
+def library_config(config: Float8Config) -> Any:
+    """Return torchao's `Float8LinearConfig` for the options."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.float8 import Float8LinearConfig
+
+    if config.config is not None:
+        return config.config
+    recipe = Float8LinearConfig.from_recipe_name(config.recipe)
+    return replace(recipe, pad_inner_dim=config.pad_inner_dim, emulate=config.emulate)
+
+
+def try_recipe(library: Any, device: torch.device, asked: str) -> None:
+    """Train one small layer on the device.
+
+    Raises:
+        ConfigError: the chip, or this torch on it, cannot compute so; the reason is torch's.
+    """
+    layer = nn.utils.skip_init(nn.Linear, TILE, TILE, bias=False, device=device, dtype=torch.bfloat16)
+    nn.init.ones_(layer.weight)
+    plain = replace(library, enable_fsdp_float8_all_gather=False)
+    x = torch.ones(TILE, TILE, device=device, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            _convert_layer(layer, plain)(x).sum().backward()
+    except Exception as error:  # torch and torchao raise all kinds where a kernel is missing
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{asked}: {device} cannot compute it: {type(error).__name__}: {reason}\n"
+            "choose another fp8_torchao.recipe, or fp8_torchao.emulate: true to see its numbers here"
+        ) from error
+
+
+def convert(model: nn.Module, chosen: Mapping[str, nn.Linear], library: Any, kind: str) -> nn.Module:
+    """Replace the chosen layers wherever they stand in the model, and return the model.
+
+    Parameters, hooks, training mode, and attributes of a layer go on. Weights that are gathered in float8
+    (`enable_fsdp_float8_all_gather`) become new parameters, except tied ones: those would come apart.
+
+    kind: the device type whose autocast casts the input.
+    """
+    tied: set[Tensor] = _tied(model) if library.enable_fsdp_float8_all_gather else set()
+    new: dict[nn.Module, nn.Module] = {}
+    for name, layer in chosen.items():
+        whole = replace(library, enable_fsdp_float8_all_gather=False)
+        new[layer] = _keeping(layer, _convert_layer(layer, whole if layer.weight in tied else library))
+        checks = kind != "cpu" and not library.emulate
+        new[layer].register_forward_pre_hook(_Input(name, kind, checks=checks), with_kwargs=True)
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if child in new:
+                module._modules[key] = new[child]
+    return new.get(model, model)
+
+
+def _keeping(layer: nn.Linear, converted: nn.Linear) -> nn.Linear:
+    old, weight = vars(layer), layer.weight
+    vars(converted).update({key: value for key, value in old.items() if key != "_parameters"})
+    if converted.weight is not weight:
+        vars(converted.weight).update(vars(weight))
+    return converted
+
+
+def _tied(model: nn.Module) -> set[Tensor]:
+    named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return {parameter for parameter in named if sum(other is parameter for other in named) > 1}
+
+
+@frozen(eq=False)
+class _Input:
+    """Cast the input as autocast does for an ordinary layer; torchao does so on CUDA only.
+
+    checks: refuse numbers of tokens that a GPU's product of gradients cannot take.
+    """
+
+    name: str
+    kind: str
+    checks: bool
+
+    def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        if not args:  # a caller may name it
+            args, kwargs = (kwargs["input"],), {}
+        x: Tensor = args[0]
+        if torch.is_autocast_enabled(self.kind):
+            x = x.to(torch.get_autocast_dtype(self.kind))
+        if self.checks and torch.is_grad_enabled() and layer.weight.requires_grad:
+            self._check(layer.config, x)
+        return (x,), {}
+
+    def _check(self, library: Any, x: Tensor) -> None:
+        tokens = x.numel() // x.shape[-1]
+        high = library.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
+        if tokens % TILE and not library.pad_inner_dim and not high:
+            raise AccelError(
+                f"fp8-torchao: layer {self.name or 'the model'} gets {tokens} tokens (shape {list(x.shape)}),"
+                f" and the gradient of its weight multiplies float8 matrices of multiples of {TILE} only\n"
+                "set fp8_torchao.pad_inner_dim: true, or take batches of such a number of tokens"
+            )

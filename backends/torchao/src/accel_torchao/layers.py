@@ -1,0 +1,65 @@
+"""The linear layers of a model: which compute in float8, and why others stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+from torch import nn
+
+if TYPE_CHECKING:
+    from accel_torchao.config import Float8Config
+
+__all__ = ["Choice", "choose"]
+
+
+@frozen
+class Choice:
+    """chosen: name -> layer to convert. skipped: name of each other linear layer -> the reason."""
+
+    chosen: Mapping[str, nn.Linear]
+    skipped: Mapping[str, str]
+
+
+def choose(model: nn.Module, config: Float8Config) -> Choice:
+    """Select the layers that the options ask for; the model stays as it is."""
+    named = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    ends = () if config.first_and_last else (next(iter(named), None), next(reversed(named), None))
+    chosen: dict[str, nn.Linear] = {}
+    skipped: dict[str, str] = {}
+    for name, layer in named.items():
+        where = "the first or last linear layer (first_and_last)" if name in ends else ""
+        reason = _unfit(layer) or _refused(config, layer, name) or where
+        if reason:
+            skipped[name] = reason
+        else:
+            chosen[name] = layer
+    return Choice(chosen, skipped)
+
+
+def _unfit(layer: nn.Linear) -> str:
+    if type(layer) is not nn.Linear:
+        return f"a {type(layer).__name__}, whose own forward would be lost"
+    if "forward" in vars(layer):
+        return "its forward was replaced on this instance"
+    if not layer.weight.is_floating_point():
+        return f"its weight is {layer.weight.dtype}"
+    return ""
+
+
+def _refused(config: Float8Config, layer: nn.Linear, name: str) -> str:
+    features = (layer.in_features, layer.out_features)
+    shape = f"{layer.in_features} to {layer.out_features} features"
+    if config.only is not None and not re.fullmatch(config.only, name):
+        return "its name does not match `only`"
+    if config.skip is not None and re.fullmatch(config.skip, name):
+        return "its name matches `skip`"
+    if min(features) < config.min_features:
+        return f"{shape}, less than min_features {config.min_features}"
+    if any(size % config.multiple_of for size in features):
+        return f"{shape}, no multiples of {config.multiple_of} (multiple_of)"
+    if config.filter is not None and not config.filter(layer, name):
+        return "the filter refuses it"
+    return ""

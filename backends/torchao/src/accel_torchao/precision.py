@@ -1,0 +1,121 @@
+"""Precision `fp8-torchao`: chosen linear layers compute in float8, the rest under autocast to bfloat16."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from accel_core import ConfigError, hooks, implements
+from accel_torchao.config import Float8Config
+from accel_torchao.conversion import convert, library_config, try_recipe
+from accel_torchao.layers import Choice, choose
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core import Run, RunConfig, Unit
+
+__all__ = ["Float8"]
+
+
+class Float8:
+    """Layers are converted in phase `convert`, before a strategy shards or wraps them."""
+
+    below: Any
+
+    def __init__(self, config: Float8Config | None, run: Run) -> None:
+        self.config = config or Float8Config()
+        self.run = run
+        self._library: Any = None
+        self._choices: WeakKeyDictionary[Unit, list[Choice]] = WeakKeyDictionary()
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        if not self.config.gathers or self.config.recipe == "tensorwise":
+            return ()
+        reason = (
+            f"fp8_torchao.all_gather: recipe {self.config.recipe} has scales per row, which torchao does not"
+            " gather\nset fp8_torchao.recipe: tensorwise, or leave all_gather out"
+        )
+        return [reason]
+
+    @implements(hooks.transform_model)
+    def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+        if phase == "post" and self.config.gathers:
+            self._require_gathered(unit, model)
+        if phase != "convert":
+            return model
+        choice = choose(model, self.config)
+        if not choice.chosen:
+            skipped = "; ".join(f"{name or 'the model'}: {why}" for name, why in choice.skipped.items())
+            raise ConfigError(
+                f"fp8-torchao: no layer of the {type(model).__name__} would compute in float8"
+                f" ({skipped or 'it has no linear layer'})\n"
+                "change what keeps them (section fp8_torchao), or train with mixed_precision: bf16"
+            )
+        library = self._checked_library()
+        self._choices.setdefault(unit, []).append(choice)
+        return convert(model, choice.chosen, library, self.run.device.type)
+
+    @implements(hooks.autocast)
+    def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
+        options = self.run.config.autocast
+        if not options.enabled:
+            return None
+        kind = self.run.device.type
+        return partial(torch.autocast, kind, dtype=torch.bfloat16, cache_enabled=options.cache_enabled)
+
+    @implements(hooks.after_step)
+    def after_step(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+        if applied and self.config.gathers:
+            self._compute_scales(unit)
+
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit: Unit) -> None:
+        if self.config.gathers:
+            self._compute_scales(unit)
+
+    @implements(hooks.describe)
+    def describe(self, unit: Unit) -> Sequence[str]:
+        choices = self._choices.get(unit, [])
+        chosen = [name or "the model" for choice in choices for name in choice.chosen]
+        skipped = [pair for choice in choices for pair in choice.skipped.items()]
+        return [
+            f"float8 ({self.config.recipe}): {', '.join(chosen)}",
+            *(f"not float8: {name or 'the model'}: {reason}" for name, reason in skipped),
+        ]
+
+    def _checked_library(self) -> Any:
+        """Return torchao's config, which the device was seen to compute."""
+        if self._library is None:
+            library = library_config(self.config)
+            asked = "fp8_torchao.config" if self.config.config else f"fp8_torchao.recipe {self.config.recipe}"
+            try_recipe(library, self.run.device, asked)
+            self._library = replace(library, enable_fsdp_float8_all_gather=self.config.gathers)
+        return self._library
+
+    def _require_gathered(self, unit: Unit, model: nn.Module) -> None:
+        """Raise ConfigError if the strategy left a weight whole that says how it is gathered."""
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "fsdp_pre_all_gather") and not isinstance(parameter, DTensor):
+                raise ConfigError(
+                    f"fp8_torchao.all_gather: strategy {unit.strategy} does not gather {name} in float8\n"
+                    "use strategy fsdp (version 2), or leave all_gather out"
+                )
+
+    def _compute_scales(self, unit: Unit) -> None:
+        """Compute the scales of the gathered weights in one reduction. Collective."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+        for model in unit.models:
+            precompute_float8_dynamic_scale_for_fsdp(model)
