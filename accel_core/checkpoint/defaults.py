@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.checkpoint.codec import decode, encode, key_of, key_text, require_plain
 from accel_core.checkpoint.own_state import own_state
@@ -122,9 +123,8 @@ class BaseState:
     def iter_weights(
         self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
     ) -> Iterator[tuple[str, Tensor]]:
-        for name, leaf in model_state(unit).items():
-            ((_, tensor),) = leaf.shards
-            yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
+        for name, tensor in _tensors(unit).items():
+            yield name, tensor.detach().to(to, dtype if tensor.is_floating_point() else None)
 
     @implements(hooks.rng_state)
     def rng_state(self) -> Mapping[str, Tensor]:
@@ -161,8 +161,16 @@ class BaseState:
 def model_state(unit: Unit) -> dict[str, Leaf]:
     """Return the unit's parameters and persistent buffers, as torch holds them.
 
-    Tied weights stand there once.
+    Tied weights stand there once. A tensor that wraps others, such as a quantised weight, is stored as those:
+    `NAME#PART`, of a layout that names its class.
     """
+    leaves: dict[str, Leaf] = {}
+    for name, tensor in _tensors(unit).items():
+        leaves.update(_parts(name, tensor) if _wraps(tensor) else {name: leaf_of(tensor)})
+    return leaves
+
+
+def _tensors(unit: Unit) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {**unit.named_parameters()}
     for number, model in enumerate(unit.models):
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -172,7 +180,23 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
     for name, tensor in found.items():
         if tensor.is_nested or is_lazy(tensor):  # without a shape to store
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
-    return {name: leaf_of(tensor) for name, tensor in found.items()}
+    return found
+
+
+def _wraps(tensor: Tensor) -> bool:
+    """Tell if the tensor is made of others; a DTensor is this rank's part of one."""
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "device_mesh")
+
+
+def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Leaf]]:
+    keys, context = tensor.__tensor_flatten__()
+    layout = f"{type(tensor).__qualname__} {list(tensor.shape)} {context!r}"
+    for key in keys:
+        part = getattr(tensor, key)
+        if _wraps(part):
+            yield from _parts(f"{name}#{key}", part)
+        else:
+            yield f"{name}#{key}", leaf_of(part, kind="opaque", layout=layout)
 
 
 def _leaf(optimizer: Optimizer, parameter: nn.Parameter, value: Tensor, *, packed: bool) -> Leaf:

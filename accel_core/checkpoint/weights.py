@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.codec import require_plain
@@ -221,19 +222,33 @@ def _write_parts(
 
     for names, lazy in chain(weights, (([name], tensor) for name, tensor in told.items())):
         require_plain(names[0], lazy)
-        tensor = lazy.resolve_conj().resolve_neg()  # a file holds memory as it is
-        if size and size + tensor.nbytes > limit:
+        if size and size + lazy.nbytes > limit:
             finish()
             size = 0
-        size += tensor.nbytes
-        # A file would hold the whole storage of a part of it, and is refused if two share one.
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        storages.add(storage.data_ptr())
-        part.update(dict.fromkeys(names[:1] if safe else names, tensor))
+        size += lazy.nbytes
+        part.update(
+            dict.fromkeys(names[:1] if safe else names, _writable(names[0], lazy, storages, safe=safe))
+        )
     finish()
     return written
+
+
+def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> Tensor:
+    """Return the tensor with memory of its own, noted in `storages`; one made of others as it is."""
+    if is_traceable_wrapper_subclass(tensor):
+        if safe:
+            raise CheckpointError(
+                f"{name} is a {type(tensor).__name__}, which wraps other tensors, and safetensors holds plain"
+                " ones only\nsave with safe_serialization=False"
+            )
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()  # a file holds memory as it is
+    # A file would hold the whole storage of a part of it, and is refused if two share one.
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    storages.add(storage.data_ptr())
+    return tensor
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""Quantised weights for inference, and for training what is added to a frozen model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accel_core import ConfigError
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["SCHEMES", "load_quantized", "quantize"]
+
+SCHEMES = ("int8", "int8_dynamic", "int4", "int4_dynamic", "float8", "float8_dynamic")
+"""Weights only, or activations too, quantised in each forward ("dynamic")."""
+
+
+def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: str | None = None) -> nn.Module:
+    """Quantise the weights of a model's linear layers in place, before `prepare`, and return it.
+
+    Such weights are frozen. `accelerator.save_state` stores them as they are, and so does
+    `save_model(..., safe_serialization=False)`, from which `load_quantized` reads them.
+
+    Args:
+        model: on any device, the meta device included. Layers whose weight is tied stay as they are.
+        scheme: a word of `SCHEMES`, or one of torchao's own configs for `quantize_`.
+        only: pattern of the whole names of the layers to quantise; None: all.
+        skip: pattern of the whole names of layers to leave.
+
+    Raises:
+        ConfigError: no such scheme, no layer is left to quantise, or torchao cannot do it here.
+    """
+    config = _config(scheme)
+    chosen = _layers(model, only, skip)
+    if not chosen:
+        raise ConfigError(
+            f"quantize: no linear layer of the {type(model).__name__} is left"
+            f" (only {only!r}, skip {skip!r})\n"
+            "give patterns of whole names of named_modules(), and untie the weights of layers to quantise"
+        )
+    from torchao.quantization import quantize_
+
+    layers = set(chosen.values())
+    try:
+        quantize_(model, config, filter_fn=lambda module, name: module in layers)
+    except (ImportError, AssertionError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"quantize: scheme {scheme!r} cannot be used here: {type(error).__name__}: {reason}\n"
+            f"choose another: {', '.join(SCHEMES)}"
+        ) from error
+    _freeze(model)
+    return model
+
+
+def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Give a model of the same class the weights that `save_model` wrote, quantised ones too.
+
+    The model need not be quantised; one built on the meta device has no other weights.
+
+    Raises:
+        ConfigError: the folder has no `pytorch_model*.bin`.
+    """
+    files = sorted(Path(folder).glob("pytorch_model*.bin"))
+    if not files:
+        raise ConfigError(
+            f"load_quantized: {folder} has no pytorch_model*.bin\n"
+            "save with accelerator.save_model(model, folder, safe_serialization=False)"
+        )
+    _library()  # which tells torch.load what classes its tensors have
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state.update(torch.load(file, weights_only=True))
+    model.load_state_dict(state, assign=True)
+    _freeze(model)
+    return model
+
+
+def _library() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own import, for kernels that this machine lacks
+        from torchao import quantization
+    return quantization
+
+
+def _config(scheme: Any) -> Any:
+    if not isinstance(scheme, str):
+        return scheme
+    if scheme not in SCHEMES:
+        raise ConfigError(f"quantize: {scheme!r} is no scheme\nchoose among {', '.join(SCHEMES)}")
+    library, dtypes = _library(), vars(torch)  # torch's own stubs lack int4
+    if scheme == "int4":
+        return library.IntxWeightOnlyConfig(weight_dtype=dtypes["int4"])
+    if scheme == "int4_dynamic":
+        return library.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtypes["int4"])
+    names = {
+        "int8": "Int8WeightOnlyConfig",
+        "int8_dynamic": "Int8DynamicActivationInt8WeightConfig",
+        "float8": "Float8WeightOnlyConfig",
+        "float8_dynamic": "Float8DynamicActivationFloat8WeightConfig",
+    }
+    return getattr(library, names[scheme])()
+
+
+def _layers(model: nn.Module, only: str | None, skip: str | None) -> dict[str, nn.Linear]:
+    """Return the layers to quantise by name; a weight that another module has too would come apart."""
+    count: dict[Tensor, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        count[parameter] = count.get(parameter, 0) + 1
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and count[module.weight] == 1
+        and (only is None or re.fullmatch(only, name))
+        and not (skip is not None and re.fullmatch(skip, name))
+    }
+
+
+def _freeze(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            parameter.requires_grad_(False)
