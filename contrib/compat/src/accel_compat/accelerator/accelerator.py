@@ -14,7 +14,7 @@ import torch
 from accel_compat import runs
 from accel_compat.accelerator.arguments import STATE_PLUGINS, Asked, read
 from accel_compat.accelerator.stepping import Stepping
-from accel_compat.configs.enums import DistributedType
+from accel_compat.configs.enums import DistributedType, FP8BackendType
 from accel_compat.configs.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -111,9 +111,10 @@ class Accelerator(Stepping):
         return self.state.deepspeed_plugin
 
     @property
-    def fp8_backend(self) -> None:
-        """None, as there is no fp8 yet."""
-        return None
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8: torchao's, or NO."""
+        by_torchao = self.run.stack.precision.name == "fp8-torchao"
+        return FP8BackendType.AO if by_torchao else FP8BackendType.NO
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

@@ -10,11 +10,11 @@ from attrs import define
 
 from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
 from accel_compat.configs.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
+from accel_compat.configs.low_precision import AORecipeKwargs
 from accel_compat.environment.variables import parse_flag_from_env
 from accel_compat.notices import warn_once
 from accel_compat.runs import kind_of
 from accel_compat.trackers.registry import resolve_trackers
-from accel_compat.unsupported import NotServedError
 
 STATE_PLUGINS: Final = (
     "dynamo_plugin",
@@ -35,6 +35,7 @@ HANDLERS: Final[Mapping[str, str]] = {
     "FP8RecipeKwargs": "fp8_recipe_handler",
 }
 """Class of a kwargs handler -> the attribute under which an Accelerator keeps it."""
+_RECIPES: Final = tuple(name for name in HANDLERS if "Recipe" in name)
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
 
@@ -82,7 +83,7 @@ def read(given: dict[str, Any]) -> Asked:
         "fsdp_plugin": chosen.fsdp,
         "megatron_lm_plugin": chosen.megatron,
         "has_lomo_optimizer": False,
-        "fp8_enabled": False,
+        "fp8_enabled": _precision(given["mixed_precision"]) == "fp8",
         "delayed_fp8_autocast": False,
         "has_fp8_handler": any(kept[name] for name in HANDLERS.values() if "recipe" in name),
     }
@@ -100,7 +101,7 @@ def read(given: dict[str, Any]) -> Asked:
         "gradient_accumulation_steps": 1,
         "gradient_accumulation_plugin": _ours(accumulation),
         "dynamo_plugin": _ours(dynamo) if compiled else None,
-        "kwargs_handlers": [_ours(handler) for handler in chosen.usable(given["kwargs_handlers"])],
+        "kwargs_handlers": _with_recipe(chosen, given),
         **chosen.core(),
     }
     core["presets"] = {**core.get("presets", {}), **_variables(None if compiled else dynamo)}
@@ -135,11 +136,17 @@ def _precision(asked: Any) -> str | None:
     word = str(getattr(asked, "value", asked)).lower()
     if word not in PRECISIONS:
         raise ValueError(f"Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
-    if word == "fp8":
-        raise NotServedError(
-            'mixed_precision="fp8": fp8 comes in a later package of accel-core\ntake "bf16" meanwhile'
-        )
     return word
+
+
+def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
+    """Translate the handlers; fp8 without a recipe takes torchao's, as in Accelerate."""
+    handlers = chosen.usable(given["kwargs_handlers"])
+    asked = given["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if _precision(asked) == "fp8" and not any(type(each).__name__ in _RECIPES for each in handlers):
+        handlers.append(AORecipeKwargs())
+    fsdp2 = chosen.fsdp is not None and chosen.fsdp.fsdp_version == 2
+    return [each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else _ours(each) for each in handlers]
 
 
 def _accumulation(given: Mapping[str, Any]) -> Any:

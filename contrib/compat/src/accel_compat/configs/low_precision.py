@@ -1,17 +1,18 @@
-"""BnbQuantizationConfig and recipes for fp8: checked here, refused where they are used."""
+"""BnbQuantizationConfig and recipes for fp8; all but torchao's are refused where they are used."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
 
 from accel_compat.configs.enums import CustomDtype
 from accel_compat.configs.handlers import KwargsHandler
-from accel_compat.configs.translation import Spelled
+from accel_compat.configs.translation import Spelled, load
+from accel_compat.environment.variables import parse_flag_from_env
 from accel_compat.unsupported import NotServedError
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -68,19 +69,45 @@ class BnbQuantizationConfig(Spelled):
 class _Recipe(KwargsHandler):
     def to_ours(self) -> object:
         raise NotServedError(
-            f"{type(self).__name__}: fp8 comes in a later package of accel-core\n"
-            'leave it out, and train with mixed_precision="bf16" meanwhile'
+            f"{type(self).__name__}: fp8 comes in a later package of accel-core by this library\n"
+            'take AORecipeKwargs, which torchao serves, or mixed_precision="bf16" meanwhile'
         )
 
 
 @dataclass
-class AORecipeKwargs(_Recipe):
+class AORecipeKwargs(KwargsHandler):
     """fp8 by torchao."""
 
     config: Any = None
     module_filter_func: Callable[..., Any] | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+            if self.config is None and getattr(self, name) is None:
+                setattr(self, name, parse_flag_from_env(f"ACCELERATE_FP8_{name.upper()}", default=True))
+
+    def under(self, *, fsdp2: bool) -> object:
+        """Return the options of accel-torchao that say the same.
+
+        fsdp2: the strategy is FSDP's version 2. Under others weights are not gathered in float8: what torchao
+        makes of them for that would not train.
+        """
+        ours = load("accel_torchao:Float8Config", type(self).__name__)
+        # A filter of the user's stands in for Accelerate's own rules on ends and shapes.
+        chosen = {} if self.module_filter_func is None else {"first_and_last": True, "multiple_of": 1}
+        chosen["filter"] = self.module_filter_func
+        if self.config is None:
+            gathers = fsdp2 and bool(self.enable_fsdp_float8_all_gather)
+            made: object = ours(pad_inner_dim=bool(self.pad_inner_dim), all_gather=gathers, **chosen)
+            return made
+        config = self.config if fsdp2 else replace(self.config, enable_fsdp_float8_all_gather=False)
+        return ours(config=config, **chosen)  # type: ignore[no-any-return]
+
+    def to_ours(self) -> object:
+        """Return them for a strategy that is not FSDP's version 2."""
+        return self.under(fsdp2=False)
 
 
 @dataclass

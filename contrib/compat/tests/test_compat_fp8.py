@@ -1,0 +1,60 @@
+"""fp8 by torchao, as programs written for Accelerate ask for it; needs accel-torchao."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AORecipeKwargs
+from torch import nn
+
+pytest.importorskip("accel_torchao")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torchao's own import, for kernels that need a GPU
+    torchao = pytest.importorskip("torchao.float8")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def trained(*handlers):
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=list(handlers))
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(4, 16)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, model
+
+
+def test_every_converted_weight_trains_at_the_defaults():
+    accelerator, model = trained()
+    assert accelerator.fp8_backend == "AO"
+    assert accelerator.fp8_enabled
+    assert [type(layer).__name__ for layer in model] == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
+    before = net().state_dict()
+    assert [name for name, value in model.state_dict().items() if torch.equal(value, before[name])] == []
+    assert model[1].config.pad_inner_dim
+
+
+def test_a_filter_and_a_config_do_what_they_say():
+    config = torchao.Float8LinearConfig.from_recipe_name("rowwise")
+    recipe = AORecipeKwargs(config=config, module_filter_func=lambda module, name: name in ("0", "3"))
+    _, model = trained(recipe)
+    assert [type(layer).__name__ for layer in model] == ["Float8Linear", "Linear", "Linear", "Float8Linear"]
+    assert model[0].config == config
+
+
+def test_weights_are_gathered_in_fp8_under_fsdp2_only(monkeypatch):
+    assert AORecipeKwargs().under(fsdp2=True).all_gather
+    assert not AORecipeKwargs().under(fsdp2=False).all_gather
+    config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    assert AORecipeKwargs(config=config).under(fsdp2=True).gathers
+    assert not AORecipeKwargs(config=config).to_ours().gathers
+    monkeypatch.setenv("ACCELERATE_FP8_PAD_INNER_DIM", "false")
+    assert not AORecipeKwargs().to_ours().pad_inner_dim
