@@ -17,8 +17,8 @@ MEGATRON: Final = "accel-megatron takes plain models, optimizers and dataloaders
 REASONS: Final[Mapping[str, str]] = {
     "accelerate.inference": "pipelines over a model's own split points are accel-fsdp's",
     "accelerate.utils.bnb": "quantized models come in a later package",
-    "accelerate.utils.ao": "fp8 comes in a later package",
-    "accelerate.utils.transformer_engine": "fp8 comes in a later package",
+    "accelerate.utils.ao": "accel-torchao converts models in prepare",
+    "accelerate.utils.transformer_engine": "fp8 by Transformer Engine comes in a later package",
     "accelerate.utils.megatron_lm": MEGATRON,
     "accelerate.utils.launch": "the launcher of accel-core starts the workers",
     "accelerate.checkpointing": "accelerator.save_state and load_state do it, in accel-core's format",

@@ -88,7 +88,7 @@ class AORecipeKwargs(KwargsHandler):
             if self.config is None and getattr(self, name) is None:
                 setattr(self, name, parse_flag_from_env(f"ACCELERATE_FP8_{name.upper()}", default=True))
 
-    def under(self, *, fsdp2: bool) -> object:
+    def under(self, *, fsdp2: bool) -> Any:
         """Return the options of accel-torchao that say the same.
 
         fsdp2: the strategy is FSDP's version 2. Under others weights are not gathered in float8: what torchao
@@ -96,14 +96,15 @@ class AORecipeKwargs(KwargsHandler):
         """
         ours = load("accel_torchao:Float8Config", type(self).__name__)
         # A filter of the user's stands in for Accelerate's own rules on ends and shapes.
-        chosen = {} if self.module_filter_func is None else {"first_and_last": True, "multiple_of": 1}
+        chosen: dict[str, Any] = (
+            {} if self.module_filter_func is None else {"first_and_last": True, "multiple_of": 1}
+        )
         chosen["filter"] = self.module_filter_func
         if self.config is None:
             gathers = fsdp2 and bool(self.enable_fsdp_float8_all_gather)
-            made: object = ours(pad_inner_dim=bool(self.pad_inner_dim), all_gather=gathers, **chosen)
-            return made
+            return ours(pad_inner_dim=bool(self.pad_inner_dim), all_gather=gathers, **chosen)
         config = self.config if fsdp2 else replace(self.config, enable_fsdp_float8_all_gather=False)
-        return ours(config=config, **chosen)  # type: ignore[no-any-return]
+        return ours(config=config, **chosen)
 
     def to_ours(self) -> object:
         """Return them for a strategy that is not FSDP's version 2."""
