@@ -227,3 +227,32 @@ def answered(stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_in_16_bits_answers_in_float32(stage: int) -> None:
     assert run_processes(answered, stage, world=1) == ["torch.float32"]
+
+
+def unfrozen() -> list[str]:
+    said = []
+    for stage in (0, 1, 2, 3):
+        ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for trains in (False, True):
+            ours.unwrap_model(model)[0].requires_grad_(trains)
+            ours.backward(model(torch.ones(2, 4)).square().sum())
+            try:
+                optimizer.step()
+            except AccelError as error:
+                said.append(f"{trains} {error}")
+            optimizer.zero_grad()
+        ours.end_training()
+    return said
+
+
+@pytest.mark.timeout(300)
+def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
+    """DeepSpeed's engine would leave it as it is, without a word."""
+    (found,) = run_processes(unfrozen, world=1)
+    assert len(found) == 4
+    for said in found:
+        assert said.startswith("True DeepSpeed: 2 parameter(s) were frozen")
+        assert "(0.weight)" in said

@@ -10,6 +10,7 @@ import torch
 from megatron_jobs import accelerator
 from torch import nn
 
+from accel_core import AccelError
 from accel_testing import run_processes
 
 
@@ -140,3 +141,27 @@ def answered(optimizes: bool) -> str:
 @pytest.mark.parametrize("optimizes", [False, True])
 def test_a_model_in_16_bits_answers_in_float32(optimizes: bool) -> None:
     assert run_processes(answered, optimizes, world=1) == ["torch.float32"]
+
+
+def unfrozen() -> list[str]:
+    ours, said = accelerator(), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for trains in (False, True):
+        ours.unwrap_model(model)[0].requires_grad_(trains)
+        ours.backward(model(torch.ones(2, 4)).square().sum())
+        try:
+            optimizer.step()
+        except AccelError as error:
+            said.append(f"{trains} {error}")
+        optimizer.zero_grad()
+    return said
+
+
+def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
+    """megatron-core would leave it as it is, without a word."""
+    (found,) = run_processes(unfrozen, world=1)
+    assert len(found) == 1
+    assert found[0].startswith("True megatron: 2 parameter(s) were frozen")
+    assert "(0.weight)" in found[0]

@@ -164,10 +164,21 @@ class Gradients:
 
     def step(self) -> bool:
         """Clip as was asked, and have the engine step; whether it did. Collective."""
+        self._refuse_unfrozen()
         self.clip(self.asked)
         self.asked = self.configured
         self.engine.step()
         return bool(self.engine.was_step_applied())
+
+    def _refuse_unfrozen(self) -> None:
+        parameters = self.engine.module.named_parameters()
+        late = [name for name, p in parameters if p.requires_grad and id(p) not in self.trained]
+        if late:
+            raise AccelError(
+                f"DeepSpeed: {len(late)} parameter(s) were frozen when the model was prepared and train now"
+                f" ({late[0]}): its engine does not step them\n"
+                "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
 
     def clip(self, max_norm: float) -> None:
         """Have the coming step clip to this norm; 0: not."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import define
 
-from accel_core import ConfigError
+from accel_core import AccelError, ConfigError
 from accel_megatron import settings
 from accel_megatron.library import quiet
 
@@ -96,6 +96,7 @@ class Stepper:
         # Parameters in no group are not trained, as in the user's optimizer.
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
+        self.unit, self.trained = unit, frozenset(map(id, self._training()))
         self.make(run, plugin, groups)
 
     def make(self, run: Run, plugin: MegatronLMPlugin, groups: Mapping[nn.Parameter, int]) -> None:
@@ -155,6 +156,7 @@ class Stepper:
 
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
+        self._refuse_unfrozen()
         finite = self.prepare()
         limit = self.clipping if self.max_norm is None else self.max_norm
         if finite:
@@ -165,6 +167,19 @@ class Stepper:
         self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
         return finite
+
+    def _training(self) -> list[nn.Parameter]:
+        return [p for group in self.user_optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _refuse_unfrozen(self) -> None:
+        late = [parameter for parameter in self._training() if id(parameter) not in self.trained]
+        if late:
+            names = {id(parameter): name for name, parameter in self.unit.named_parameters().items()}
+            raise AccelError(
+                f"megatron: {len(late)} parameter(s) were frozen when the model was prepared and train now"
+                f" ({names.get(id(late[0]), 'of a new group')}): megatron-core does not step them\n"
+                "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
 
     def _clip(self, limit: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
