@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import AccelError
+from accel_core.training.step import tell_lost
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -138,6 +139,8 @@ class Accumulation:
         finally:
             if self._contexts is not None:
                 self._end_contexts(kind, error, trace)
+        if isinstance(error, RuntimeError):  # of a forward, whose collectives are the strategy's
+            tell_lost(self.run, "accumulate", error)
         if not entered and kind is None:
             raise AccelError(
                 "accumulate was entered within accumulate of the same models: both were counted\n"

@@ -29,6 +29,7 @@ __all__ = [
     "quiet",
     "run_window",
     "step",
+    "tell_lost",
     "unscale",
     "zero_grad",
 ]
@@ -65,6 +66,9 @@ def run_window(
             unit, iter(batches), forward_loss, microbatches, forward_only
         )
         trained = not forward_only
+    except RuntimeError as error:
+        tell_lost(unit.run, "forward_backward", error)
+        raise
     finally:
         if trained:  # as after the window's last `backward`: its gradients wait for a step
             window.end_whole()
@@ -124,10 +128,11 @@ def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
             "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
             " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
         ) from error
-    _tell_lost(run, "backward", error)
+    tell_lost(run, "backward", error)
 
 
-def _tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
+def tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
+    """Raise CollectiveError, which names the lost ranks, where torch's error says that some were lost."""
     lost = run.lost_peer(operation, error)
     if lost is not None:
         raise lost from error
@@ -218,7 +223,7 @@ def clip_norm(
         else:
             norm = clip(unit, parameters, max_norm, norm_type)
     except RuntimeError as error:
-        _tell_lost(unit.run, "clip_grad_norm_", error)
+        tell_lost(unit.run, "clip_grad_norm_", error)
         raise
     unit.step_state.note_edited()
     return norm
@@ -226,10 +231,15 @@ def clip_norm(
 
 def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
     """Clamp at a window's boundary; do nothing inside it."""
-    if unit.window.boundary:
+    if not unit.window.boundary:
+        return
+    try:
         unscale(unit)
         unit.hooks.clip_grad_value(unit, parameters, value)
-        unit.step_state.note_edited()
+    except RuntimeError as error:
+        tell_lost(unit.run, "clip_grad_value_", error)
+        raise
+    unit.step_state.note_edited()
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -250,7 +260,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         _reduce(unit, optimizer)
         applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
     except RuntimeError as error:
-        _tell_lost(unit.run, "step", error)
+        tell_lost(unit.run, "step", error)
         raise
     state.drop(optimizer)
     state.unscaled.add(optimizer)  # a scaler unscales what it steps

@@ -12,6 +12,7 @@ from contextlib import redirect_stdout, suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -114,6 +115,24 @@ def forward_without_the_other():
     return said_by(lambda: [model(torch.ones(2, 2)) for _ in range(100)])
 
 
+def a_collective_of_ones_own_within_accumulate(accelerator, model):
+    with accelerator.accumulate(model):
+        dist.all_reduce(model(torch.ones(1, 2)).detach())  # as layers that are split do
+
+
+def a_window_as_a_whole(accelerator, model):
+    accelerator.forward_backward(model, iter([torch.ones(1, 2)]), lambda model, x: (model(x).sum(), None))
+
+
+def work_without_the_other(work):
+    watch.LOOK_SECONDS = 0.2
+    accelerator, model, _ = trainer()
+    if accelerator.process_index:
+        accelerator.end_training()
+        return "nothing"
+    return said_by(lambda: [work(accelerator, model) for _ in range(100)])
+
+
 def interrupted_on_one(operation, folder):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     accelerator, model, optimizer = trainer()
@@ -204,6 +223,20 @@ def test_so_it_is_by_the_forward():
     said, _ = run_processes(forward_without_the_other)
 
     assert said.startswith("forward: rank 0 lost rank 1 (")
+    assert said.splitlines()[-1].startswith("look at what those ranks did")
+
+
+@pytest.mark.parametrize(
+    ("work", "operation"),
+    [
+        (a_collective_of_ones_own_within_accumulate, "accumulate"),
+        (a_window_as_a_whole, "forward_backward"),
+    ],
+)
+def test_so_it_is_by_what_encloses_a_forward(work, operation):
+    said, _ = run_processes(work_without_the_other, work)
+
+    assert said.startswith(f"{operation}: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")
 
 

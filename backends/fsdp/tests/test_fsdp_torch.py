@@ -130,3 +130,37 @@ def clipped_without_the_other() -> str:
 def test_a_rank_that_clipping_has_lost_is_named() -> None:
     said, _ = run_processes(clipped_without_the_other, world=2)
     assert said.startswith("clip_grad_norm_: rank 0 lost rank 1 (")
+
+
+def forward_without_the_other(version: int, wraps: list[str] | None, trains: bool) -> str:
+    run = Accelerator(
+        device="cpu",
+        strategy="fsdp",
+        plugins=[
+            TIMEOUT,
+            FullyShardedDataParallelPlugin(
+                fsdp_version=version, transformer_cls_names_to_wrap=wraps, forward_prefetch=bool(wraps)
+            ),
+        ],
+    )
+    model = run.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    run.backward(model(torch.ones(1, 8)).sum())
+    if run.process_index:
+        run.end_training()
+        return "nothing"
+    try:
+        with torch.set_grad_enabled(trains):
+            for _ in range(100):
+                model(torch.ones(1, 8))
+    except CollectiveError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("wraps", [None, ["Linear"]])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_rank_that_a_forward_has_lost_is_named(version: int, wraps: list[str] | None, trains: bool) -> None:
+    said, _ = run_processes(forward_without_the_other, version, wraps, trains, world=2)
+    assert said.startswith("forward: rank 0 lost rank 1 (")
+    assert said.splitlines()[-1].startswith("look at what those ranks did")

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from accel_fsdp.wrapping import Group
 
 logger = logging.getLogger(__name__)
+NO_BACKWARD = -1
+"""torch's number of a thread's backward where none runs."""
 
-__all__ = ["FullyShardedDataParallel", "reshard_after_evaluation"]
+__all__ = ["FullyShardedDataParallel", "reshard_after_evaluation", "with_lost_ranks_named"]
 
 
 class FullyShardedDataParallel:
@@ -181,6 +184,26 @@ def _on_device_only(optimizer: Optimizer) -> str | None:
         f"{type(optimizer).__name__}(capturable=True) steps on the device, but fsdp.cpu_offload keeps"
         " parameters on the CPU\nmake it without capturable, or switch cpu_offload off"
     )
+
+
+def with_lost_ranks_named(gather: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    """Return `gather`, with an error that names the ranks that a forward has lost.
+
+    gather: gathers weights, in a forward or in a backward. Core names those that a backward has lost.
+    """
+    weak_run = ref(run)  # the model may outlive it
+
+    def gathered(*inputs: Any, **options: Any) -> Any:
+        try:
+            return gather(*inputs, **options)
+        except RuntimeError as error:
+            live, in_forward = weak_run(), torch._C._current_graph_task_id() == NO_BACKWARD
+            lost = live.lost_peer("forward", error) if live is not None and in_forward else None
+            if lost is None:
+                raise
+            raise lost from error
+
+    return gathered
 
 
 def reshard_after_evaluation(model: nn.Module, reshard: Callable[[], None]) -> None:

@@ -16,7 +16,11 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrateg
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import AccelError, ConfigError, before_step, hooks, implements
-from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
+from accel_fsdp.base import (
+    FullyShardedDataParallel,
+    reshard_after_evaluation,
+    with_lost_ranks_named,
+)
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard
@@ -89,6 +93,7 @@ class Flat(FullyShardedDataParallel):
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
         vars(wrapped)["__deepcopy__"] = _refuse_copy
+        vars(wrapped)["forward"] = with_lost_ranks_named(wrapped.forward, self.run)
         kept: dict[FSDP, Tensor] = {}
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
         for module in FSDP.fsdp_modules(wrapped):

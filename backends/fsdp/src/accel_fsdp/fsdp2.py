@@ -18,14 +18,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import AccelError, before_step, hooks, implements
-from accel_fsdp.base import FullyShardedDataParallel, reshard_after_evaluation
+from accel_fsdp.base import (
+    FullyShardedDataParallel,
+    reshard_after_evaluation,
+    with_lost_ranks_named,
+)
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.parameters import replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
-from accel_fsdp.unused import Unused, followed
+from accel_fsdp.unused import Unused, followed, parameter_groups
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
@@ -88,6 +92,9 @@ class Sharded(FullyShardedDataParallel):
         for module in made:
             state = module._get_fsdp_state()
             vars(state)["_pre_backward"] = partial(_first_order, state._pre_backward)
+            for gathering in parameter_groups(state):
+                for name in ("unshard", "wait_for_unshard"):
+                    vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Unused", "followed"]
+__all__ = ["Unused", "followed", "parameter_groups"]
 
 NOT_RUN, WITHOUT, WITH = range(3)
 """State after a backward: its group did not run, a zero, or a gradient."""
@@ -51,7 +51,7 @@ class Unused:
         """Parameters with a zero -> True if an earlier backward gave a gradient."""
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         states = [module._get_fsdp_state() for module in modules]
-        self.groups = [group for state in states for group in _groups(state)]
+        self.groups = [group for state in states for group in parameter_groups(state)]
         self.parameters = [fsdp_param for group in self.groups for fsdp_param in group.fsdp_params]
         for state in states:
             vars(state)["_root_post_backward_final_callback"] = self._followed(
@@ -141,7 +141,7 @@ class Unused:
 def followed(models: Sequence[nn.Module]) -> set[Unused]:
     """Return the trackers of unused parameters in these models."""
     modules = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
-    groups = (group for module in modules for group in _groups(module._get_fsdp_state()))
+    groups = (group for module in modules for group in parameter_groups(module._get_fsdp_state()))
     found = (vars(fsdp_param).get("_unused") for group in groups for fsdp_param in group.fsdp_params)
     return {each for each in found if each is not None}
 
@@ -161,7 +161,7 @@ def _has_gradient(parameter: FSDPParam) -> int:
     return NOT_RUN if parameter.sharded_param.grad is None else WITH
 
 
-def _groups(state: Any) -> list[Any]:
+def parameter_groups(state: Any) -> list[Any]:
     """Return the state's parameter groups; torch up to 2.10 has one at most."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
