@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +51,7 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
             {},
             "multiple of pp_degree 2",
         ),
-        ({"context_parallel_size": 2}, {}, "batches are not cut into parts of sequences yet"),
+        ({"context_parallel_size": 2}, {}, "extensions: [cp] and cp.size: 2"),
         ({"other_megatron_args": {"hidden_droput": 0.0}}, {}, "did you mean hidden_dropout"),
         ({"other_megatron_args": {"lr": 0.0}}, {}, "the prepared optimizer"),
         (
@@ -67,6 +69,15 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
 def test_it_is_refused(options: dict[str, Any], settings: dict[str, Any], says: str) -> None:
     for found in run_processes(refused, "llama", settings, options, world=2):
         assert says in found
+
+
+def test_the_librarys_own_attention_serves_no_parts_of_sequences() -> None:
+    """The reason that the refusal of context_parallel_size gives. Read, as the import takes seconds."""
+    library = find_spec("megatron.core")
+    assert library is not None
+    assert library.origin is not None
+    source = Path(library.origin).with_name("transformer") / "dot_product_attention.py"
+    assert "Context parallelism is only supported by TEDotProductAttention" in source.read_text("utf-8")
 
 
 def two_runs() -> str:

@@ -24,7 +24,7 @@ class MegatronLMPlugin(KwargsHandler):
     tp_degree: int = option(1, minimum=1, help="Over how many ranks each layer is split.")
     pp_degree: int = option(1, minimum=1, help="Over how many ranks the layers are spread, in stages.")
     context_parallel_size: int = option(
-        1, minimum=1, help="Over how many ranks each sequence is split; needs transformer-engine."
+        1, minimum=1, help="Over how many ranks each sequence is split; refused above 1, see the README."
     )
     expert_model_parallel_size: int = option(
         1, minimum=1, help="Over how many of the ranks that read different data experts are spread."

@@ -58,9 +58,11 @@ class Megatron(MegatronState):
         ]
         if self.config.context_parallel_size > 1:
             reasons.append(
-                f"megatron.context_parallel_size is {self.config.context_parallel_size}: batches are not cut"
-                " into parts of sequences yet, and each rank would attend to all of them as to its own part\n"
-                "leave it at 1, or use strategy ddp or fsdp with accel-context-parallel"
+                f"megatron.context_parallel_size is {self.config.context_parallel_size}: megatron-core's own"
+                " attention serves 1 only, and for transformer-engine's nothing here cuts sequences into"
+                " parts: each rank would train on whole ones as on its part\n"
+                "leave it at 1; to share sequences set strategy: fsdp, extensions: [cp] and cp.size:"
+                f" {self.config.context_parallel_size} (package accel-context-parallel)"
             )
         return reasons
 
