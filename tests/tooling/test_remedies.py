@@ -10,12 +10,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import attrs
 import click
 import pytest
 from click.exceptions import BadOptionUsage, BadParameter, NoArgsIsHelpError
 
 from accel_core import errors
 from accel_core.cli import BUILT_IN, accel
+from accel_core.config.sections import CORE
+from accel_core.contract.options import options_of, section_class
+from accel_core.plugins.catalog import catalog_entries
 
 ROOT = Path(__file__).parents[2]
 KINDS = {name for name in errors.__all__ if name.endswith("Error")}
@@ -84,6 +88,57 @@ def test_a_command_that_a_text_names_exists_with_its_flags(line):
         _, command, words = command.resolve_command(context, words)
     with suppress(BadParameter, BadOptionUsage, NoArgsIsHelpError):  # texts leave values out
         command.make_context("accel", words)
+
+
+def remedies() -> Iterator[tuple[str, str]]:
+    """(place, what follows the first line) of each text of several lines that is not a docstring."""
+    for path, tree in sources().items():
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            text = None if id(node) in docstrings else text_of(node)
+            if text and "\n" in text.strip():
+                yield f"{path}:{node.lineno}", text.strip().partition("\n")[2]
+
+
+@cache
+def methods() -> dict[str, set[str]]:
+    """The members of an Accelerator -> their parameters."""
+    found: dict[str, set[str]] = {}
+    for path in ROOT.glob("accel_core/accelerator/*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                found.setdefault(node.name, set()).update(argument.arg for argument in taken)
+            elif isinstance(node, ast.AnnAssign):
+                found.setdefault(ast.unparse(node.target).removeprefix("self."), set())
+    return found
+
+
+def test_each_option_and_member_that_a_remedy_names_is_there() -> None:
+    classes = {name: section_class(kind) for name, kind in CORE.items()}
+    options = {name: set(options_of(cls)) for name, cls in classes.items() if attrs.has(cls)}
+    options |= {entry.name: set(entry.keys) for entry in catalog_entries()}
+    options["accelerator"] = set(methods())
+    dotted = re.compile(rf"(?<![\w./'-])({'|'.join(map(re.escape, options))})\.([a-z]\w*)(?!\w*\.)")
+    named = [(place, *match) for place, text in remedies() for match in dotted.findall(text)]
+    assert len(named) > 80
+    assert [each for each in named if each[2] not in options[each[1]]] == []
+
+
+def test_each_argument_that_a_remedy_gives_to_a_member_is_taken() -> None:
+    members, taken = methods(), methods()["__init__"]
+    call = re.compile(r"\b(Accelerator|[a-z]\w+)\(([^()]*)\)")
+    given = [
+        (place, name, argument)
+        for place, text in remedies()
+        for name, arguments in call.findall(text)
+        for argument in re.findall(r"\b(\w+)=", arguments)
+        if name == "Accelerator" or name in members
+    ]
+    assert len(given) > 10
+    assert [
+        each for each in given if each[2] not in (taken if each[1] == "Accelerator" else members[each[1]])
+    ] == []
 
 
 def flags_of(command: click.Command) -> set[str]:
