@@ -50,6 +50,7 @@ DEVICE = {
     "narrows-floats": {"test_float64_keeps_its_precision"},
     "records-the-unknown": {"test_the_profiler_records_the_device"},
     "fails-to-report": {"test_services_answer"},
+    "waits-for-itself": {"test_the_host_does_not_wait_for_the_device_in_a_step"},
     "sound": set[str](),
     "writes-on-each-rank": {"test_a_tracker_that_is_not_started_touches_nothing"},
     "wants-numbers": {

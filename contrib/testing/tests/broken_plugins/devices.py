@@ -119,6 +119,14 @@ class RecordsTheUnknown(SimulatedDevice):
         return ["warp"]
 
 
+class WaitsForItself(SimulatedDevice):
+    """Waits for each batch that it moves."""
+
+    @implements(hooks.move)
+    def move(self, tree, device, non_blocking):
+        return self.below.move(tree, device, False)
+
+
 class FailsToReport(SimulatedDevice):
     @implements(hooks.environment_report)
     def environment_report(self):

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import set_seed
+from accel_core import DataLoaderConfiguration, set_seed
 from accel_testing.kit.tasks import make
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "seeded",
     "seeded_streams",
     "services",
+    "waits",
 ]
 
 
@@ -204,6 +206,40 @@ def services(arguments: Mapping[str, Any]) -> list[str]:
     accelerator.free_memory()
     accelerator.end_training()
     return report
+
+
+def waits(arguments: Mapping[str, Any]) -> str:
+    """Train an ordinary loop; tell what the host waited for from the third step on, "" if for nothing.
+
+    In one process without a strategy, in float32, as a loss scaler has to wait. A device whose module has no
+    `set_sync_debug_mode` cannot tell.
+    """
+    loading = DataLoaderConfiguration(non_blocking=True)
+    changes = {"strategy": "single", "mixed_precision": "no", "gradient_accumulation_steps": 2}
+    accelerator = make(arguments, **changes, dataloader_config=loading)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(data))
+    set_mode = getattr(torch.get_device_module(accelerator.device), "set_sync_debug_mode", lambda mode: None)
+    found = ""
+    try:
+        for number, (x, y) in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if number == 1:
+                set_mode("error")
+    except RuntimeError as error:
+        found = str(error)
+    finally:
+        set_mode("default")
+    accelerator.end_training()
+    return found
 
 
 def profiled(arguments: Mapping[str, Any]) -> list[str]:

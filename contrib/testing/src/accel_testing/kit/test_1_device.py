@@ -95,6 +95,10 @@ def test_services_answer(run: Run) -> None:
     run(tasks.services)
 
 
+def test_the_host_does_not_wait_for_the_device_in_a_step(run: Run) -> None:
+    assert run(tasks.waits) == [""]
+
+
 def test_the_profiler_records_the_device(run: Run) -> None:
     (names,) = run(tasks.profiled)
     assert "aten::add" in names
