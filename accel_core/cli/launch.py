@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accel_core.cli.terminal import say
-from accel_core.errors import ConfigError, LaunchError
+from accel_core.errors import ConfigError, LaunchError, PluginError
 
 if TYPE_CHECKING:
     from accel_core.launch.plan import Launch
@@ -111,8 +111,19 @@ def launch(
     several = len(planned.discovery.of("strategy")) > 1
     notes = [f"accel: {note}" for note in planned.no_strategy(processes) if several]
     print(*notes, planned.line(processes), sep="\n", file=sys.stderr, flush=True)
-    with planned.job(command(words), processes) as job:
-        sys.exit(hooks.launch(job))
+    nodes, least = planned.config.launch.nodes, planned.config.launch.min_nodes
+    worker = command(words, (least or nodes) * processes, nodes * processes)
+    with planned.job(worker, processes) as job:
+        code = hooks.launch(job)
+    if type(code) is not int:
+        name = planned.config.launch.launcher
+        raise PluginError(
+            f"launcher {name} returned {code!r} for the job, and not its exit code\n"
+            f"leave launch.launcher at torchrun, or have the hook `launch` of {name} return an int",
+            plugin=name,
+            hook="launch",
+        )
+    sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
 
 
 def _describe(planned: Launch, words: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accel_core.errors import LaunchError
+from accel_core.errors import LaunchError, PluginError
 
 __all__ = ["notebook_launcher"]
 
@@ -46,6 +46,7 @@ def notebook_launcher(
         ConfigError: the settings are wrong.
         LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
             the message holds the first failing rank's traceback.
+        PluginError: the launcher returned no sequence of each rank's value.
     """
     from accel_core.launch.plan import plan
 
@@ -62,8 +63,20 @@ def notebook_launcher(
     if launch.launcher_offers("forked_functions") and launch.config.device.partition(":")[0] != "cpu":
         _refuse_used_device()
     with launch.job((), launch.processes()) as job:
-        results: Sequence[Any] = launch.launcher().launch_function(function, tuple(args), job)
-    return results
+        results = launch.launcher().launch_function(function, tuple(args), job)
+    count = len(results) if isinstance(results, Sequence) else None
+    if count != job.processes_per_node:
+        name = launch.config.launch.launcher
+        found = f"a {type(results).__name__}" if count is None else f"{count} value(s)"
+        raise PluginError(
+            f"launcher {name} returned {found} for {job.processes_per_node} process(es)\n"
+            f"leave launch.launcher at torchrun, or have the hook `launch_function` of {name} return each"
+            " rank's value",
+            plugin=name,
+            hook="launch_function",
+        )
+    ranks: Sequence[Any] = results
+    return ranks
 
 
 def _refuse_used_device() -> None:

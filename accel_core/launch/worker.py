@@ -26,6 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
+from accel_core.errors import LaunchError
+
 __all__ = ["command", "guard", "main", "mark_of"]
 
 R = TypeVar("R")
@@ -33,19 +35,22 @@ NOTE = "TORCHELASTIC_ERROR_FILE"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
-BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main()"
+BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main({}, {})"
 """Program of a worker.
 
 Not `-m accel_core.launch.worker`: a json.py of the current folder would stand in for the library's.
 """
 
 
-def command(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the command line of a worker that runs a script, or `-m` a module."""
-    return (sys.executable, "-u", "-c", BOOT, *words)
+def command(words: Sequence[str], least: int = 1, most: int = sys.maxsize) -> tuple[str, ...]:
+    """Return the command line of a worker that runs a script, or `-m` a module.
+
+    least, most: ranks that the job may have.
+    """
+    return (sys.executable, "-u", "-c", BOOT.format(least, most), *words)
 
 
-def main() -> None:
+def main(least: int = 1, most: int = sys.maxsize) -> None:
     """Run the script or module of the command line as `__main__`."""
     die_with_parent()
     faulthandler.enable()
@@ -53,11 +58,23 @@ def main() -> None:
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]
     with _marked():
+        guard(lambda: _check_world(least, most))
         if module:
             _first_on_path(str(Path.cwd()))
             guard(lambda: _run_module(sys.argv[0]))
         else:
             guard(lambda: _run_script(sys.argv[0]))
+
+
+def _check_world(least: int, most: int) -> None:
+    """Refuse a world of another size than was asked for, of a launcher that hands on none or its own."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and not least <= int(size) <= most:
+        asked = f"{most} processes" if least == most else f"{least} to {most} processes"
+        raise LaunchError(
+            f"{asked} were asked for, and the launcher gave this one a world of {size} (WORLD_SIZE)\n"
+            "leave launch.launcher at torchrun, or have its plugin set RANK, WORLD_SIZE and LOCAL_RANK"
+        )
 
 
 def mark_of(note: str) -> Path:

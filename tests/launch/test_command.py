@@ -252,6 +252,80 @@ def test_a_launcher_that_finds_the_place_itself_is_given_none(toys, tmp_path):
     assert "2 nodes x auto" in ended.stdout
 
 
+LAUNCHER = """
+import os, subprocess
+from accel_core import hooks, implements
+
+class Launcher:
+    def __init__(self, config, run):
+        pass
+
+    @implements(hooks.launch)
+    def launch(self, job):
+        if os.environ["GIVES"] != "a worker alone":
+            return eval(os.environ["GIVES"])
+        return subprocess.call(job.argv)
+
+    @implements(hooks.launch_function)
+    def launch_function(self, function, args, job):
+        return eval(os.environ["GIVES"])
+"""
+
+
+@pytest.fixture
+def herd(toys, tmp_path):
+    """Launches by the launcher `herd`, which does not keep its promises."""
+    (tmp_path / "train.py").write_text("print('trains')")
+    environment = toys(
+        "herd", "launcher", implementation="'toy_herds:Launcher'", modules={"toy_herds": LAUNCHER}
+    )
+
+    def launch(gives):
+        command = ("launch", "--launcher", "herd", "--device", "cpu", "-n", "2", "train.py")
+        return accel(*command, environment={**environment, "GIVES": gives}, cwd=tmp_path)
+
+    return launch
+
+
+@pytest.mark.parametrize("gives", ["None", "'0'", "True", "0.0"])
+def test_a_launcher_that_does_not_say_how_the_job_ended_did_not_succeed(herd, gives):
+    ended = herd(gives)
+
+    assert ended.returncode == 1
+    assert f"launcher herd returned {gives} for the job, and not its exit code" in ended.stderr
+
+
+@pytest.mark.parametrize(("gives", "code"), [("0", 0), ("3", 3), ("256", 1), ("-15", 241)])
+def test_no_exit_code_but_0_is_a_success(herd, gives, code):
+    assert herd(gives).returncode == code
+
+
+def test_a_launcher_that_starts_a_world_of_another_size_trains_nothing(herd):
+    ended = herd("a worker alone")
+
+    assert ended.returncode == 1
+    assert "trains" not in ended.stdout
+    assert "2 processes were asked for, and the launcher gave this one a world of 1" in ended.stderr
+
+
+@pytest.mark.parametrize(("gives", "found"), [("None", "a NoneType"), ("[1]", "1 value(s)")])
+def test_a_launcher_that_does_not_return_each_ranks_value_is_told(toys, gives, found):
+    environment = toys(
+        "herd", "launcher", implementation="'toy_herds:Launcher'", modules={"toy_herds": LAUNCHER}
+    )
+    program = (
+        "from accel_core import notebook_launcher; notebook_launcher(print, num_processes=2, device='cpu')"
+    )
+    environment = {**environment, "GIVES": gives, "ACCEL__LAUNCH__LAUNCHER": "herd"}
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == 1
+    assert f"launcher herd returned {found} for 2 process(es)" in ended.stderr
+
+
 def test_an_unknown_launcher(tmp_path):
     told = refused(tmp_path, "--launcher", "torchrn", "train.py")
 
