@@ -34,7 +34,7 @@ class GeneralTracker:
     name: str
     main_process_only = True
     project = ""
-    _started = False
+    _accel_started = False  # a name that subclasses do not have
 
     def start(self, **options: Any) -> None:
         """`init_trackers` was called. `options`: its `init_kwargs` for this tracker."""
@@ -53,7 +53,7 @@ class GeneralTracker:
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.project = project
         self.start(**options)
-        self._started = True
+        self._accel_started = True
         self.store_init_configuration(config)
 
     @implements(hooks.log)
@@ -62,7 +62,8 @@ class GeneralTracker:
 
     @implements(hooks.run_ended)
     def _end(self) -> None:
-        if self._started:
+        if self._accel_started:
+            self._accel_started = False  # another run may have it next
             self.finish()
 
 

@@ -70,6 +70,22 @@ def test_one_that_never_started_is_not_finished(tracked):
     assert mine.seen == []
 
 
+def test_one_with_a_state_of_its_own_is_finished_once_per_run_that_starts_it(tracked):
+    class Timed(Mine):
+        def log(self, values, step=None, **options):
+            self._started = False  # a name that a base class might have too
+
+    timed = Timed()
+    accelerator = tracked(timed)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 2})
+    accelerator.end_training()
+    assert timed.seen.count("finished") == 1
+
+    tracked(timed).end_training()
+    assert timed.seen.count("finished") == 1
+
+
 def test_one_that_could_not_start_is_not_finished(tracked):
     class Refuses(Mine):
         def start(self, **options):

@@ -40,7 +40,7 @@ class GeneralTracker(accel_core.GeneralTracker):
 
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self.project, self._started = project, True
+        self.project, self._accel_started = project, True
         self.start(**options)
         if config:  # a tracker is not told of an empty config
             self.store_init_configuration(config)
