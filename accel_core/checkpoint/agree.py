@@ -44,11 +44,12 @@ def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], 
         error = raised
     kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
     failure = None if error is None else (kind, f"{type(error).__name__}: {error}")
-    before = current_operation.set(step)  # what an error says that is raised inside
-    try:
+    before = current_operation.get()
+    try:  # Ctrl-C may come between any two instructions
+        current_operation.set(step)  # what an error says that is raised inside
         votes = control.all_gather_object((step, failure, result))
     finally:
-        current_operation.reset(before)
+        current_operation.set(before)
     steps, failures, results = zip(*votes, strict=True)
     _compare_steps(steps)
     if error is not None and len(set(failures)) == 1:

@@ -9,6 +9,7 @@ import gc
 import inspect
 import random
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
+from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.target import SaveTarget
 from accel_core.contract.world import current_operation
 
@@ -411,6 +413,20 @@ def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_lo
         problems += [interruption.where] * (inside is None or accelerator.run.accumulation is not None)
         accelerator.run.units[0].begin_anew()
     assert not problems
+
+
+def test_after_ctrl_c_at_any_place_of_a_step_of_all_ranks_no_operation_is_under_way(script):
+    control, left = script.accelerator.run.collectives("control"), []
+    for at in count(1):
+        interruption = Interruption(at)
+        with contextlib.suppress(KeyboardInterrupt), interruption:
+            gather_from_all_ranks(control, "save_state: copy", nothing)
+        left += [interruption.where] * bool(current_operation.get())
+        current_operation.set("")
+        if not interruption.where:
+            break
+    assert at > 5
+    assert not left
 
 
 def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, monkeypatch):
