@@ -262,8 +262,9 @@ class Training:
             if even_batches is not None:
                 for loader in self.run.loaders:
                     stack.enter_context(loader.padding(even=even_batches))
-            if units:
-                stack.enter_context(units[0].hooks.join(units, even_batches))
+            for strategy in dict.fromkeys(unit.strategy for unit in units):
+                of_one = [unit for unit in units if unit.strategy == strategy]
+                stack.enter_context(of_one[0].hooks.join(of_one, even_batches))
             for unit in units:
                 stack.enter_context(unit.step_state.uneven_inputs())
             yield

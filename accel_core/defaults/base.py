@@ -261,7 +261,7 @@ class Base(BaseState):
         if self.run.world.size == 1:
             return nullcontext()
         raise ConfigError(
-            f"strategy {self.run.stack.default!r} cannot train on ranks that run out of batches apart\n"
+            f"strategy {units[0].strategy!r} cannot train on ranks that run out of batches apart\n"
             f"leave even_batches=True; {offering('join')}"
         )
 

@@ -6,7 +6,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from accel_core import Accelerator, ConfigError
 from accel_core.contract.card import Card
 from accel_core.plugins.discovery import discover
 from accel_testing import conform, run_processes
@@ -130,3 +132,22 @@ def test_several_processes_on_a_device_are_one_run(
 @pytest.mark.parametrize(("device", "above"), stacks())
 def test_what_it_can_carry_trains_as_a_plain_loop(tmp_path: Path, device: str, above: str) -> None:
     assert "0 failed, 0 xfailed" in trained(tmp_path, device, above)
+
+
+def joined_beside_a_sharded_model() -> list[str]:
+    accelerator = Accelerator(device="cpu", strategy="ddp")
+    model, sharded = nn.Linear(2, 1), nn.Linear(2, 1)
+    model = accelerator.prepare(model)
+    sharded = accelerator.prepare(sharded, strategy="fsdp")
+    said = []
+    for models in ([model, sharded], [sharded, model]):
+        with pytest.raises(ConfigError) as caught, accelerator.join_uneven_inputs(models):
+            pass
+        said.append(str(caught.value))
+    return said
+
+
+def test_models_of_several_strategies_join_only_if_each_strategy_can() -> None:
+    for said in run_processes(joined_beside_a_sharded_model, world=2):
+        for text in said:
+            assert text.startswith("strategy 'fsdp' cannot train on ranks that run out of batches apart")
