@@ -109,6 +109,7 @@ def collect(run: Run) -> Collected:
     state.shared["units"] = {unit.name: _unit(state, unit) for unit in run.units}
     state.shared["prepared"] = _prepared(run)
     state.shared["registered"] = state.encode_objects(run.registered, "registered")
+    state.shared["run"] = _run_state(run)
     state.own["reader"] = run.topology.reader
     state.own["random"] = state.encode(
         {**run.hooks.rng_state(), **states(run)}, f"{path}.random", replicated=False
@@ -190,6 +191,12 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)
     return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}
+
+
+def _run_state(run: Run) -> dict[str, Any]:
+    """Plugin -> its state of the whole run; of the main process, whose file has it."""
+    saving = run.hooks.implementations("save_run_state") if run.world.rank == 0 else []
+    return {one.plugin: encode(dict(one.call()), f"run.{one.plugin}") for one in saving}
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:

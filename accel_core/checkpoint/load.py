@@ -102,6 +102,7 @@ class Restoration:
             self._loaders()
         registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
         self._objects += [(what, partial(item.load_state_dict, state)) for what, item, state in registered]
+        self._run_state(checkpoint.state.get("run", {}))
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
         saved = join_units([part["units"] for part in parts if "units" in part])
         self._problems.compare("unit ", saved, [unit.name for unit in run.units])
@@ -127,6 +128,16 @@ class Restoration:
                 except Exception as error:  # other people's code, of any kind: the message says where
                     before = list(dict.fromkeys(name for name, _ in actions[:done]))
                     raise _mixed(self.checkpoint.folder, what, before, error) from error
+
+    def _run_state(self, saved: Mapping[str, Any]) -> None:
+        """Plugins' state of the whole run, as `_plugins` takes that of a unit."""
+        loading = {hook.plugin: hook.call for hook in self.run.hooks.implementations("load_run_state")}
+        for plugin, encoded in saved.items():
+            what = f"state of plugin {plugin}"
+            if plugin in loading:
+                self._objects.append((what, partial(loading[plugin], self.checkpoint.decode(encoded, what))))
+            else:
+                self._problems.warn(f"{what}, which is not in this stack, is left out")
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
         unit.drop_cut_ties()

@@ -590,6 +590,19 @@ def checkpoint_committed(folder: Path, step: int | None) -> None:
 
 
 @spec("observer")
+def save_run_state() -> Mapping[str, Json]:
+    """State of the whole run, such as the id of a tracker's run. Checkpoints keep it under the plugin's name.
+
+    Called on the main process. State of a unit belongs to `save_state`.
+    """
+
+
+@spec("observer")
+def load_run_state(state: Mapping[str, Json]) -> None:
+    """Take back the answer of this plugin's `save_run_state`. Every rank, also before `tracking_started`."""
+
+
+@spec("observer")
 def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Open the project for `init_trackers`, and note `config` (nested, any values).
 

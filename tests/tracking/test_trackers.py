@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker
+from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker, hooks, implements
 from accel_testing import ProcessError, run_processes
 
 
@@ -234,6 +234,66 @@ def test_get_tracker_gives_the_tracker_or_what_it_wraps(tracked, tmp_path):
 class Everywhere(Mine):
     name = "everywhere"
     main_process_only = False
+
+
+class Remembering(Mine):
+    """A tracker whose run has an id, which it takes over from a checkpoint."""
+
+    name = "remembering"
+
+    def __init__(self, run_id):
+        super().__init__()
+        self.run_id = run_id
+
+    @implements(hooks.save_run_state)
+    def save_run_state(self):
+        return {"id": self.run_id}
+
+    @implements(hooks.load_run_state)
+    def load_run_state(self, state):
+        self.run_id = state["id"]
+
+
+def test_a_resumed_run_gives_a_tracker_its_state_back(tracked, tmp_path):
+    tracked(Remembering("first")).save_state(tmp_path / "saved")
+    later = Remembering("second")
+    tracked(later).load_state(tmp_path / "saved")
+
+    assert later.run_id == "first"
+
+
+def test_state_of_a_tracker_that_is_gone_is_left_out_with_a_word(tracked, tmp_path, caplog):
+    tracked(Remembering("first")).save_state(tmp_path / "saved")
+    tracked("jsonl").load_state(tmp_path / "saved")
+
+    assert "state of plugin remembering, which is not in this stack, is left out" in caplog.text
+
+
+def test_a_checkpoint_without_such_state_leaves_a_tracker_alone(tracked, tmp_path):
+    tracked("jsonl").save_state(tmp_path / "saved")
+    later = Remembering("second")
+    tracked(later).load_state(tmp_path / "saved")
+
+    assert later.run_id == "second"
+
+
+def ids_after_a_resume(folder):
+    for round_ in ("saved", "loaded"):
+        accelerator = Accelerator(cpu=True)
+        mine = Remembering(f"{round_} on rank {accelerator.process_index}")
+        accelerator.end_training()
+        accelerator = Accelerator(cpu=True, log_with=mine)
+        if round_ == "loaded":
+            accelerator.load_state(folder)
+        else:
+            accelerator.save_state(folder)
+        accelerator.end_training()
+    return mine.run_id
+
+
+@pytest.mark.together
+def test_every_rank_gets_the_state_of_the_main_process(tmp_path):
+    assert run_processes(ids_after_a_resume, tmp_path / "saved") == ["saved on rank 0"] * 2
 
 
 def in_two_processes(folder):

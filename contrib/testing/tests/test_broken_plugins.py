@@ -57,6 +57,7 @@ DEVICE = {
         "test_a_tracker_takes_any_config",
         "test_a_tracker_takes_numbers_text_and_nested_values",
     },
+    "forgets-its-run": {"test_a_tracker_goes_on_in_a_run_that_is_resumed"},
     "jsonl": set[str](),
 }
 TRAINING = {

@@ -92,6 +92,7 @@ WARNS_ITSELF = device("warns-itself")
 ITS_VENDOR_WARNS = device("its-vendor-warns")
 CLAIMS_TOO_LITTLE = device("claims-too-little", offers=DEVICE_WORDS - {"float64"}, implementation=SOUND)
 WRITES_ON_EACH_RANK = tracker("writes-on-each-rank")
+FORGETS_ITS_RUN = tracker("forgets-its-run")
 WANTS_NUMBERS = tracker("wants-numbers")
 
 # -- level 2

@@ -42,3 +42,13 @@ class WantsNumbers(Sound):
     @implements(hooks.log)
     def log(self, values, step, options):
         self.write({name: float(value) for name, value in values.items()})
+
+
+class ForgetsItsRun(Sound):
+    @implements(hooks.save_run_state)
+    def save_run_state(self):
+        return {"run": 1}
+
+    @implements(hooks.load_run_state)
+    def load_run_state(self, state):
+        self.run = state["id"]

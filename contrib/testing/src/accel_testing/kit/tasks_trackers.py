@@ -11,7 +11,7 @@ import torch
 
 from accel_testing.kit.tasks import make
 
-__all__ = ["configured", "logged", "not_started"]
+__all__ = ["configured", "logged", "not_started", "resumed"]
 
 
 def not_started(folder: str, arguments: Mapping[str, Any]) -> None:
@@ -47,3 +47,15 @@ def logged(folder: str, arguments: Mapping[str, Any]) -> bool:
     found = accelerator.get_tracker(arguments["log_with"], unwrap=True) is not None
     accelerator.end_training()
     return found
+
+
+def resumed(folder: str, arguments: Mapping[str, Any]) -> None:
+    """Log, save, and log on in a run that loads it, trackers started before the load."""
+    for step in range(2):
+        accelerator = make({**arguments, "project_dir": folder})
+        accelerator.init_trackers("resumed")
+        if step:
+            accelerator.load_state(Path(folder, "checkpoint"))
+        accelerator.log({"loss": 0.5}, step=step)
+        accelerator.save_state(Path(folder, "checkpoint"))
+        accelerator.end_training()

@@ -25,3 +25,7 @@ def test_a_tracker_takes_any_config(run: Run, tracker: Record, tmp_path: Path) -
 def test_a_tracker_takes_numbers_text_and_nested_values(run: Run, tracker: Record, tmp_path: Path) -> None:
     (given,) = run(tasks.logged, str(tmp_path))
     assert given, "get_tracker(..., unwrap=True) gives nothing to work with"
+
+
+def test_a_tracker_goes_on_in_a_run_that_is_resumed(run: Run, tracker: Record, tmp_path: Path) -> None:
+    run(tasks.resumed, str(tmp_path))
