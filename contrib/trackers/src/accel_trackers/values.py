@@ -1,0 +1,56 @@
+"""Logged values in the forms that libraries take."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["as_csv", "as_images", "described", "flat", "is_finite", "plain"]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of each value, `OUTER/INNER` in nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON has it; text for other objects."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def is_finite(value: Any) -> bool:
+    """False for nan and the infinities."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def as_images(images: Any) -> list[Any]:
+    """A list of images, for one or several; tensors become arrays."""
+    several = images if isinstance(images, (list, tuple)) else [images]
+    return [image.detach().cpu().numpy() if isinstance(image, Tensor) else image for image in several]
+
+
+def as_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as comma-separated values, with its header."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The facts by which a folder is referenced: its URI, and the bytes of its files."""
+    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return {"uri": folder.resolve().as_uri(), "bytes": sum(files), "files": len(files)}
