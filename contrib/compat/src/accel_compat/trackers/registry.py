@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Final
 
 import accel_compat.trackers.libraries
-import accel_compat.trackers.model_libraries  # noqa: F401  their classes register themselves
+import accel_compat.trackers.tensorboard  # noqa: F401  their classes register themselves
 from accel_compat.configs.enums import LoggerType
 from accel_compat.environment import libraries as imports
 from accel_compat.trackers.base import LIBRARY_TRACKERS, GeneralTracker
