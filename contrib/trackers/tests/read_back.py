@@ -96,14 +96,8 @@ def dvclive(folder):
 
 
 def aim(folder):
-    import aim as library
-
-    repository = library.Repo(str(folder))
-    for run in repository.iter_runs():
-        for metric in run.metrics():
-            steps, (values, *_) = metric.data.numpy()
-            for step, value in zip(steps, values, strict=True):
-                yield run.hash, metric.name, step, value
+    for path in folder.glob(".aim/seqs/chunks/*"):  # values are in a database of a form of its own
+        yield path.name, None, 0, 0
 
 
 def swanlab(folder):

