@@ -46,6 +46,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",
     "several_optimizers": "a model may have several optimizers",
     "whole_weights": "each rank holds whole parameters",
+    "streamed_weights": "prepares models whose weights come and go, or are loaded later",
     "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
     "forked_functions": "starts functions in forks, which cannot use a device that this process has used",
     "named_rendezvous": "starts several nodes only if the user names the place where they meet",

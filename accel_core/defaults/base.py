@@ -132,7 +132,15 @@ class Base(BaseState):
         if empty := next((name for name, tensor in named if tensor.is_meta and device.type != "meta"), None):
             raise AccelError(
                 f"prepare: {empty} of the {type(model).__name__} is on the meta device and has no values\n"
-                f"fill it before: model.to_empty(device={str(device)!r}), then load or reset its weights"
+                f"fill it before: model.to_empty(device={str(device)!r}), then load or reset its weights;"
+                f" or, for a model that comes and goes, {offering('streamed_weights')}"
+            )
+        if places := next(filter(None, map(_placing_hook, model.modules())), None):
+            first = next((name for name, _ in named), "the model")
+            raise AccelError(
+                f"prepare: {places} places the weights of the {type(model).__name__}, {first} first, and"
+                f" strategy {unit.strategy!r} would move them to {device}\n"
+                f"{offering('streamed_weights')}; or leave it where it is: device_placement=[False]"
             )
         return model.to(device)
 
@@ -310,3 +318,9 @@ class Base(BaseState):
     def profiler_activities(self) -> Sequence[str]:
         kinds = ("cpu", self.run.device.type)
         return [it.name for it in torch.profiler.supported_activities() if it.name.lower() in kinds]
+
+
+def _placing_hook(module: nn.Module) -> str | None:
+    """Return what moves a module's weights: a forward hook's `places_weights`."""
+    marks = (getattr(hook, "places_weights", None) for hook in module._forward_pre_hooks.values())
+    return next(filter(None, marks), None)

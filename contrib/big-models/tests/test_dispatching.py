@@ -321,3 +321,12 @@ def test_streaming_holds_two_blocks_and_what_is_outside_of_them(folder):
     largest = max(group.cargo.size for group in engine.groups if not group.outer)
 
     assert sum(slot.buffer.nbytes for slot in engine.slots) <= 2.2 * largest
+
+
+def test_tensors_made_of_others_that_would_come_and_go_are_refused_by_name():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    target = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    target[1].weight = torch.nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(ConfigError, match=r"1\.weight is a "):
+        offload(target, "disk", device="cpu", mapped=False)

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from attrs import define, field
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_big_models.blocks import Block, blocks_named
 from accel_big_models.engine import Engine, Group, Weight
@@ -111,6 +112,12 @@ def arrange(
             + (f", as have {len(empty) - 1} more" if len(empty) > 1 else "")
             + "\nload a checkpoint that has them: accel_big_models.load(model, checkpoint, plan)"
         )
+    for tenant in tenants:
+        if tenant.is_streamed and is_traceable_wrapper_subclass(tenant.tensor):
+            raise ConfigError(
+                f"{tenant.names[0]} is a {type(tenant.tensor).__name__}: it is made of other tensors, and"
+                " cannot come and go\nkeep it on the device: name its module in the device map, or give more memory"
+            )
     written = [it for it in tenants if it.is_streamed and it.place == "disk" and it.source is None]
     for tenant, source in zip(written, write_blocks(written, folder, mapped=mapped), strict=True):
         tenant.source = source

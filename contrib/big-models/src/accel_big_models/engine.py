@@ -280,6 +280,23 @@ class Engine:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def hold(self, *, unwritten: bool) -> None:
+        """Keep weights as tensors that others may write to, and compute with these.
+
+        What has to be read is read into host memory for good. unwritten: False before others get the
+        tensors; True afterwards, when files are no longer asked for their values.
+        """
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            self.leave_all()
+            for group in self.groups:
+                for weight in group.weights:
+                    if weight.source.tensor() is None or unwritten:
+                        values = values_of(weight.source)
+                        weight.source = InMemory(values, values.dtype)
+                    if not group.users:
+                        weight.leave()
+                group.cargo = Cargo(group.name, [weight.source for weight in group.weights])
+
     # -- copies and the end ----------------------------------------------------------------------
 
     def close(self) -> None:

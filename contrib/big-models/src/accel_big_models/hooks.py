@@ -25,6 +25,9 @@ class Enter:
     device of its inputs.
     """
 
+    places_weights = "accel_big_models"
+    """Tells core what places the weights, so that `prepare` does not."""
+
     def __init__(
         self, engine: Engine | None, group: Group | None, device: torch.device | None, *, root: bool
     ) -> None:

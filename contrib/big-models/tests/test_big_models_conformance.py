@@ -1,0 +1,15 @@
+"""The package, installed, against the conformance kit, as its author would run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel_testing import conform
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_kit_is_green_for_a_strategy_that_places_by_plan(tmp_path: Path) -> None:
+    assert "0 failed, 0 xfailed" in conform(tmp_path, "dispatched", "--accel-world", "1")

@@ -1,0 +1,123 @@
+"""A model of 20 GB loads, generates and exports in 4 GiB of memory that no file backs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SIZE = 20 << 30
+CODE = """
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from torch import nn
+from accel_big_models import empty_weights, load, plan
+from accel_core import Accelerator
+
+WIDTH, BLOCKS = 4096, int(sys.argv[3])
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(WIDTH, 4 * WIDTH)
+        self.second = nn.Linear(4 * WIDTH, WIDTH)
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 256)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+peak = 0
+def sample():
+    global peak
+    while True:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                peak = max(peak, int(line.split()[1]) * 1024)
+        time.sleep(0.05)
+threading.Thread(target=sample, daemon=True).start()
+
+with empty_weights():
+    model = Model().to(torch.bfloat16)
+accelerator = Accelerator(cpu=True, strategy="dispatched")
+load(model, sys.argv[1], plan(model, {"disk": "100GB"}), mapped=sys.argv[4] == "mapped")
+model = accelerator.prepare(model)
+ids = torch.zeros(1, 1, dtype=torch.long)
+with torch.no_grad():
+    for _ in range(2):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+if sys.argv[2]:
+    accelerator.save_model(model, sys.argv[2], max_shard_size="1GB")
+print(json.dumps({"peak": peak, "ids": ids.tolist()}))
+"""
+
+
+def write(folder: Path, blocks: int, width: int = 4096) -> None:
+    """Write shards of one block each, the weights those of one random block."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    shapes = {
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+        "first.weight": (4 * width, width),
+        "first.bias": (4 * width,),
+        "second.weight": (width, 4 * width),
+        "second.bias": (width,),
+    }
+    block = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
+    ends = {"embedding.weight": (256, width), "head.weight": (256, width), "head.bias": (256,)}
+    homes = dict.fromkeys(ends, "ends.safetensors")
+    save_file(
+        {name: torch.randn(shape).bfloat16() for name, shape in ends.items()}, folder / "ends.safetensors"
+    )
+    for number in range(blocks):
+        named = {f"blocks.{number}.{name}": value for name, value in block.items()}
+        save_file(named, folder / f"block-{number}.safetensors")
+        homes |= dict.fromkeys(named, f"block-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+
+
+def run(folder: Path, target: Path | str, blocks: int, how: str) -> dict:
+    command = [sys.executable, "-c", CODE, str(folder), str(target), str(blocks), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_gigabytes_in_four(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free < 2 * SIZE + (5 << 30):
+        pytest.skip("the checkpoint and its export take 40 GiB of disk")
+    blocks = SIZE // (8 * 4096 * 4096 * 2)
+    try:
+        (tmp_path / "in").mkdir()
+        write(tmp_path / "in", blocks)
+        mapped = run(tmp_path / "in", tmp_path / "out", blocks, "mapped")
+        exported = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+        shutil.rmtree(tmp_path / "out")
+        read = run(tmp_path / "in", "", blocks, "read")
+    finally:
+        shutil.rmtree(tmp_path)
+
+    assert exported > 0.99 * SIZE
+    assert mapped["peak"] <= 4 << 30
+    assert read["peak"] <= 4 << 30
+    assert mapped["ids"] == read["ids"]
