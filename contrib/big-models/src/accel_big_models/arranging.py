@@ -116,7 +116,7 @@ def arrange(
         if tenant.is_streamed and is_traceable_wrapper_subclass(tenant.tensor):
             raise ConfigError(
                 f"{tenant.names[0]} is a {type(tenant.tensor).__name__}: it is made of other tensors, and"
-                " cannot come and go\nkeep it on the device: name its module in the device map, or give more memory"
+                " cannot come and go\nkeep it on the device: name its module in the device map"
             )
     written = [it for it in tenants if it.is_streamed and it.place == "disk" and it.source is None]
     for tenant, source in zip(written, write_blocks(written, folder, mapped=mapped), strict=True):
