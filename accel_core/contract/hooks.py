@@ -227,7 +227,7 @@ def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module
 def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
     """Return the module the user trains with. base: the user's own object, unwrapped.
 
-    A strategy whose forward alone needs all ranks calls `unit.set_forward_is_collective()`: a rank that has
+    A plugin whose forward alone needs all ranks calls `unit.set_forward_is_collective()`: a rank that has
     more batches than others then raises instead of waiting for them, in evaluation too.
     """
 

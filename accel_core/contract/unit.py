@@ -177,8 +177,11 @@ class Unit:
         self.scaler = scaler
 
     def set_forward_is_collective(self, value: bool = True) -> None:
-        """Declare that a forward alone needs all ranks; for strategies, in `wrap_model` or `prepare_unit`."""
-        self.forward_is_collective = value
+        """Declare that a forward alone needs all ranks; for any plugin, in a hook of `prepare`.
+
+        False leaves what another plugin declared.
+        """
+        self.forward_is_collective = self.forward_is_collective or value
 
     def whole_window(
         self, batches: Iterator[Any], microbatches: int | None

@@ -110,7 +110,7 @@ class Discovery:
         return tuple(sorted(records, key=lambda record: (-_priority(record), record.name)))
 
     def answering(self, slot: str, word: str) -> tuple[Record, ...]:
-        """Return the plugin of this name, else those whose card has the word in `also`, best first."""
+        """Return the plugin of this name, else those with the word in `also`, best first."""
         record = self.get(word)
         if record is not None and record.slot == slot:
             return (record,)

@@ -1,4 +1,4 @@
-"""float8 training and quantised weights by torchao: plugins and functions for accel-core.
+"""float8 training and quantised weights by torchao.
 
 Importing this package imports neither torch nor its own modules (PEP 562).
 """

@@ -53,7 +53,9 @@ class Float8Config(KwargsHandler):
                 re.compile(getattr(self, name) or "")
             except re.error as error:
                 value = getattr(self, name)
-                raise ValueError(f"fp8_torchao.{name}: {value!r} is no regular expression: {error}") from None
+                raise ValueError(
+                    f"fp8_torchao.{name}: {value!r} is no regular expression: {error}\nescape it, or mend it"
+                ) from None
 
     @property
     def gathers(self) -> bool:

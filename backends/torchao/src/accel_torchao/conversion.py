@@ -67,7 +67,7 @@ def try_recipe(library: Any, device: torch.device, asked: str) -> None:
 
 
 def convert(model: nn.Module, chosen: Mapping[str, nn.Linear], library: Any, kind: str) -> nn.Module:
-    """Replace the chosen layers wherever they stand in the model, and return the model.
+    """Replace the chosen layers in all places of the model, and return the model.
 
     Parameters, hooks, training mode, and attributes of a layer go on. Weights that are gathered in float8
     (`enable_fsdp_float8_all_gather`) become new parameters, except tied ones: those would come apart.
@@ -103,7 +103,9 @@ def _tied(model: nn.Module) -> set[Tensor]:
 
 @frozen(eq=False)
 class _Input:
-    """Cast the input as autocast does for an ordinary layer; torchao does so on CUDA only.
+    """A hook that casts the input as autocast does for an ordinary layer.
+
+    torchao does so on CUDA only.
 
     checks: refuse numbers of tokens that a GPU's product of gradients cannot take.
     """

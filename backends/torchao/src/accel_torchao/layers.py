@@ -17,7 +17,10 @@ __all__ = ["Choice", "choose"]
 
 @frozen
 class Choice:
-    """chosen: name -> layer to convert. skipped: name of each other linear layer -> the reason."""
+    """The linear layers of a model.
+
+    chosen: name -> layer to convert. skipped: name of each other one -> the reason.
+    """
 
     chosen: Mapping[str, nn.Linear]
     skipped: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Precision `fp8-torchao`: chosen linear layers compute in float8, the rest under autocast to bfloat16."""
+"""Precision `fp8-torchao`: float8 in chosen layers, bfloat16 elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Float8"]
 
 
 class Float8:
-    """Layers are converted in phase `convert`, before a strategy shards or wraps them."""
+    """Conversion in phase `convert`, before a strategy shards or wraps the model."""
 
     below: Any
 
@@ -104,7 +104,7 @@ class Float8:
         return self._library
 
     def _require_gathered(self, unit: Unit, model: nn.Module) -> None:
-        """Raise ConfigError if the strategy left a weight whole that says how it is gathered."""
+        """Raise ConfigError if the strategy does not gather weights in float8."""
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "fsdp_pre_all_gather") and not isinstance(parameter, DTensor):
                 raise ConfigError(

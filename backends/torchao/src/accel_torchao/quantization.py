@@ -1,4 +1,4 @@
-"""Quantised weights for inference, and for training what is added to a frozen model."""
+"""Quantised weights, for inference and under trained adapters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SCHEMES = ("int8", "int8_dynamic", "int4", "int4_dynamic", "float8", "float8_dyn
 
 
 def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: str | None = None) -> nn.Module:
-    """Quantise the weights of a model's linear layers in place, before `prepare`, and return it.
+    """Quantise the weights of a model's linear layers, and return the model.
 
-    Such weights are frozen. `accelerator.save_state` stores them as they are, and so does
-    `save_model(..., safe_serialization=False)`, from which `load_quantized` reads them.
+    In place, before `prepare`. Such weights are frozen. `accelerator.save_state` stores them as they are, and
+    so does `save_model(..., safe_serialization=False)`, from which `load_quantized` reads them.
 
     Args:
         model: on any device, the meta device included. Layers whose weight is tied stay as they are.
@@ -61,9 +61,10 @@ def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: st
 
 
 def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Give a model of the same class the weights that `save_model` wrote, quantised ones too.
+    """Load what `save_model` wrote into a model of the same class.
 
-    The model need not be quantised; one built on the meta device has no other weights.
+    Quantised weights come back as they were. The model need not be quantised; one on the meta device has
+    no other weights.
 
     Raises:
         ConfigError: the folder has no `pytorch_model*.bin`.
@@ -110,7 +111,7 @@ def _config(scheme: Any) -> Any:
 
 
 def _layers(model: nn.Module, only: str | None, skip: str | None) -> dict[str, nn.Linear]:
-    """Return the layers to quantise by name; a weight that another module has too would come apart."""
+    """Return the layers to quantise by name; tied ones would come apart."""
     count: dict[Tensor, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         count[parameter] = count.get(parameter, 0) + 1
