@@ -96,8 +96,18 @@ def dvclive(folder):
 
 
 def aim(folder):
-    for path in folder.glob(".aim/seqs/chunks/*"):  # values are in a database of a form of its own
-        yield path.name, None, 0, 0
+    from aim.storage.encoding import decode, decode_path
+    from aim.storage.rockscontainer import RocksContainer
+
+    # Below `aim.Repo`, whose queries find no run in a repository that has just been written.
+    for path in folder.glob(".aim/seqs/chunks/*"):
+        columns = defaultdict(dict)
+        for key, value in list(RocksContainer(str(path), read_only=True).items()):
+            parts = decode_path(key)
+            if len(parts) == 8 and str(parts[5]).startswith("train/") and parts[6] in {"step", "val"}:
+                columns[parts[5], parts[7]][parts[6]] = decode(value)
+        for (metric, _), entry in columns.items():
+            yield path.name, metric, entry["step"], entry["val"]
 
 
 def swanlab(folder):
