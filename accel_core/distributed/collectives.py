@@ -150,8 +150,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
             sent = call.data_group.broadcast(call.packed(plan, tensors), from_process)
         else:
             sent = table[from_process]
-        originals, _ = leaves(tensor, "broadcast")
-        for original, piece in zip(originals, plan.unflatten(plan.split(sent)), strict=True):
+        for original, piece in zip(call.passed, plan.unflatten(plan.split(sent)), strict=True):
             original.copy_(piece)
         return tensor
 
@@ -202,11 +201,10 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
         reduced, plan = call.tensors(lambda leaf: _reducible(leaf, reduction))
         if call.size > 1:
             reduced = _reduced(call, plan, reduced, reduction)
-        originals, _ = leaves(tensor, "reduce")
         counted = {torch.bool} if reduction == "sum" else set()
         results = [
             result if original.dtype in counted else result.to(original.dtype)
-            for result, original in zip(reduced, originals, strict=True)
+            for result, original in zip(reduced, call.passed, strict=True)
         ]
         return rebuild(tensor, results if scale == 1.0 else [result * scale for result in results])
 

@@ -17,8 +17,10 @@ travels along. Debug mode is ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -45,7 +47,9 @@ They cost less than a second latency.
 """
 SHOWN: Final = 4
 """Places of a structure that a message shows."""
-_HEAD_BYTES: Final = 16
+_CPU: Final = torch.device("cpu")
+_HEAD: Final = struct.Struct("=qq")
+"""Of a header: the digest, and the payload's bytes."""
 _REFUSED: Final = 0
 """The digest of a rank that cannot take part."""
 
@@ -67,6 +71,8 @@ class CollectiveCall:
     ) -> None:
         self.run, self.dim, self.operation, self.tree, self.at = run, dim, operation, tree, at
         self.refusal = ""
+        self.passed: list[Tensor] = []
+        """The structure's tensors as they are, once `tensors` was called."""
         on_cpu = run.device.type == "cpu"
         self.compare_group = run.collectives("control" if dim == "world" and not on_cpu else dim)
         self.data_group = self.compare_group if objects else run.collectives(dim)
@@ -110,10 +116,11 @@ class CollectiveCall:
         """
         with self.local():
             tensors, structure = leaves(self.tree, self.operation)
+            self.passed = tensors
             if wired is not None:
                 tensors = [wired(tensor) for tensor in tensors]
             devices = {tensor.device for tensor in tensors}
-            if len(devices) > 1 or not devices <= {self.run.device, torch.device("cpu")}:
+            if len(devices) > 1 or not devices <= {self.run.device, _CPU}:
                 raise ValueError(self._mixed_devices())
             if self.size > 1 and self.run.device not in devices:
                 tensors = [tensor.to(self.run.device) for tensor in tensors]
@@ -123,7 +130,7 @@ class CollectiveCall:
     def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor | None:
         """Check that all ranks pass alike tensors; small ones travel along.
 
-        Returns the (ranks, bytes) of all ranks, or None if they have still to be sent (see `packed`).
+        Returns (ranks, the plan's bytes or more), or None if they have still to be sent (see `packed`).
 
         Raises:
             CollectiveError: ranks passed different inputs; it shows those of each rank.
@@ -133,7 +140,7 @@ class CollectiveCall:
             self._compare(agreed)
             return None if plan.size else torch.empty(self.size, 0, dtype=torch.uint8, device=self.run.device)
         _, table = self._exchange_headers(agreed, plan.size, lambda into: plan.pack(tensors, into))
-        return table[:, : plan.size] if plan.size <= table.shape[1] else None
+        return table if plan.size <= table.shape[1] else None
 
     def packed(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
         """Return this rank's tensors as (bytes,) on the run's device."""
@@ -217,15 +224,17 @@ class CollectiveCall:
         Returns the payloads' lengths by rank, and the (ranks, room) bytes that fitted.
         """
         room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
-        header = torch.empty(_HEAD_BYTES + room, dtype=torch.uint8)
-        header[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([agreed, length]))
+        header = torch.empty(_HEAD.size + room, dtype=torch.uint8)
+        _HEAD.pack_into(header.numpy().data, 0, agreed, length)
         if write is not None and length <= room:
-            write(header[_HEAD_BYTES : _HEAD_BYTES + length])
-        table = self.compare_group.all_gather(header).view(self.size, -1)
-        heads = table[:, :_HEAD_BYTES].view(torch.int64).tolist()
+            write(header.narrow(0, _HEAD.size, length))
+        received = self.compare_group.all_gather(header)
+        words, step = received.numpy().data, len(header)
+        heads = [_HEAD.unpack_from(words, rank * step) for rank in range(self.size)]
         if any(other != agreed for other, _ in heads):
             raise self._disagreement()
-        return [other_length for _, other_length in heads], table[:, _HEAD_BYTES:]
+        payloads = received.view(self.size, -1).narrow(1, _HEAD.size, room)
+        return [other_length for _, other_length in heads], payloads
 
     def _disagreement(self) -> CollectiveError:
         """Return the error that shows where ranks differ.
@@ -261,20 +270,25 @@ class CollectiveCall:
 def collective_call(
     run: UnitRun, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
-    """Give a `CollectiveCall`, with gradients off.
+    """Give a `CollectiveCall`, with gradients and the search for cycles of garbage off.
 
-    Errors of collectives inside name it.
+    Errors of collectives inside name it. Thousands of leaves would start a search, which takes longer
+    than the rest, and the tensors made here are in no cycle.
     """
     # A generator: Ctrl-C may interrupt a method `__exit__` before its first statement.
     call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
     enabled, before = torch.is_grad_enabled(), current_operation.get()
+    collecting = gc.isenabled()
     try:
+        gc.disable()
         torch._C._set_grad_enabled(False)
         current_operation.set(call)
         yield call
     finally:
         try:
             torch._C._set_grad_enabled(enabled)
+            if collecting:
+                gc.enable()
         finally:
             current_operation.set(before)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, Final
@@ -29,6 +29,7 @@ __all__ = [
 DESCRIBED: Final = 10_000
 _LEAF: Final = object()
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
+_SEQUENCES: Final = (list, tuple)
 
 
 def recursively_apply(
@@ -75,22 +76,25 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
     shape: list[Any] = []
 
     def visit(value: Any) -> None:
-        children = _children(value)
-        if children is None and value is not None:
-            raise TypeError(_refusal(data, operation, value))
-        keys = None if isinstance(value, list | tuple) else tuple([str(key) for key, _ in children or ()])
-        shape.append((type(value).__qualname__, keys or len(children or ()), len(tensors)))
-        for _, child in children or ():
+        found = _children(value)
+        if found is None:
+            if value is not None:
+                raise TypeError(_refusal(data, operation, value))
+            shape.append(("NoneType", 0, len(tensors)))
+            return
+        keys, children = found
+        named = type(keys) is not range and tuple(map(str, keys))
+        shape.append((type(value).__qualname__, named or len(children), len(tensors)))
+        for child in children:
             if isinstance(child, Tensor):
                 tensors.append(child)
             else:
                 visit(child)
 
     tensors.append(data) if isinstance(data, Tensor) else visit(data)
+    strided = torch.strided
     for tensor in tensors:
-        if tensor.layout is not torch.strided or (
-            type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
-        ):
+        if tensor.layout is not strided or (type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")):
             raise TypeError(_refusal(data, operation, tensor))
     return tensors, tuple(shape)
 
@@ -206,7 +210,7 @@ def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (place, value) for a structure and for each value in it."""
     yield place, value
     if not isinstance(value, Tensor):
-        for key, child in _children(value) or ():
+        for key, child in zip(*(_children(value) or ((), ())), strict=True):
             yield from walk(child, f"{place}[{key!r}]")
 
 
@@ -217,23 +221,25 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: change(child) for key, child in value.items()}
     if kind is list:
         return [change(child) for child in value]
-    children = _children(value)
-    return _LEAF if children is None else _like(value, [(key, change(child)) for key, child in children])
+    found = _children(value)
+    return _LEAF if found is None else _like(value, list(zip(found[0], map(change, found[1]), strict=True)))
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return (key, child) pairs of a structure; None for a leaf."""
+def _children(value: Any) -> tuple[Collection[Any], Collection[Any]] | None:
+    """Return the keys and the children of a structure, a range as keys of a sequence; None for a leaf."""
     if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
+        return value.keys(), value.values()
+    if isinstance(value, _SEQUENCES):
+        return range(len(value)), value
     if isinstance(value, type):
         return None
     if attrs.has(type(value)):
-        return [(a.name, getattr(value, a.name)) for a in attrs.fields(type(value))]
-    if dataclasses.is_dataclass(value):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    return None
+        names = [attribute.name for attribute in attrs.fields(type(value))]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        return None
+    return names, [getattr(value, name) for name in names]
 
 
 def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:

@@ -80,15 +80,13 @@ class Plan:
     def pack(self, tensors: Sequence[Tensor], into: Tensor) -> None:
         """Write the tensors into (size,) uint8."""
         for group in self.groups:
-            flat = [
-                tensor if tensor.ndim == 1 else tensor.reshape(-1)
-                for tensor in map(tensors.__getitem__, group.numbers)
-            ]
-            torch.cat(flat, out=into[group.start : group.stop].view(group.dtype))
+            chosen = [tensors[number] for number in group.numbers] if len(self.groups) > 1 else tensors
+            flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in chosen]
+            torch.cat(flat, out=_typed(into, group))
 
     def split(self, payload: Tensor) -> list[Tensor]:
-        """(..., size) bytes -> one view per dtype, (..., elements)."""
-        return [payload[..., group.start : group.stop].view(group.dtype) for group in self.groups]
+        """(..., at least size) bytes -> one view per dtype, (..., elements)."""
+        return [_typed(payload, group) for group in self.groups]
 
     def unflatten(self, flat: Sequence[Tensor]) -> list[Tensor]:
         """One flat tensor per dtype -> views of the original shapes."""
@@ -107,3 +105,7 @@ class Plan:
             for number, piece in zip(group.numbers, pieces, strict=True):
                 unpacked[number] = piece.view(self.row_shapes[number])
         return unpacked
+
+
+def _typed(payload: Tensor, group: _Group) -> Tensor:
+    return payload.narrow(-1, group.start, group.stop - group.start).view(group.dtype)

@@ -6,8 +6,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -196,43 +195,38 @@ class TorchCollectives:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
-        with self._named("all_reduce", tensor):
-            dist.all_reduce(tensor, _REDUCE["sum" if operation == "mean" else operation], group=self.group)
+        summed = _REDUCE["sum" if operation == "mean" else operation]
+        self._call("all_reduce", dist.all_reduce, tensor, summed)
         return tensor.div_(self.size) if operation == "mean" else tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        with self._named("all_gather", tensor):
-            _gather(gathered, tensor.contiguous(), group=self.group)
+        self._call("all_gather", _gather, gathered, tensor.contiguous())
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        with self._named("broadcast", tensor):
-            dist.broadcast(tensor, group=self.group, group_src=source)
+        self._call("broadcast", dist.broadcast, tensor, group_src=source)
         return tensor
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
         values: list[Any] = [None] * self.size
-        with self._named("all_gather_object"):
-            dist.all_gather_object(values, value, group=self.group)
+        self._call("all_gather_object", dist.all_gather_object, values, value)
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         values = [value]
-        with self._named("broadcast_object"):
-            dist.broadcast_object_list(values, group=self.group, group_src=source)
+        self._call("broadcast_object", dist.broadcast_object_list, values, group_src=source)
         return values[0]
 
     def barrier(self) -> None:
-        with self._named("barrier"):
-            dist.barrier(group=self.group)
+        self._call("barrier", dist.barrier)
 
-    @contextmanager
-    def _named(self, operation: str, tensor: Tensor | None = None) -> Iterator[None]:
+    def _call(self, operation: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         try:
-            yield
+            function(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            raise self._failure(operation + _shape(tensor), error) from error
+            shapes = [_shape(argument) for argument in arguments if isinstance(argument, torch.Tensor)]
+            raise self._failure(operation + "".join(shapes[-1:]), error) from error
 
     def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
         """Translate torch's error, with the ranks that did not take part.
@@ -272,8 +266,8 @@ def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
     return {rank: store.get(str(rank)).decode() for rank in noted}
 
 
-def _shape(tensor: Tensor | None) -> str:
-    return "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _shape(tensor: Tensor) -> str:
+    return f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class Alone:

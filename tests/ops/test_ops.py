@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -136,6 +137,15 @@ def gather_objects(accelerator):
 
 
 @pytest.mark.together
+def test_cycles_of_garbage_are_searched_for_again_after_an_operation(alone):
+    ops.gather(torch.ones(2), run=alone)
+    assert gc.isenabled()
+
+    with pytest.raises(TypeError):
+        ops.gather("text", run=alone)
+    assert gc.isenabled()
+
+
 def test_gather_object_joins_lists_by_rank():
     expected = ([0, "", 1, "x"], {"a": [0, 1], "b": [None, None]}, [0, 1], 72000)
     assert ranks(gather_objects) == [expected, expected]
