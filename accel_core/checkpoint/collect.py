@@ -11,7 +11,7 @@ from attrs import field, frozen
 from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.agree import gather_from_all_ranks
-from accel_core.checkpoint.codec import encode, require_plain
+from accel_core.checkpoint.codec import encode, not_plain, require_plain
 from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.module_state import ModuleState, module_state
@@ -67,7 +67,8 @@ class Collected:
                 f"unit {key[0]!r}: there are two states {key[1]}\na parameter may be in one optimizer only"
             )
         for _, tensor in leaf.shards:
-            require_plain(f"{key[1]} of unit {key[0]!r}", tensor)
+            if not_plain(tensor):
+                require_plain(f"{key[1]} of unit {key[0]!r}", tensor)
         self.leaves[key] = leaf
         self.declared[key] = declare(leaf, spread=spread)
 

@@ -18,7 +18,7 @@ from accel_core.checkpoint.codec import decode, encode, key_of, key_text, requir
 from accel_core.checkpoint.own_state import own_state
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
-from accel_core.contract.state import Leaf, OptimizerState, leaf_of
+from accel_core.contract.state import Kind, Leaf, OptimizerState, leaf_of
 from accel_core.distributed.tensor_bytes import DTYPES
 from accel_core.errors import CheckpointError
 
@@ -48,27 +48,29 @@ class BaseState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        names = {parameter: name for name, parameter in unit.named_parameters().items()}
+        names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         leaves: dict[str, Leaf] = {}
         plain: dict[str, dict[str, Any]] = {}
         groups = []
         for number, group in enumerate(optimizer.param_groups):
             listed = []
             for position, parameter in enumerate(group["params"]):
-                if parameter not in names:
+                name = names.get(id(parameter), "")
+                if not name:
                     raise CheckpointError(
                         f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no"
                         f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
                         "make it a parameter of a module, and prepare that"
                     )
-                name = names[parameter]
                 listed.append(name)
                 state = optimizer.state.get(parameter, {})
                 tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-                packed = any(value.ndim and value.dtype in _CODES for value in tensors.values())
+                shape = parameter.shape
+                packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
                 for key, value in tensors.items():
-                    path = f"{name}/{key_text(key, f'state of {name}')}"
-                    leaves[path] = _leaf(optimizer, parameter, value, packed=packed)
+                    kind = _kind(value, shape, packed=packed)
+                    layout = type(optimizer).__qualname__ if kind == "opaque" else None
+                    leaves[f"{name}/{key_text(key, name)}"] = leaf_of(value, kind=kind, layout=layout)
                 if len(state) > len(tensors):
                     plain[name] = {key: value for key, value in state.items() if key not in tensors}
             hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
@@ -93,10 +95,11 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
-        names = {parameter: name for name, parameter in unit.named_parameters().items()}
+        names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                asked, values = template.get(names[parameter], {}), plain.get(names[parameter], {})
+                name = names[id(parameter)]
+                asked, values = template.get(name, {}), plain.get(name, {})
                 wanted = {key_of(text): tensor for text, tensor in asked.items()}
                 if not (wanted or values) and parameter not in optimizer.state:
                     continue  # `state` makes an entry on access; an optimizer without state has none
@@ -107,7 +110,8 @@ class BaseState:
                     is_like = getattr(state.get(key), "shape", None), getattr(state.get(key), "dtype", None)
                     if is_like != (tensor.global_shape, DTYPES[tensor.dtype]):
                         state[key] = _allocate(parameter, group, key, tensor)
-                state.update(unit.hooks.move(dict(values), parameter.device, False))
+                if values:
+                    state.update(unit.hooks.move(dict(values), parameter.device, False))
 
     @implements(hooks.snapshot_safe)
     def snapshot_safe(self, unit: Unit) -> bool:
@@ -199,12 +203,13 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Leaf]]:
             yield f"{name}#{key}", leaf_of(part, kind="opaque", layout=layout)
 
 
-def _leaf(optimizer: Optimizer, parameter: nn.Parameter, value: Tensor, *, packed: bool) -> Leaf:
+def _kind(value: Tensor, shape: torch.Size, *, packed: bool) -> Kind:
+    """Return the kind of leaf for state of a parameter of this shape."""
     if value.ndim == 0:
-        return leaf_of(value, kind="scalar")
+        return "scalar"
     if packed:  # in some code of the optimizer's own, which nobody else can read or cut into parts
-        return leaf_of(value, kind="opaque", layout=type(optimizer).__qualname__)
-    return leaf_of(value, kind="like_param" if value.shape == parameter.shape else "factored")
+        return "opaque"
+    return "like_param" if value.shape == shape else "factored"
 
 
 def _allocate(

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.contract.state import Leaf
 from accel_core.distributed.tensor_bytes import name_of
@@ -57,18 +57,23 @@ class Declared(NamedTuple):
 
 
 def declare(leaf: Leaf, *, spread: bool) -> Declared:
-    """Return the declaration of a leaf."""
-    # Lists first: this runs for every leaf of every save, and a generator takes twice the time.
-    boxes = tuple([Box(tuple(offset), tensor.shape) for offset, tensor in leaf.shards])
-    dtypes = tuple([tensor.dtype for _, tensor in leaf.shards])
-    shape = tuple(leaf.global_shape)
-    return _one(Declared(leaf.kind, shape, leaf.layout, leaf.replicated, spread, dtypes, boxes))
+    """Return the declaration of a leaf: one object for equal ones.
+
+    Leaves are many, their shapes are few.
+    """
+    # A list first: this runs for every leaf of every save, and a generator takes twice the time.
+    parts = tuple([(tuple(offset), tensor.shape, tensor.dtype) for offset, tensor in leaf.shards])
+    return _declared(leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, spread, parts)
 
 
 @lru_cache(maxsize=4096)
-def _one(declared: Declared) -> Declared:
-    """One object for equal ones: leaves are many, their shapes are few."""
-    return declared
+def _declared(
+    kind: str, shape: tuple[int, ...], layout: str | None, replicated: bool, spread: bool, parts: Any
+) -> Declared:
+    """Return the declaration whose parts are (offset, shape, dtype)."""
+    dtypes = tuple(dtype for _, _, dtype in parts)
+    boxes = tuple(Box(offset, size) for offset, size, _ in parts)
+    return Declared(kind, shape, layout, replicated, spread, dtypes, boxes)
 
 
 def plan(

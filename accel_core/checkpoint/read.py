@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -152,14 +154,21 @@ def _add_tensors(
             if stored is not described and stored != described:
                 raise ValueError(f"{key} is described otherwise by another rank")
             for offset, shape, start in each["boxes"]:
-                if {*map(type, offset), *map(type, shape), type(start)} != {int}:
-                    raise ValueError(f"{key} has a box that is not made of whole numbers")
-                bytes_within(data.record.size, stored.dtype, shape, start)
-                box = Box(tuple(offset), tuple(shape))
+                box, size = _measured(stored.dtype, tuple(offset), tuple(shape))
+                if type(start) is not int or not 0 <= start <= data.record.size - size:
+                    raise ValueError(f"{key} {box} is not within its file, at {start!r}")
                 # Each node has its own copy of what is the same on all; the lowest rank's is read.
                 if box in stored.boxes and (not files.manifest.domains or stored.boxes[box][0] is data):
                     raise ValueError(f"{key} {box} is there twice")
                 stored.boxes.setdefault(box, (data, start))
+
+
+@lru_cache(maxsize=4096)
+def _measured(dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int]:
+    """Return the box and its size in bytes: one object for equal ones."""
+    if not {*map(type, offset), *map(type, shape)} <= {int}:
+        raise ValueError(f"[{offset}, {shape}] is not a box of whole numbers")
+    return Box(offset, shape), bytes_within(sys.maxsize, dtype, shape, 0)
 
 
 def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
@@ -174,11 +183,11 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
     for stored, leaf in pairs:
         stored.require(leaf)
         for offset, tensor in leaf.shards:
-            wanted = Box(tuple(offset), tuple(tensor.shape))
+            wanted = Box(tuple(offset), tensor.shape)
             file, start = stored.boxes.get(wanted, (None, 0))
             if file is None:
                 stored._join(tensor, wanted)
-            elif 0 < wanted.volume <= SMALL_ELEMENTS and not _is_lazy(tensor):
+            elif 0 < tensor.numel() <= SMALL_ELEMENTS and not _is_lazy(tensor):
                 small[file, stored.dtype].append((start, tensor))
             elif _takes_bytes(tensor, stored.dtype):
                 file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -44,9 +44,8 @@ def whole(
     tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
 ) -> Leaf:
     """Return the leaf of a tensor that this rank holds entirely."""
-    data = tensor.detach()
-    shape = tuple(data.shape)
-    shards = (((0,) * len(shape), data),)
+    shape = tuple(tensor.shape)
+    shards = (((0,) * len(shape), tensor.detach()),)
     return Leaf(kind=kind, global_shape=shape, shards=shards, replicated=replicated, layout=layout)
 
 
