@@ -59,6 +59,21 @@ def test_a_card_that_raises_keyboard_interrupt_by_itself_is_broken(toy_plugin):
     assert toy_plugin("pony", source="raise KeyboardInterrupt\n").status == "broken"
 
 
+def test_cards_that_are_imported_already_start_no_thread(toy_plugin, monkeypatch):
+    toy_plugin("pony")
+    monkeypatch.setattr(timeout.threading, "Thread", None)
+
+    assert discover({}).get("pony").status == "available"
+
+
+def test_a_module_that_still_hangs_stays_broken(toy_plugin, monkeypatch):
+    monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 0.2)
+    source = card_source("pony") + "\nimport time\ntime.sleep(10)\n"
+
+    assert toy_plugin("pony", source=source).status == "broken"
+    assert discover({}).get("pony").status == "broken"
+
+
 def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribution, tmp_path):
     toy_distribution(
         "accel-pony",
