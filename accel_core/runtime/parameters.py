@@ -25,11 +25,15 @@ class ParameterIndex:
     def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remember the parameters that have, or had, these names in the unit."""
         for name, parameter in named:
-            self._entries[id(parameter)] = weakref.ref(parameter, self._forget(id(parameter))), unit, name
+            key = id(parameter)
+            alive, *_ = self._entries.get(key, (None,))
+            if alive is None or alive() is not parameter:
+                alive = weakref.ref(parameter, self._forget(key))
+            self._entries[key] = alive, unit, name
 
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
         """Their units; None among them for what no prepared model has."""
-        entries = (self._entries.get(id(parameter)) for parameter in parameters)
+        entries = map(self._entries.get, map(id, parameters))
         return {None if entry is None else entry[1] for entry in entries}
 
     def name_of(self, parameter: nn.Parameter) -> str:

@@ -81,7 +81,7 @@ def _in_words(models: Sequence[nn.Module], units: Sequence[Unit]) -> str:
     """Describe what all ranks must share; parts of a model may differ by rank."""
     if any(unit.mesh is not None and unit.mesh.size(*unit.mesh.names("model")) > 1 for unit in units):
         return f"{len(models)} model(s)"
-    dtypes = [sorted({str(parameter.dtype) for parameter in model.parameters()}) for model in models]
+    dtypes = [sorted(map(str, {parameter.dtype for parameter in model.parameters()})) for model in models]
     named = zip(models, dtypes, strict=True)
     words = ", ".join(f"{type(model).__name__} ({', '.join(names)})" for model, names in named)
     return words.replace("torch.", "")
