@@ -305,7 +305,7 @@ def _imported(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     found = sys.modules.get(module.strip())
-    is_whole = found is not None and not getattr(found.__spec__, "_initializing", False)
+    is_whole = found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
     return vars(found).get(name.strip()) if is_whole else None
 
 
