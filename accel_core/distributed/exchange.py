@@ -270,7 +270,7 @@ class CollectiveCall:
 def collective_call(
     run: UnitRun, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
-    """Give a `CollectiveCall`, with gradients and the search for cycles of garbage off.
+    """Give a `CollectiveCall`, with gradients and garbage collection off.
 
     Errors of collectives inside name it. Thousands of leaves would start a search, which takes longer
     than the rest, and the tensors made here are in no cycle.

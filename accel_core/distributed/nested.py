@@ -226,7 +226,10 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _children(value: Any) -> tuple[Collection[Any], Collection[Any]] | None:
-    """Return the keys and the children of a structure, a range as keys of a sequence; None for a leaf."""
+    """Return the keys and the children of a structure; None for a leaf.
+
+    The keys of a sequence are a range.
+    """
     if isinstance(value, Mapping):
         return value.keys(), value.values()
     if isinstance(value, _SEQUENCES):

@@ -299,9 +299,9 @@ def _takes(function: Callable[..., Any], *arguments: object) -> bool:
 
 
 def _imported(path: str) -> Any:
-    """Return the object of a module that was imported before, as `_resolve` would; None of others.
+    """Return an object as `_resolve` does, if its module is imported already.
 
-    Nothing third-party runs here, so it needs no thread with a timeout.
+    Return None of others. Nothing third-party runs here, so it needs no thread with a timeout.
     """
     module, _, name = path.partition(":")
     found = sys.modules.get(module.strip())
