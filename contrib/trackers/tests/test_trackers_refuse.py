@@ -88,7 +88,7 @@ import sys
 from accel_core import discover
 names = {{record.name for record in discover().of("tracker")}}
 assert names >= {{"aim", "wandb"}}, names
-print([name for name in {modules!r}.split() if name in sys.modules])
+print([name for name in {modules} if name in sys.modules])
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"
 
