@@ -1,4 +1,4 @@
-"""What a model needs: bytes by dtype, for its weights and for training, and a plan."""
+"""Bytes that a model needs by dtype, for its weights and training, and a plan."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _needs(dtype: str, size: float, whole: _Counts, blocks: list[_Counts]) -> Ne
 
 @frozen
 class _Counts:
-    """Numbers of a group of tensors: floating-point elements, those of parameters, and bytes of the rest."""
+    """Floating-point elements of tensors, those of parameters, bytes of the rest."""
 
     floating: int
     trained: int

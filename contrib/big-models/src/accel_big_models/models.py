@@ -1,4 +1,4 @@
-"""Models without memory: of transformers, of a user's function, or by the names in a checkpoint."""
+"""Models without memory: of transformers, of a function, or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -101,17 +101,17 @@ def _of_transformers(name: str, *, trust_remote_code: bool) -> nn.Module:
 
 
 def _auto(transformers: Any, config: Any) -> Any:
-    """Return the class that remote code registers itself under, AutoModel where there is none."""
+    """Return the class that remote code registers itself under, else AutoModel."""
     named = [key for key in getattr(config, "auto_map", None) or () if key.startswith("AutoModelFor")]
     return getattr(transformers, named[0]) if named else transformers.AutoModel
 
 
 def _of_checkpoint(path: Path) -> nn.Module:
-    """Build modules as the names of the weights say; each weight has its shape and dtype."""
+    """Build modules as the weights' names say; each has its shape and dtype."""
     try:
         sources = open_checkpoint(path)
     except CheckpointError as error:
-        raise ConfigError(f"MODEL {path}: {error}") from error
+        raise ConfigError(f"MODEL {path}: {error}\n{_KINDS}") from error
     parents = {name[:end] for name in sources for end, letter in enumerate(name) if letter == "."}
     model, made = nn.Module(), {}
     shared: dict[int, torch.Tensor] = {}
