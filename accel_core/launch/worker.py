@@ -67,7 +67,7 @@ def main(least: int = 1, most: int = sys.maxsize) -> None:
 
 
 def _check_world(least: int, most: int) -> None:
-    """Refuse a world of another size than was asked for, of a launcher that hands on none or its own."""
+    """Refuse a world of another size than was asked for."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and not least <= int(size) <= most:
         asked = f"{most} processes" if least == most else f"{least} to {most} processes"

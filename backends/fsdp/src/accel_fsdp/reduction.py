@@ -1,4 +1,4 @@
-"""One reduction of the gradients of a pipeline's window, whatever the number of its micro-batches."""
+"""One reduction of gradients for all micro-batches of a pipeline's window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Reduction"]
 
 @define(eq=False)
 class Reduction:
-    """A context around a window, in which only this rank's last backward reduces gradients.
+    """A context around a window: only this rank's last backward reduces gradients.
 
     torch's stages do so for a stage that is itself sharded by `fully_shard`
     (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`); here the model around the stages

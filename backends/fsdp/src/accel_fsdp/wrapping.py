@@ -144,7 +144,7 @@ def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn
 
 
 def replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put new modules, which may hold the old ones, wherever these stand in the model."""
+    """Put new modules, which may hold the old ones, in the places of the old ones."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is not None and child in new:

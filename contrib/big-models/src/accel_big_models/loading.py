@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_big_models.arranging import Tenant, arrange, tenants_of
+from accel_big_models.arranging import arrange
 from accel_big_models.checkpoints import open_checkpoint, with_dtype
 from accel_big_models.planning import plan_from_map
 from accel_big_models.sources import Source, values_of
+from accel_big_models.tenants import Tenant, tenants_of
 from accel_big_models.weights import persistent_buffers
 from accel_core import CheckpointError
 

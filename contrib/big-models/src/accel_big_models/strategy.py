@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_big_models.arranging import arrange, tenants_of
+from accel_big_models.arranging import arrange
 from accel_big_models.config import DispatchedPlugin
 from accel_big_models.empty import empty_weights
 from accel_big_models.engine import Engine
 from accel_big_models.hooks import enters_of
 from accel_big_models.planning import place_name, plan, plan_from_map
 from accel_big_models.sizes import available
+from accel_big_models.tenants import tenants_of
 from accel_big_models.weights import persistent_buffers, weights_of
 from accel_core import Leaf, hooks, implements, leaf_of
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_big_models.arranging import Tenant
     from accel_big_models.plans import Plan
+    from accel_big_models.tenants import Tenant
     from accel_core import Run, Unit
 
 __all__ = ["Dispatched"]

@@ -18,7 +18,7 @@ from accel_big_models.sizes import text_of
 from accel_core import AccelError
 
 if TYPE_CHECKING:
-    from accel_big_models.arranging import Tenant
+    from accel_big_models.tenants import Tenant
 
 __all__ = ["write_blocks"]
 
