@@ -136,7 +136,6 @@ def gather_objects(accelerator):
     )
 
 
-@pytest.mark.together
 def test_cycles_of_garbage_are_searched_for_again_after_an_operation(alone):
     ops.gather(torch.ones(2), run=alone)
     assert gc.isenabled()
@@ -146,6 +145,7 @@ def test_cycles_of_garbage_are_searched_for_again_after_an_operation(alone):
     assert gc.isenabled()
 
 
+@pytest.mark.together
 def test_gather_object_joins_lists_by_rank():
     expected = ([0, "", 1, "x"], {"a": [0, 1], "b": [None, None]}, [0, 1], 72000)
     assert ranks(gather_objects) == [expected, expected]

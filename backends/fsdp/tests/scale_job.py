@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from math import ceil
-from types import SimpleNamespace
+from types import SimpleNamespace as PlainNamespace
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,10 @@ class Model(nn.Module):
         self.tokens, self.norm = nn.Embedding(VOCABULARY, width), nn.RMSNorm(width)
         self.blocks = nn.ModuleList(Block(width, inner, heads) for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+
+class SimpleNamespace(PlainNamespace):
+    """With weak references, which strategies keep of a run."""
 
 
 class Unfilled(Sharded):

@@ -44,7 +44,7 @@ class _Wrapping(GeneralTracker):
     library_class: ClassVar[str]
     """The name of that class."""
 
-    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
         self.library = _library(self.library_class)
         self.run_name, self.init_kwargs = run_name, kwargs
@@ -258,6 +258,9 @@ class ClearMLTracker(_WithTables):
 
     name, library_class = "clearml", "ClearML"
     task = _held()
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
 
     def start(self) -> None:
         """Begin a task, unless there is one."""
