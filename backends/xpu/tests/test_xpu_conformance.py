@@ -21,4 +21,4 @@ def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds:
 
     printed = conform(tmp_path, stack, *options, path=[STAND_IN])
 
-    assert "0 failed, 0 xfailed, 0 skipped" in printed
+    assert "0 failed, 0 xfailed, 1 skipped" in printed  # float8, which it does not offer

@@ -59,9 +59,8 @@ def test_unusual_plugins_pass(
 ) -> None:
     found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", levels, "--accel-world", worlds)
     assert found.names("failed") == set(), describe(found)
-    assert found.names("skipped") <= {"test_ranks_may_run_out_of_batches"} | (
-        LOOPS if "scheduled" in stack else set()
-    )
+    left_out = {"test_ranks_may_run_out_of_batches", "test_float8_matrices_are_multiplied"}
+    assert found.names("skipped") <= left_out | (LOOPS if "scheduled" in stack else set())
 
 
 @pytest.mark.timeout(300)
