@@ -5,7 +5,17 @@ Importing this package imports neither torch nor its own modules (PEP 562).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from accel_big_models.casting import layerwise_casting
+    from accel_big_models.config import DispatchedPlugin
+    from accel_big_models.dispatching import dispatch, offload, undo
+    from accel_big_models.empty import empty_weights
+    from accel_big_models.loading import load
+    from accel_big_models.planning import plan, plan_from_map
+    from accel_big_models.plans import Place, Plan
+    from accel_big_models.weights import weights_of
 
 _PUBLIC: Final = {
     "casting": "layerwise_casting",
