@@ -144,7 +144,7 @@ def key_text(key: Any, path: str) -> str:
 
 
 def key_of(text: str) -> Any:
-    """Return the key that `key_text` was given."""
+    """Return the key that `key_text` made this text of."""
     return decode(json.loads(unquote(text[1:])), text) if text.startswith("%") else text
 
 

@@ -179,7 +179,7 @@ def discard(folder: Path, target: Path) -> None:
 
 @contextmanager
 def workshop(folder: Path) -> Iterator[Path]:
-    """Return a folder to write into; folders of dead processes are removed."""
+    """Give a folder to write into; folders of dead processes are removed."""
     named = [(path, name) for path in folder.iterdir() if (name := _WORKSHOP.fullmatch(path.name))]
     for left in [path for path, name in named if is_over(name[1]) and not path.is_symlink()]:
         aside = left.with_suffix(".removed")

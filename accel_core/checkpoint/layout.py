@@ -112,7 +112,7 @@ class Layout:
 
 
 def _joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Return the bytes of the tensors, in order.
+    """Yield the bytes of the tensors, in order.
 
     Small ones joined, since each write costs time.
     """

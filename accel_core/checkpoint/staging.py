@@ -26,7 +26,7 @@ def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:
 
 @torch.no_grad()
 def staged(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Return the tensors' bytes on the host, row-major, in order: uint8, (size,).
+    """Yield the tensors' bytes on the host, row-major, in order: uint8, (size,).
 
     Each piece is valid until the next one is asked for. The host waits for the device once a piece, and
     the device copies the next piece meanwhile, on a stream of its own.

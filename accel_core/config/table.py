@@ -109,7 +109,7 @@ class Table:
                 yield value
 
     def _split(self, value: SourceValue, cls: type | None) -> Iterator[SourceValue]:
-        """Return the values of a section's keys; of an object, its given arguments."""
+        """Yield the values of a section's keys; of an object, its given arguments."""
         raw = value.value
         if isinstance(raw, RawText):
             from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms

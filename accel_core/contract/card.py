@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from attrs import Attribute, field, frozen
 
@@ -58,7 +58,7 @@ def _words(value: Iterable[str]) -> frozenset[str]:
     return frozenset({value} if isinstance(value, str) else value)
 
 
-def _name(card: Card, attribute: Attribute[str], value: str) -> None:
+def _name(card: Card, attribute: Attribute[Any], value: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value):
         raise PluginError(
             f"plugin name {value!r} is not lower-case words joined by single hyphens\ngive it such a name",
@@ -70,7 +70,7 @@ def _name(card: Card, attribute: Attribute[str], value: str) -> None:
 
 def _also(card: Card, attribute: Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
     for word in value:
-        _name(card, attribute, word)  # type: ignore[arg-type]
+        _name(card, attribute, word)
 
 
 def _version(card: Card, attribute: Attribute[str], value: object) -> None:

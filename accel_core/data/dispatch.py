@@ -48,7 +48,7 @@ class Round:
 
 
 def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) -> Iterator[Round]:
-    """Return the rounds of map-style data, from the batches of all readers in turn."""
+    """Yield the rounds of map-style data, from the batches of all readers in turn."""
     first = progress.count + 1
     for number, group in enumerate(batched(batches, readers), start=first):
         following = 0 if number == progress.total else progress.readers_with_batch.get(number + 1, readers)
@@ -68,7 +68,7 @@ def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) ->
 
 
 def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
-    """Return this reader's batches. Each of them is collective.
+    """Yield this reader's batches. Each of them is collective.
 
     rounds: on the rank that reads. pin: put tensors into pinned memory.
     An error while reading is raised on the rank that reads, and told to all other ranks.

@@ -81,7 +81,7 @@ def _groups_of(meshes: Iterable[Mesh]) -> set[dist.ProcessGroup]:
 
 
 def _check_group(run: Run, backends: Mapping[str, str]) -> None:
-    """Return a group that this process already has must carry this run's tensors too."""
+    """Refuse a group of this process that does not carry this run's tensors."""
     kind = run.device.type
     carried = dist.get_backend_config(dist.group.WORLD)
     if f"{kind}:{backends[kind]}" not in carried.split(","):

@@ -37,7 +37,7 @@ class GeneralTracker:
     _accel_started = False  # a name that subclasses do not have
 
     def start(self, **options: Any) -> None:
-        """`init_trackers` was called. `options`: its `init_kwargs` for this tracker."""
+        """Begin, when `init_trackers` is called. `options`: its `init_kwargs` for this tracker."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Note the configuration that `init_trackers` was given."""
@@ -47,7 +47,7 @@ class GeneralTracker:
         raise AccelError(f"{type(self).__name__} cannot log anything\ngive it a method `log(values, step)`")
 
     def finish(self) -> None:
-        """Return the run has ended. Called after `start` only."""
+        """Close what is open, as the run has ended. Called after `start` only."""
 
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:

@@ -149,7 +149,7 @@ class Accumulation:
 
 
 def _reducing(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
-    """Yield units whose strategies reduce in each backward, with the models meant."""
+    """Return units whose strategies reduce in each backward, with the models meant."""
     return [
         (unit, [wrapped for wrapped in unit.wrapped if wrapped in models] or unit.wrapped)
         for unit in units

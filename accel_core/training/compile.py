@@ -91,7 +91,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the outermost lists' blocks of one class: they share compiled code."""
+    """Yield the outermost lists' blocks of one class: they share compiled code."""
     for child in module.children():
         blocks = list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         if len(blocks) > 1 and len(set(map(type, blocks))) == 1:

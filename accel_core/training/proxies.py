@@ -74,7 +74,7 @@ class PreparedOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Return the inner optimizer's."""
+        """Load the inner optimizer's."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class PreparedScheduler(LRScheduler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Return the inner scheduler's."""
+        """Load the inner scheduler's."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[Any]:

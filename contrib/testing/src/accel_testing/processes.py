@@ -117,7 +117,7 @@ def _rendezvous(world: int, port: int) -> dict[str, str | None]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Return a free TCP port of 127.0.0.1, which no other harness takes meanwhile."""
+    """Give a free TCP port of 127.0.0.1, which no other harness takes meanwhile."""
     # Below the ephemeral range, where no outgoing connection can take it before rank 0 listens.
     for port in random.SystemRandom().sample(range(20000, 32000), 100):
         # The UDP port of the same number is the lock between harnesses: rank 0 is to have the TCP port.

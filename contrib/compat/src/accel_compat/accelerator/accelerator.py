@@ -173,7 +173,7 @@ class Accelerator(Stepping):
 
 
 def _as_before(given: dict[str, Any]) -> None:
-    """Return the settings: the first Accelerator's, where others are not given."""
+    """Fill in the first Accelerator's settings, where others are not given."""
     state = AcceleratorState()
     if given["mixed_precision"] is None:
         given["mixed_precision"] = state.mixed_precision

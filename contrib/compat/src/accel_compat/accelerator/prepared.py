@@ -86,7 +86,7 @@ class _ByHand(AcceleratedOptimizer):
             self.optimizer.zero_grad(set_to_none is not False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Return the optimizer's."""
+        """Add a group to the optimizer, as its own method does."""
         self.optimizer.add_param_group(param_group)
 
 

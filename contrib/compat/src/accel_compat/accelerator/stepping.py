@@ -50,7 +50,7 @@ class Stepping(Assignable):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Return a context in which ranks may run out of batches apart. All ranks.
+        """Give a context in which ranks may run out of batches apart. All ranks.
 
         Models that are not prepared are left out: they wait for no other rank.
         """

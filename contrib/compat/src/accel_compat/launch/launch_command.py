@@ -91,7 +91,7 @@ def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
 
 
 def _choose(args: Namespace, defaults: Any) -> None:
-    """Return the strategy that the file's distributed_type means."""
+    """Choose the strategy that the file's distributed_type means."""
     kind = defaults.distributed_type.value
     if kind in DISTRIBUTED_TYPES:
         setattr(args, DISTRIBUTED_TYPES[kind], True)

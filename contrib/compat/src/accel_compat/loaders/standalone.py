@@ -49,7 +49,7 @@ class DataLoaderStateMixin(metaclass=_Prepared):
         self.end_of_dataloader, self.remainder = False, -1
 
     def begin(self) -> None:
-        """Return an epoch begins."""
+        """Begin an epoch."""
         self.reset()
         with suppress(Exception):  # whatever a dataset or sampler without sizes raises: nobody knows then
             if not self._drop_last:  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ class DataLoaderStateMixin(metaclass=_Prepared):
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """Return the epoch is over, or left."""
+        """End the epoch: it is over, or was left."""
         self.gradient_state._remove_dataloader(self)
 
 
@@ -249,7 +249,7 @@ class DataLoaderDispatcher(_Counting):
         self.state, self.gradient_state = PartialState(), GradientState()
 
     def _batches(self) -> Iterator[Any]:
-        """Return this process's part of each round; the last is filled up from the first."""
+        """Yield this process's part of each round; the last is filled up from the first."""
         ranks, reader = self.state.num_processes, iter(self.base_dataloader)
         held, first = self._read(reader), None
         while held is not _END:

@@ -262,7 +262,7 @@ class Kit:
     # -- afterwards ------------------------------------------------------------------------------
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Return the list of what was not checked, and the result in one line."""
+        """Print what was not checked, and the result in one line."""
         terminalreporter.section("accel-core conformance")
         for line in self.report.summary():
             terminalreporter.write_line(line)

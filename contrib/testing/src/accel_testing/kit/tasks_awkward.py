@@ -162,7 +162,7 @@ def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_moments(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Return the momentum of each parameter is that of the plain loop."""
+    """Assert that the momentum of each parameter is that of the plain loop."""
     for number, state in expected["state"].items():
         mine, plain = found["state"][number]["momentum_buffer"], state["momentum_buffer"]
         assert mine.shape == plain.shape

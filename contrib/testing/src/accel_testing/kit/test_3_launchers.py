@@ -83,7 +83,7 @@ def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Launches:
 
 @contextmanager
 def sleeping(launches: Launches) -> Iterator[subprocess.Popen[str]]:
-    """Return a launch whose workers have all begun to sleep."""
+    """Give a launch whose workers have all begun to sleep."""
     # A shell has commands in the background ignore SIGINT, and so would this one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(

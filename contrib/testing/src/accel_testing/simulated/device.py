@@ -180,7 +180,7 @@ class _Event:
         """Nothing is ever pending."""
 
     def synchronize(self) -> None:
-        """Return the same; a host that asks would wait."""
+        """Do nothing but note that a host which asks would wait."""
         module().wait("Event.synchronize")
 
     def query(self) -> bool:
@@ -200,10 +200,10 @@ class _Stream:
         """Nothing is ever pending."""
 
     def wait_stream(self, stream: _Stream) -> None:
-        """Return the same."""
+        """Do nothing, for the same reason."""
 
     def synchronize(self) -> None:
-        """Return the same; a host that asks would wait."""
+        """Do nothing but note that a host which asks would wait."""
         module().wait("Stream.synchronize")
 
 
@@ -296,7 +296,7 @@ class DeviceModule:
         """Do nothing: the device draws from the CPU's generator, seeded by torch."""
 
     def manual_seed_all(self, seed: int) -> None:
-        """Return the same."""
+        """Do nothing, for the same reason."""
 
     def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.get_rng_state()
