@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = {"accel-core": ROOT} | {
@@ -36,15 +37,24 @@ def main(folder: Path, words: list[str]) -> None:
 
 
 def built(project: Path, folder: Path) -> Path:
-    """The project's wheel in `folder`, built unless it is newer than every source file."""
+    """The project's wheel in `folder`, built unless it is newer than every source file.
+
+    Environments may run side by side: a wheel is built in a folder of its own, and moved when it is whole.
+    """
     sources = [project / "pyproject.toml", *project.glob("src/**/*.*"), *project.glob("accel_core/**/*.*")]
     newest = max(path.stat().st_mtime for path in sources if "__pycache__" not in path.parts)
     wheels = list(folder.glob("*.whl"))
     if not wheels or wheels[0].stat().st_mtime < newest:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as scratch:
+            uv("build", "--wheel", "--out-dir", scratch, str(project))
+            (wheel,) = Path(scratch).glob("*.whl")
+            wheel = wheel.replace(folder / wheel.name)
         for stale in wheels:
-            stale.unlink()
-        uv("build", "--wheel", "--out-dir", str(folder), str(project))
-    return next(folder.glob("*.whl"))
+            if stale != wheel:
+                stale.unlink(missing_ok=True)
+        return wheel
+    return wheels[0]
 
 
 def uv(*arguments: str) -> None:
