@@ -87,17 +87,26 @@ def fork(unit: Unit) -> Stream | None:
 def forward_context(
     unit: Unit, factory: Callable[[], AbstractContextManager[Any]] | None
 ) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return the context of a unit's forward: its stream, and that of `factory`."""
+    """Return the context of a unit's forward: its stream, and that of `factory`.
+
+    Ranks of a unit with a stream exchange values in a forward: the context also names ranks that it lost.
+    """
     if unit.stream is None:
         return factory
 
     @contextmanager
-    def both() -> Iterator[None]:
+    def context() -> Iterator[None]:
         assert unit.stream is not None  # but it may be another one: units are joined
-        with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
-            yield
+        try:
+            with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
+                yield
+        except RuntimeError as error:
+            lost = unit.run.lost_peer("forward", error)
+            if lost is None:
+                raise
+            raise lost from error
 
-    return both
+    return context
 
 
 def reseed(run: Run, seed: int) -> None:

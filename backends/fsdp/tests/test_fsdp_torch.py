@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_core import Accelerator, CollectiveError
-from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_fsdp.experts import Spread
 from accel_testing import run_processes
 
@@ -155,6 +155,29 @@ def forward_without_the_other(version: int, wraps: list[str] | None, trains: boo
     except CollectiveError as error:
         return str(error)
     return "nothing"
+
+
+def evaluated_without_the_other_part() -> str:
+    # A layer's result is waited for where the next one uses it.
+    plan = {"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"}
+    split = TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan)
+    run = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT, split])
+    model = run.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))).eval()
+    if run.process_index:
+        run.end_training()
+        return "nothing"
+    try:
+        with torch.no_grad():
+            for _ in range(100):
+                model(torch.ones(1, 8))
+    except CollectiveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_with_the_other_part_of_each_layer_is_named_by_a_forward_alone() -> None:
+    said, _ = run_processes(evaluated_without_the_other_part, world=2)
+    assert said.startswith("forward: rank 0 lost rank 1 (")
 
 
 @pytest.mark.parametrize("trains", [True, False])
