@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +252,14 @@ def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> T
     return tensor
 
 
+_handles: Final[dict[tuple[Path, int], int]] = {}
+"""Folders that threads of this process save into.
+
+Ctrl-C within the end of a save leaves its handle, maybe locked. The thread's next save goes on with that
+handle: it would wait for itself with another.
+"""
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Wait for other saves into the folder, as far as its file system has locks."""
@@ -259,7 +268,10 @@ def _alone(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows; `_publish` compares what is there afterwards
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
+    key = folder, threading.get_ident()
+    if key not in _handles:
+        _handles[key] = os.open(folder, os.O_RDONLY)
+    handle = _handles[key]
     try:
         with suppress(OSError):  # some network file systems lock no folders
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -267,6 +279,7 @@ def _alone(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has it too
+        del _handles[key]
         os.close(handle)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import dis
+import fcntl
 import gc
 import inspect
+import os
 import random
 import sys
 from itertools import count
@@ -21,6 +23,7 @@ import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.target import SaveTarget
+from accel_core.checkpoint.weights import _alone as saving_alone
 from accel_core.contract.world import current_operation
 
 CORE = str(Path(accel_core.__file__).parent)
@@ -427,6 +430,31 @@ def test_after_ctrl_c_at_any_place_of_a_step_of_all_ranks_no_operation_is_under_
             break
     assert at > 5
     assert not left
+
+
+@pytest.mark.timeout(60)
+def test_after_ctrl_c_at_any_place_of_a_folders_lock_its_thread_does_not_wait_for_itself(tmp_path):
+    for at in count(1):
+        interruption = Interruption(at)
+        with contextlib.suppress(KeyboardInterrupt), interruption, saving_alone(tmp_path):
+            pass
+        with saving_alone(tmp_path):  # the lock may still be held
+            pass
+        if not interruption.where:
+            break
+    assert at > 5
+    with locked(tmp_path):  # not even by a handle that was left open
+        pass
+
+
+@contextlib.contextmanager
+def locked(folder):
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, monkeypatch):
