@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -62,6 +63,40 @@ def test_an_error_in_a_layer_leaves_the_stored_weights():
     assert cast[0].weight.dtype == torch.float8_e4m3fn
 
 
+class Stopped(nn.Linear):
+    stops = False
+
+    def forward(self, inputs):
+        if self.stops:
+            raise KeyboardInterrupt
+        return super().forward(inputs)
+
+
+def test_ctrl_c_in_a_layer_leaves_the_stored_weights():
+    cast, inputs = nn.Sequential(Stopped(8, 8)), torch.randn(3, 8)
+    layerwise_casting(cast, torch.bfloat16, torch.float32)
+    cast[0].stops = True
+    with pytest.raises(KeyboardInterrupt):
+        cast(inputs)
+    cast[0].stops = False
+    with torch.no_grad():
+        for weight in cast.parameters():
+            weight.zero_()
+
+    assert not cast(inputs).any()
+
+
+def test_threads_are_inside_a_layer_together():
+    cast, inputs = model(), torch.randn(64, 8)
+    layerwise_casting(cast, torch.bfloat16, torch.float32)
+    expected = cast(inputs)
+    with ThreadPoolExecutor(8) as threads:
+        outputs = list(threads.map(lambda _: cast(inputs), range(200)))
+
+    assert all(torch.equal(each, expected) for each in outputs)
+    assert cast[0].weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
 def test_a_copy_casts_too(duplicate):
     cast = model()
@@ -82,7 +117,7 @@ def test_removing_the_casting_leaves_an_ordinary_model():
     remove()
 
     assert {it.dtype for it in cast.parameters()} == {torch.float32}
-    assert not cast[0]._forward_pre_hooks
+    assert "forward" not in vars(cast[0])
 
 
 def test_a_model_without_such_layers_is_an_error():

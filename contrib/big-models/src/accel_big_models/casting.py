@@ -52,7 +52,7 @@ def layerwise_casting(
             " skip= leaves\nname fewer layers in skip="
         )
     for name, module in chosen.items():
-        if any(isinstance(hook, _Cast) for hook in module._forward_pre_hooks.values()):
+        if isinstance(vars(module).get("forward"), _CastForward):
             raise ConfigError(
                 f"layerwise_casting: {name} of the {type(model).__name__} is cast already\n"
                 "call the function that the first call returned, then cast anew"
@@ -66,66 +66,69 @@ def layerwise_casting(
     return remove
 
 
-def _cast(module: nn.Module, storage: torch.dtype, compute: torch.dtype) -> Callable[[], None]:
-    module.to(storage)
-    cast = _Cast(compute)
-    handles = (
-        module.register_forward_pre_hook(cast),
-        # First of all, so that the weights are back whatever other hooks do.
-        module.register_forward_hook(_Restore(cast), prepend=True, always_call=True),
-    )
+def _cast(layer: nn.Module, storage: torch.dtype, compute: torch.dtype) -> Callable[[], None]:
+    layer.to(storage)
+    before = vars(layer).get("forward")
+    cast = _CastForward(layer, compute, before)
+    vars(layer)["forward"] = cast
 
     def remove() -> None:
-        for handle in handles:
-            handle.remove()
-        module.to(compute)
+        cast.dtype = None  # others may have wrapped this forward
+        if vars(layer).get("forward") is cast:
+            del vars(layer)["forward"]
+            if before is not None:
+                vars(layer)["forward"] = before
+        layer.to(compute)
 
     return remove
 
 
-class _Cast:
-    """Puts cast weights into the layer, for all threads that are inside it.
+class _CastForward:
+    """Forward of a layer with cast weights in it, for all threads that are inside.
 
-    The cast is part of the graph: gradients reach the stored parameter.
+    The cast is part of the graph: gradients reach the stored parameter. Hooks would not do: torch runs none
+    after Ctrl-C, and the layer would keep weights that no optimizer steps.
+
+    dtype: of the weights inside; None: they stay as they are. before: the layer's own, if not its class's.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.inside = 0
+    def __init__(
+        self, layer: nn.Module, dtype: torch.dtype | None, before: Callable[..., Any] | None
+    ) -> None:
+        self.layer, self.dtype, self.before = layer, dtype, before
+        self.inside: set[object] = set()
         self.stored: dict[str, nn.Parameter | None] = {}
         self.lock = Lock()
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = object()
+        try:
+            self._enter(call)
+            if self.before is not None:
+                return self.before(*args, **kwargs)
+            return type(self.layer).forward(self.layer, *args, **kwargs)
+        finally:
+            self._leave(call)
+
+    def _enter(self, call: object) -> None:
         with self.lock:
-            if not self.inside:
-                self.stored = dict(module._parameters)
-                table: dict[str, Tensor | None] = module._parameters  # type: ignore[assignment]
+            self.inside.add(call)
+            if len(self.inside) == 1 and self.dtype is not None:
+                self.stored = dict(self.layer._parameters)
+                table: dict[str, Tensor | None] = self.layer._parameters  # type: ignore[assignment]
                 table.update(
                     {name: None if it is None else it.to(self.dtype) for name, it in self.stored.items()}
                 )
-            self.inside += 1
 
-    def leave(self, module: nn.Module) -> None:
-        """Put the stored weights back once no thread is inside."""
+    def _leave(self, call: object) -> None:
         with self.lock:
-            if self.inside:
-                self.inside -= 1
-                if not self.inside:
-                    module._parameters.update(self.stored)
-                    self.stored = {}
+            self.inside.discard(call)
+            if not self.inside:
+                self.layer._parameters.update(self.stored)
+                self.stored = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dtype": self.dtype}
+        return {"layer": self.layer, "dtype": self.dtype, "before": self.before}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-class _Restore:
-    """Puts the stored weights back after the layer's forward, or after its error."""
-
-    def __init__(self, cast: _Cast) -> None:
-        self.cast = cast
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.cast.leave(module)
