@@ -8,4 +8,4 @@ from __future__ import annotations
 __all__ = ["unreported"]
 
 unreported: dict[str, tuple[int, str]] = {}
-"""Background saves that have failed, by id: the process, and the message that nobody has seen yet."""
+"""Background saves whose failure was not reported yet: id -> (process, message)."""

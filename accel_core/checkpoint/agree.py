@@ -27,13 +27,15 @@ def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -
 
 
 def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> list[T]:
-    """Every rank's result of `action`, in rank order, once it has succeeded on every rank. Collective.
+    """Run `action` on every rank; return each rank's result, in rank order.
+
+    Collective.
 
     step: in words; must be the same on all ranks.
 
     Raises:
-        CheckpointError: it failed somewhere; the message has each rank's failure. One that all ranks
-            have alike is raised as it is; else it is of the most special kind among them.
+        CheckpointError: `action` failed on some rank; the message has each rank's failure. One that all
+            ranks have alike is raised as it is; else it is of the most special kind among them.
         CollectiveError: ranks make different steps.
     """
     error: Exception | None = None

@@ -40,7 +40,7 @@ INLINE_BYTES: Final = 1 << 16
 
 
 Store = Callable[[str, Tensor], str]
-"""(path in the state, tensor) -> the key under which the tensor is stored elsewhere."""
+"""Function that stores a tensor: (path in the state, tensor) -> its key."""
 Fetch = Callable[[str], Tensor]
 """The key given by a `Store` -> the tensor."""
 _REMEDY: Final = (
@@ -312,7 +312,10 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
     "$array": (np.ndarray, _of_array, _array),
     "$scalar": (np.generic, _of_array, lambda body: _array(body)[()]),
 }
-"""Tag -> type, what its body is made of (encoded in turn), and how it is made of the decoded body."""
+"""Tag -> (type, function value -> body, function decoded body -> value).
+
+The body is encoded in turn.
+"""
 
 _MAKE: Final = {tag: make for tag, (_, _, make) in _TAGS.items()} | {"$enum": _member, "$named": _named_tuple}
 

@@ -53,7 +53,10 @@ _RENAME_EXCHANGE: Final = 2
 _LEFTOVER: Final = re.compile(rf"\.(.+)\.({SAVE_ID})\.(partial|replaced|removed)")
 _WORKSHOP: Final = re.compile(rf"\.({SAVE_ID})\.(weights|removed)")
 _OURS: Final = re.compile(r"manifest\.json|state\.json|rank-\d{5,}\.(json|safetensors)|\.nfs[0-9a-f]+")
-"""The files of a checkpoint, and what NFS makes of an open one that is removed. The rest is the user's."""
+"""Names of a checkpoint's own files; any other file in its folder is the user's.
+
+NFS renames an open file that is removed to `.nfs...`.
+"""
 _told: Final[set[Path]] = set()
 """The leftovers of which the log has said that they stay."""
 

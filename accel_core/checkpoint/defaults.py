@@ -34,7 +34,7 @@ __all__ = ["BaseState", "model_state"]
 
 
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
-"""Dtypes of optimizer state that is some code of the optimizer's own (8-bit optimizers have such)."""
+"""Dtypes of optimizer state in an encoding of its own, as 8-bit optimizers have."""
 
 
 class BaseState:

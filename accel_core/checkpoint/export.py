@@ -73,15 +73,15 @@ def export(
 
 
 def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], Stored]]:
-    """Yield all names of each weight of the only model in a checkpoint, and what reads it.
+    """Yield (all names, stored weight) for each weight of a checkpoint's only model.
 
     No run is needed. Everything is verified first, and no weight is read. A stored weight has `shape`,
     `dtype` (torch's name without the prefix), `tensor()`, `read(target)`, and `place`: (file, start in
     bytes) if it lies in one piece.
 
     Raises:
-        CheckpointError: it is no checkpoint, is damaged, has several models, or a weight that only the plugin
-            that saved it can read.
+        CheckpointError: the folder is not a checkpoint, is damaged, has several models, or a weight that only
+            the plugin that saved it can read.
     """
     checkpoint = Checkpoint.open(locate(local_path(folder)))
     checkpoint.verify(0, 1)

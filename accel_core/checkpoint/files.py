@@ -44,7 +44,10 @@ __all__ = [
 
 BLOCK_BYTES: Final = 4 << 20
 OPEN_FILES: Final = 64
-"""Data files held open at most: a checkpoint of many ranks has more than a process may open."""
+"""Largest number of data files that are open at once.
+
+A checkpoint of many ranks has more files than a process may open.
+"""
 _memory: Final = threading.local()
 """The buffer `block` of each thread, which it reads into."""
 _seeking: Final = threading.Lock()
@@ -59,7 +62,10 @@ _SAFETENSORS: Final[Mapping[str, str]] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Dtypes that safetensors supports. Others are bytes there, with the dtype in our index."""
+"""Dtypes that safetensors supports: torch's name -> its name.
+
+Tensors of other dtypes are stored as bytes, with their dtype in our index.
+"""
 
 
 @frozen

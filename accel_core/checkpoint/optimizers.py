@@ -61,9 +61,10 @@ class Saved:
 
 
 class OptimizerPlan:
-    """The unit's optimizers and schedulers, compared with the saved ones; `actions` restores them, in order.
+    """Comparison of a unit's optimizers and schedulers with the saved ones.
 
-    Making a plan changes nothing: what does not fit is noted in `problems`, and the caller raises.
+    `actions` restores them, in order. Making a plan changes nothing: each misfit is noted in `problems`,
+    and the caller raises.
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. misfits: the parameters that do
     not fit, whose state is left out.
@@ -118,13 +119,19 @@ class OptimizerPlan:
             self.actions.append((f"{unit.name}: state of {algorithm}", partial(own_state, optimizer)))
 
     def note_unclaimed(self, elsewhere: Collection[str]) -> None:
-        """Note what is left, once all optimizers are added. elsewhere: parameters that other ranks hold."""
+        """Note saved optimizer state that no optimizer has taken, as a problem.
+
+        Call it once all optimizers are added. elsewhere: parameters that other ranks hold.
+        """
         name, unused = self._unit.name, [kind for kind, own in self._own.values() if own]
         self._problems.compare(f"{name}: optimizer state of ", self._unclaimed.keys() - elsewhere, ())
         self._problems.compare(f"{name}: own state of ", unused, ())
 
     def add_scheduler(self, what: str, scheduler: Any, state: dict[str, Any]) -> None:
-        """Fit the saved state of a scheduler to the groups of its optimizer, which is added already."""
+        """Fit a scheduler's saved state to the groups of its optimizer.
+
+        The optimizer must be added already.
+        """
         self._problems.fatal.extend(_regroup(what, state, self._origins.get(scheduler.optimizer, ())))
         self.actions.append((what, partial(scheduler.load_state_dict, state)))
 

@@ -12,7 +12,10 @@ from accel_core.errors import CheckpointError
 __all__ = ["local_path"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-"""One slash, since `Path` makes one of two. A drive of Windows has a single letter."""
+"""Start of a URL, with one slash, since `Path` makes one of two.
+
+It has two letters or more, since a drive of Windows has one.
+"""
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:

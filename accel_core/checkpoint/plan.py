@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["Box", "Declared", "Key", "declare", "intersect", "plan", "raise_problems", "tiling_problem"]
 
 Key = tuple[str, str]
-"""(unit, `model/NAME` | `optimizer/NAME/KEY` | ...). The run's own leaves have the unit ""."""
+"""Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
+
+The run's own leaves have the unit "".
+"""
 
 
 class Box(NamedTuple):
@@ -51,7 +54,10 @@ class Declared(NamedTuple):
     layout: str | None
     replicated: bool
     spread: bool
-    """Replicas are equal, so any rank may write; else the lowest rank that holds one does."""
+    """True if replicas are equal, so that any rank may write the leaf.
+
+    Otherwise the lowest rank that holds a replica writes it.
+    """
     dtypes: tuple[torch.dtype, ...]
     boxes: tuple[Box, ...]
 

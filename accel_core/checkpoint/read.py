@@ -43,7 +43,7 @@ class Stored:
     layout: str | None
     boxes: dict[Box, tuple[DataFile, int]] = field(factory=dict, eq=False)
     _lacks: Callable[[str], CheckpointError] | None = field(default=None, eq=False)
-    """The error for a box that is needed and on another node; None where all are here."""
+    """Makes the error for needed boxes on another node; None if all are on this one."""
 
     def tensor(self) -> Tensor:
         """Return the whole tensor, in memory of its own."""

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Replicas", "checksums", "sums"]
 
 SMALL_BYTES: Final = 1 << 16
-"""Smaller tensors are copied together first: a checksum of each would take longer."""
+"""Size up to which tensors are copied together before their checksum is taken.
+
+A checksum of each would take longer.
+"""
 _CHUNK: Final = 1 << 22
 """Words of 8 bytes whose weights are held at a time."""
 
@@ -36,7 +39,7 @@ class Replicas:
     """
 
     _parts: Mapping[str, list[tuple[Key, int]]]
-    """A digest of the ranks that hold them all -> the leaf, and the number of its shard."""
+    """Digest of some ranks -> (leaf, number of its shard) of each part they all hold."""
     _together: dict[tuple[str, torch.device], tuple[Tensor, list[Tensor]]] = field(factory=dict, init=False)
     """(such a digest, device) -> memory for the small ones, and views of it."""
 

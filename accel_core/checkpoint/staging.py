@@ -13,7 +13,10 @@ from accel_core.distributed.nested import can_pin
 __all__ = ["staged", "staging_device"]
 
 PIECE_BYTES: Final = 64 << 20
-"""Bytes copied at once. Two such pieces are all the pinned memory that a save takes."""
+"""Number of bytes copied at once.
+
+Two such pieces are all the pinned memory that a save takes.
+"""
 
 
 def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:

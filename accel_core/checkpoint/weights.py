@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 Names = list[str]
-"""All names that one weight has in a model, the first one first; several, if it is tied."""
+"""All names of one weight, in the model's order; a tied weight has several."""
 
 
 def weights_of(
@@ -235,7 +235,10 @@ def _write_parts(
 
 
 def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> Tensor:
-    """Return the tensor with memory of its own, noted in `storages`; one made of others as it is."""
+    """Return the tensor in memory of its own, and note that memory in `storages`.
+
+    A tensor that wraps others is returned as it is; with `safe` it raises CheckpointError.
+    """
     if is_traceable_wrapper_subclass(tensor):
         if safe:
             raise CheckpointError(

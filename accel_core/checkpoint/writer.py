@@ -14,7 +14,10 @@ from xxhash import xxh3_64_hexdigest
 __all__ = ["SAVE_ID", "begin_writing", "end_writing", "is_of_another_machine", "is_over", "new_save_id"]
 
 SAVE_ID: Final = r"[0-9a-f]{16}-[0-9a-f]{8}-\d+-\d+-[0-9a-f]{8}"
-"""A digest of the run's id, then machine, number and start of the process, and chance."""
+"""Pattern of a save's id, which tells the process that writes the save.
+
+Its parts: a digest of the run's id, then machine, number and start of the process, and random digits.
+"""
 _UNKNOWN: Final = "0"
 _being_written: Final[set[str]] = set()
 """The saves that this process has begun and not ended."""

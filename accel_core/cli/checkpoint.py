@@ -42,7 +42,7 @@ _COLUMNS: Final = ("name", "step", "age", "size", "ranks", "stack", "valid")
 _TIMES: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _SIZES: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 _FORWARDING: Final = {"ignore_unknown_options": True}
-"""Options of a format that a plugin adds are the plugin's, beyond source and target."""
+"""Settings of commands that pass other options on to the plugin of a format."""
 
 
 @click.group()
