@@ -120,7 +120,7 @@ class Card:
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
     also: tuple[str, ...] = field(default=(), validator=_also)
-    """Words that several plugins of the slot answer, such as `fp8` for `mixed_precision`.
+    """Words that several plugins of a slot answer, such as `fp8` of a precision.
 
     Like `auto`, such a word takes the usable plugin of highest priority; a tie is an error that names both.
     """

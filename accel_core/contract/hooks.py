@@ -174,7 +174,10 @@ def refuse(config: RunConfig) -> Sequence[str]:
 # -- prepare: once per unit, all ranks -----------------------------------------------------------
 
 PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", "post")
-"""Of `transform_model`, in order; `place_model` and `wrap_model` stand between the last two."""
+"""Phases of `transform_model`, in order.
+
+`place_model` and `wrap_model` run between the last two.
+"""
 
 
 @spec("owner")
@@ -591,15 +594,19 @@ def checkpoint_committed(folder: Path, step: int | None) -> None:
 
 @spec("observer")
 def save_run_state() -> Mapping[str, Json]:
-    """State of the whole run, such as the id of a tracker's run. Checkpoints keep it under the plugin's name.
+    """Return state of the whole run, such as the id of a tracker's run.
 
-    Called on the main process. State of a unit belongs to `save_state`.
+    Checkpoints keep it under the plugin's name. Called on the main process. State of a unit belongs to
+    `save_state`.
     """
 
 
 @spec("observer")
 def load_run_state(state: Mapping[str, Json]) -> None:
-    """Take back the answer of this plugin's `save_run_state`. Every rank, also before `tracking_started`."""
+    """Take back the answer of this plugin's `save_run_state`.
+
+    Called on every rank, also before `tracking_started`.
+    """
 
 
 @spec("observer")
@@ -627,9 +634,10 @@ def run_ended() -> None:
 
 @spec("everyone")
 def describe(unit: Unit) -> Sequence[str]:
-    """Return lines about the unit for `accelerator.explain()`: what became of it, and why.
+    """Return lines about the unit for `accelerator.explain()`.
 
-    Called after `prepare`, on any rank by itself; each string is one line.
+    They say how `prepare` changed the unit, and why. Called after `prepare`, on any rank by itself; each
+    string is one line.
     """
 
 

@@ -1,4 +1,7 @@
-"""The device mesh: dimensions that plugins declare, arranged by arithmetic, and the data each rank reads."""
+"""The device mesh: dimensions that plugins declare, arranged by arithmetic.
+
+The mesh also tells which data each rank reads.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ __all__ = ["Mesh", "MeshDim", "arrange"]
 
 Splits = Literal["samples", "tokens", "model"]
 ALIKE: Final = frozenset({"tp"})
-"""Reserved dimensions whose ranks compute the same activations, but for the parts of layers."""
+"""Reserved dimensions whose ranks compute the same activations.
+
+Inside a layer that they split, each rank computes a part.
+"""
 
 RESERVED: Final[Mapping[str, tuple[int, Splits]]] = {
     "pp": (100, "model"),
@@ -126,7 +132,10 @@ class Mesh:
     device_mesh: Any
 
     def size(self, *names: str) -> int:
-        """Ranks along these dimensions together; one that the mesh does not have counts as 1."""
+        """Return the number of ranks along these dimensions together.
+
+        A dimension that the mesh does not have counts as 1.
+        """
         return math.prod(dim.size for dim in self.dims if dim.name in names)
 
     def index(self, *names: str) -> int:

@@ -48,7 +48,10 @@ class Option:
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
     only_with: str = ""
-    """Another option of the class, without which this one has no effect; a run says so."""
+    """Name of the option of the same class without which this one has no effect.
+
+    A run notes an option that is set without it.
+    """
     secret: bool = False
     """Never printed or stored; so is an option that is called so (`is_secret`)."""
     python_only: bool = False

@@ -1,4 +1,4 @@
-"""A run as plugins and the lower rooms see it, and the runs of this process that have not ended."""
+"""A run as plugins and the lower rooms see it, and the open runs of this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Run(UnitRun, Protocol):
     """The units of the innermost `accumulate`, or those of the one entered last."""
     windows: Sequence[Window]
     prepared: list[Any]
-    """Wrapped models, optimizers and schedulers, in the order in which `prepare` was given them."""
+    """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
     optimizers: list[tuple[Any, Any]]
     """(the user's optimizer, what `prepare` returned for it)."""
     active_loaders: list[Any]
@@ -55,7 +55,7 @@ class Run(UnitRun, Protocol):
         """Return the proxy that `prepare` returned for an optimizer, or None."""
 
     def add_unit(self, unit: Unit, merged: Sequence[Unit], optimizers: Iterable[tuple[Any, Any]]) -> None:
-        """Count a unit that was built among the run's, in the place of those merged into it."""
+        """Add a new unit to the run's, in place of those that were merged into it."""
 
     def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
         """Remember what `prepare` returns."""
@@ -64,7 +64,10 @@ class Run(UnitRun, Protocol):
         """Have later calls of `prepare` that name no strategy use this one."""
 
     def begin_accumulation(self, accumulation: Any) -> None:
-        """Make this the innermost `accumulate`; its windows are in use once it is entered whole."""
+        """Make this the innermost `accumulate`.
+
+        Its windows are in use once all of it is entered.
+        """
 
     def use_windows(self, windows: Sequence[Window]) -> None:
         """Make these the windows used last."""
@@ -73,7 +76,10 @@ class Run(UnitRun, Protocol):
         """Return to the `accumulate` around this one."""
 
     def resume(self, run_id: str) -> None:
-        """Take over the id of the run whose state was loaded, unless a launcher has named this run."""
+        """Take over the id of the run whose state was loaded.
+
+        A run that a launcher has named keeps its own id.
+        """
 
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""

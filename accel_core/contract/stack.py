@@ -41,13 +41,16 @@ class Stack:
     device: Chosen
     precision: Chosen
     strategies: Mapping[str, Chosen]
-    """Alias -> strategy plugin; a strategy asked for by its own name is its own alias."""
+    """Alias -> strategy plugin.
+
+    A strategy that is asked for by its own name has this name as its alias.
+    """
     default: str
     """Alias of the strategy of units that name none."""
     extensions: tuple[Chosen, ...] = ()
     trackers: tuple[Chosen, ...] = field(default=())
     notes: tuple[str, ...] = ()
-    """Sections of a file that this stack does not use, and options that do nothing in it."""
+    """Notes about sections of a file, and options, that do nothing in this stack."""
 
     @property
     def strategy(self) -> Chosen:

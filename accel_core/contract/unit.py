@@ -114,11 +114,13 @@ class UnitRun(Protocol):
 
 @define(eq=False, kw_only=True)
 class Unit:
-    """Models that an optimizer (or nothing) joins, with their optimizers, schedulers and strategy.
+    """Models with their optimizers, schedulers and one strategy.
 
-    given: what the user prepared. wrapped: what became of each, which the user trains with. models:
-    the module inside, the user's own unless a transform replaced it. All three in the same order.
-    optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
+    An optimizer joins all models whose parameters it holds. A model without an optimizer is a unit too.
+
+    given: what the user prepared. wrapped: the module that `prepare` returned for each, which the user trains
+    with. models: the module inside, the user's own unless a transform replaced it. All three in the same
+    order. optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
     plugin: the strategy's instance, for what only that strategy offers. mesh: that of its strategy's stack.
     name: of the unit; checkpoints keep its state under it. strategy: the alias of its strategy. run: its run.
     config: the strategy's options, completed. window: the micro-batches of its current step. scaler: the loss
@@ -130,7 +132,7 @@ class Unit:
     strategy: str
     plugin: Any
     strategy_owns_backward: bool = False
-    """True if the strategy implements `backward` itself, so that no other unit can share a loss."""
+    """True if the strategy implements `backward`: no other unit can share a loss."""
     hooks: Hooks
     steps: Steps
     window: Window
@@ -154,13 +156,13 @@ class Unit:
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
     stream: Any = None
-    """Source of random numbers for its forwards, where ranks must not use the process's own streams."""
+    """Random stream for forwards that must not draw from the process's own streams."""
     forward_is_collective: bool = False
     """True if a forward alone needs all ranks; see `set_forward_is_collective`."""
 
     @property
     def pending(self) -> bool:
-        """True while there are gradients that no step has applied and no `zero_grad` has dropped.
+        """True while the unit has gradients that were neither applied nor cleared.
 
         A loss that several units share counts for each of them inside a window only: at its boundary
         nobody but the user knows whose it is.
@@ -177,9 +179,9 @@ class Unit:
         self.scaler = scaler
 
     def set_forward_is_collective(self, value: bool = True) -> None:
-        """Declare that a forward alone needs all ranks; for any plugin, in a hook of `prepare`.
+        """Declare that a forward alone needs all ranks.
 
-        False leaves what another plugin declared.
+        Any plugin may call this, in a hook of `prepare`. False leaves what another plugin declared.
         """
         self.forward_is_collective = self.forward_is_collective or value
 
@@ -201,7 +203,10 @@ class Unit:
             yield taken
 
     def begin_anew(self) -> None:
-        """Return to before a window's first micro-batch, without gradients, as in a checkpoint."""
+        """Return to before a window's first micro-batch, and clear gradients.
+
+        Checkpoints are of this state.
+        """
         self.window.begin_anew()
         self.run.drop_accumulations()
         self.step_state.clear()
@@ -210,9 +215,10 @@ class Unit:
             optimizer.zero_grad() if clear is None else clear(self, optimizer, True)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Canonical name -> parameter, tied weights once. Names are those in the models as given.
+        """Return canonical name -> parameter, with tied weights once.
 
-        A unit of several models prefixes each name with the model's number.
+        Names are those in the models as given. A unit of several models prefixes each name with the model's
+        number.
         """
         return {name: parameter for name, parameter in self.all_names() if name not in self.aliases}
 
@@ -225,7 +231,10 @@ class Unit:
     # -- while it is prepared ---------------------------------------------------------------------
 
     def add_models(self, originals: Sequence[nn.Module], inner: Iterable[nn.Module]) -> range:
-        """Take models in, not wrapped yet, and find their tied weights; returns their numbers."""
+        """Add models that are not wrapped yet; return their numbers in the unit.
+
+        Tied weights are found again.
+        """
         numbers = range(len(self.models), len(self.models) + len(originals))
         self.given.extend(originals)
         self.models.extend(inner)
@@ -257,7 +266,10 @@ class Unit:
         return {**lists, "renamed": dict(self.renamed), "config": self.config, "scaler": self.scaler}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Return to the state of this snapshot; what plugins did to the objects stays done."""
+        """Return to the state of this snapshot.
+
+        Changes that plugins have made to the objects themselves stay.
+        """
         for name, value in state.items():
             setattr(self, name, value)
         self.record_aliases()
@@ -277,7 +289,7 @@ class Unit:
         self.tied = {alias for alias, owner in owners.items() if now[alias] is owner}
 
     def drop_cut_ties(self) -> None:
-        """Forget the ties of weights that were one when they were prepared, and are two by now."""
+        """Forget ties of weights that were one parameter when prepared and are two now."""
         now = dict(self.all_names()) if self.tied else {}
         for alias in [name for name in self.tied if name in now and self.aliases.get(name) in now]:
             if now[alias] is not now[self.aliases[alias]]:

@@ -1,4 +1,7 @@
-"""The window of a unit: the micro-batches of one optimizer step. Only the methods of `Window` write one."""
+"""The window of a unit: the micro-batches of one optimizer step.
+
+Only the methods of `Window` write one.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ class Window:
 
     @property
     def divisor(self) -> int:
-        """Divisor of each micro-batch's loss: their number where losses are means, 1 where they are sums."""
+        """Divisor of each micro-batch's loss.
+
+        The number of micro-batches where losses are means, 1 where they are sums.
+        """
         return self.size if self.items is None else 1
 
     def clears(self, clean_from: int) -> bool:
@@ -78,7 +84,7 @@ class Window:
 
     @property
     def clean_from(self) -> int:
-        """The number of the first window whose gradients are not lost if gradients are cleared now."""
+        """Number of the first window whose gradients would survive a clearing now."""
         return self.number + (self.boundary and not self.awaits_backward)
 
     # -- micro-batch by micro-batch ---------------------------------------------------------------
@@ -107,7 +113,7 @@ class Window:
         self.items = self.items + items
 
     def note_backward(self) -> None:
-        """Take what is called from now on as coming after the current micro-batch's backward."""
+        """Note that later calls come after the backward of the current micro-batch."""
         self.awaits_backward = False
 
     def mark_last(self, last: bool) -> None:
@@ -115,14 +121,20 @@ class Window:
         self.boundary = last
 
     def end_loop(self, position: tuple[int, int]) -> None:
-        """Note the end of a loop over a loader that began when the window was at this position."""
+        """Note the end of a loop over a loader.
+
+        position: of the window when the loop began.
+        """
         if self.position != position:  # the loop trained
             self._left = self.position
 
     # -- as a whole -------------------------------------------------------------------------------
 
     def begin_whole(self, items: Tensor | float | None) -> None:
-        """Begin a window that is run as a whole; `items` are those of all its micro-batches."""
+        """Begin a window that is run as a whole.
+
+        items: of all its micro-batches.
+        """
         self.index, self.size, self.boundary, self.items = -1, self._next, False, items
         self.number += 1
 
@@ -143,7 +155,10 @@ class Window:
         self.awaits_backward = True
 
     def move_to(self, index: int) -> None:
-        """Take the micro-batch `index` as the current one; -1 is the boundary before a window's first."""
+        """Make the micro-batch `index` the current one.
+
+        -1 is the boundary before a window's first.
+        """
         self.index, self.boundary = index, index < 0
 
     def resize(self, size: int, *, current: bool) -> None:
@@ -161,7 +176,10 @@ class Window:
         return self.index, self.size, self.boundary, self.awaits_backward, self.items, self.number
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Return to the state of this snapshot; a size for later windows that was set meanwhile stays."""
+        """Return to the state of this snapshot.
+
+        A size for later windows that was set in the meantime stays.
+        """
         self.index, self.size, self.boundary, self.awaits_backward, self.items, self.number = state
 
     def __repr__(self) -> str:

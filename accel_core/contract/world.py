@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Collectives", "Topology", "World", "check_scheduler_tasks", "current_operation"]
 
 current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
-"""The operation that this thread uses collectives for. Its `str` names it where they fail."""
+"""Operation for which this thread uses collectives; its `str` names it in errors."""
 
 LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Variables of schedulers that start each rank as a task: the task's number on its node."""
+"""Variables of schedulers that start a task per rank: its number on its node."""
 LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -55,7 +55,10 @@ class World:
     run_id: str | None = None
     """The launcher's id of the job, stable over elastic restarts."""
     store: Store | None = field(default=None, eq=False, repr=False)
-    """A clone of the group's store, for votes; None in a world of one. Set once the group is up."""
+    """A clone of the group's store, for votes; None in a world of one process.
+
+    Set once the group is up.
+    """
 
     @classmethod
     def here(cls) -> World:
@@ -119,7 +122,10 @@ class World:
         )
 
     def first_of_disk(self, *, each_node: bool) -> bool:
-        """Return whether this rank writes for all that see its disk: that of its node, or one for all."""
+        """Return whether this rank writes for all ranks that see its disk.
+
+        each_node: each node has a disk of its own; else all nodes share one.
+        """
         return (self.local_rank if each_node else self.rank) == 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,7 +133,10 @@ class World:
 
 
 def _with_slurms(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the number of Slurm's tasks on this node, from a list of all nodes such as 2(x3),1."""
+    """Add the number of Slurm's tasks on this node.
+
+    Slurm lists the numbers of all nodes, as 2(x3),1.
+    """
     listed, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
     entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
     counts = [count for count, times in entries for _ in range(int(times or 1))]
@@ -147,7 +156,9 @@ def _torchruns_id(environment: Mapping[str, str]) -> str | None:
 
 @frozen(kw_only=True)
 class Topology:
-    """This rank's part of the data and of the loss. Never derived from rank and world size.
+    """This rank's part of the data and of the loss.
+
+    It is never derived from rank and world size.
 
     `reader` of `readers` is this process's share of the data; several ranks may have the same
     reader (tensor parallel). `losses`: how many ranks have a loss of their own, each the mean over
@@ -163,7 +174,10 @@ class Topology:
 
 
 class Collectives(Protocol):
-    """Collectives that core needs of a group of ranks. All ranks of the group call, in the same order."""
+    """Collectives that core needs of a group of ranks.
+
+    All ranks of the group call them, in the same order.
+    """
 
     rank: int
     size: int
@@ -204,7 +218,10 @@ TASK_COUNTS: Final = (
 )
 
 TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
-"""Variables of launchers that tell tasks no count: a number other than 0 is one of several tasks."""
+"""Variables with a task's number, of launchers that do not count the tasks.
+
+A number other than 0 means that there are several tasks.
+"""
 
 
 def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:

@@ -52,8 +52,9 @@ PRELOADED: Final = (
 )
 """Imports of nearly every task; torch's optimizers alone load two, for 2 s."""
 PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"
-"""Names, joined by commas, what else to import there: a vendor's library that takes seconds, and starts
-nothing yet.
+"""Variable that names further imports of nearly every task, joined by commas.
+
+It is for a vendor's library that takes seconds to import, and starts nothing when imported.
 """
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 

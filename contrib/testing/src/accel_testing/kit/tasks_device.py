@@ -180,7 +180,10 @@ def floats(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def float8(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Multiply matrices of float8 elements, if this chip claims to; the relative error."""
+    """Multiply float8 matrices if this chip claims to; return the relative error.
+
+    Returns `claimed`, and `error` if it is True.
+    """
     accelerator = make(arguments)
     device = accelerator.device
     found: dict[str, Any] = {"claimed": "fp8" in accelerator.run.hooks.capabilities(device)}
@@ -209,10 +212,10 @@ def services(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def waits(arguments: Mapping[str, Any]) -> str:
-    """Train an ordinary loop; tell what the host waited for from the third step on, "" if for nothing.
+    """Train a loop; return what the host waited for from the third step on, or "".
 
-    In one process without a strategy, in float32, as a loss scaler has to wait. A device whose module has no
-    `set_sync_debug_mode` cannot tell.
+    Runs in one process without a strategy, in float32, as a loss scaler has to wait. A device whose module
+    has no `set_sync_debug_mode` cannot tell.
     """
     loading = DataLoaderConfiguration(non_blocking=True)
     changes = {"strategy": "single", "mixed_precision": "no", "gradient_accumulation_steps": 2}

@@ -15,7 +15,7 @@ __all__ = ["configured", "logged", "not_started", "resumed"]
 
 
 def not_started(folder: str, arguments: Mapping[str, Any]) -> None:
-    """Make and end a run in which nobody calls `init_trackers`, as on all ranks but one."""
+    """Make and end a run without `init_trackers`, as on all ranks but one."""
     make({**arguments, "project_dir": folder}).end_training()
 
 
