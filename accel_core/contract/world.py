@@ -1,4 +1,4 @@
-"""The world of processes that take part in a run, and the topology of data over it."""
+"""The processes that take part in a run, and the topology of data over them."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ A number other than 0 means that there are several tasks.
 
 
 def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
-    """Refuse to be one of several tasks of a scheduler that know nothing of each other.
+    """Refuse to be one of several scheduler tasks that know nothing of each other.
 
     nodes: that this task's launcher was told of, for each of which there may be one task.
 

@@ -1,3 +1,3 @@
-"""Data: one global order, shared out to readers, with a position that can be saved."""
+"""Data: one global order, shared out to readers, with a position to save."""
 
 from __future__ import annotations

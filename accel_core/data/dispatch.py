@@ -120,7 +120,11 @@ def _receive(run: Run) -> Round:
 
 
 def _packed(current: Round) -> Tensor:
-    """(b,) uint8: the length of a pickled round; that round, its batches as (pickle, places); memory."""
+    """Pack a round into a tensor (b,) uint8.
+
+    It holds the length of the pickled round, that pickle, and the memory of all tensors. In the pickle, a
+    batch is (its own pickle, places of its tensors in the memory).
+    """
     memory: list[memoryview] = []
     batches, size = [], 0
     for batch in current.batches:

@@ -1,4 +1,7 @@
-"""The batches of one epoch as a loader's workers give them, from its beginning or from the middle on."""
+"""The batches of one epoch as a loader's workers give them.
+
+An epoch begins at its beginning or in the middle.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ __all__ = ["EpochSource"]
 
 
 class EpochSource:
-    """Begins epochs on the inner loader of a plan, and draws what a loader draws then.
+    """Epochs of a plan's inner loader, from their beginning or from the middle on.
+
+    Beginning one draws the random numbers that a loader draws then.
 
     An epoch that does not start at its beginning leaves batches out, by the kind of the plan:
 
@@ -71,7 +76,10 @@ class EpochSource:
         return inner.state_dict() if self._plan.kind == "stateful" else None
 
     def restart(self, *, seeded: bool) -> None:
-        """Have the next epoch start workers anew; `seeded`: those before have drawn their seed."""
+        """Have the next epoch start workers anew.
+
+        seeded: the workers before have drawn their seed.
+        """
         self._plan.inner.__dict__["_iterator"] = None
         self._seeded = self._plan.persists and seeded
 

@@ -1,4 +1,7 @@
-"""The loader that `prepare` returns: a reader's share of one global order, with a position."""
+"""The loader that `prepare` returns: a reader's share of one global order.
+
+It has a position that can be saved.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples of the current round, over all readers, that are not padding; -1 if all are real."""
+        """Number of samples of the current round, over all readers, without padding.
+
+        -1 if the round has no padding.
+        """
         progress = self._cursor.progress
         return max(NO_PADDING, progress.padded.get(progress.count, NO_PADDING))
 
@@ -123,9 +129,10 @@ class PreparedLoader(DataLoader[Any]):
             setattr(plan.inner, name, plan.adapted(name, value, batches=batches))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next iteration. Not needed: epochs count, and reshuffle, by themselves.
+        """Set the number of the next iteration.
 
-        An epoch other than the one to be resumed starts at its beginning.
+        Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
+        starts at its beginning.
         """
         if epoch != self.epoch:
             self._cursor.plan(Progress(epoch=epoch))
@@ -289,7 +296,7 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     def _is_over(self, progress: Progress) -> bool:
-        """Return whether no reader gets another batch of this epoch, as far as this one knows."""
+        """Return whether this reader knows that no reader gets another batch."""
         if self._plan.dispatches:
             return progress.following == 0
         sharding = self._plan.sharding
@@ -299,7 +306,7 @@ class PreparedLoader(DataLoader[Any]):
         return alike and progress.count == progress.total
 
     def _tell(self, position: Position) -> None:
-        """Warn where the next loop goes on, if the one before was left early and then saved."""
+        """Warn that the next loop goes on with an epoch that was left early, and where."""
         done, length = position.consumed, position.length
         where = f"after {done} of {length}" if length is not None else f"after {done}"
         _logger.warning(

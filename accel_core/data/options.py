@@ -1,4 +1,4 @@
-"""The plan of a loader: what the `data` section of a run means for one of the user's loaders."""
+"""The plan of a loader: a run's `data` section, applied to a user's loader."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LoaderPlan:
 
     @property
     def is_sharded_iterable(self) -> bool:
-        """True if the inner loader's dataset gives this reader's share of an iterable one."""
+        """True if the inner loader reads this reader's share of an iterable dataset."""
         return isinstance(self.inner.dataset, ShardedIterable)
 
     @property
@@ -91,7 +91,7 @@ class LoaderPlan:
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
     def check_unchanged(self, loader: DataLoader[Any]) -> None:
-        """Refuse a batch sampler that was changed after `prepare`, which has taken over what it said then."""
+        """Refuse a batch sampler that was changed after `prepare` had read it."""
         if loader.batch_sampler is None or not _cuts(loader):
             return
         prepared = {
@@ -161,7 +161,7 @@ def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
 
 
 def _cuts(loader: DataLoader[Any]) -> bool:
-    """Return whether torch's BatchSampler, or torchdata's copy of it, cuts the order into batches."""
+    """Return whether torch's BatchSampler, or torchdata's copy, cuts the batches."""
     batches = loader.batch_sampler
     made_by = type(batches).__module__.partition(".")[0]
     return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")

@@ -19,7 +19,9 @@ Drawn = int | str | None
 
 @frozen(kw_only=True)
 class Position:
-    """A loader's position, JSON-able. It counts what was handed to the user, not what was prefetched.
+    """A loader's position, JSON-able.
+
+    It counts batches that the user was given, not those that were prefetched.
 
     kind: `indexed` counts samples of the order: any number of readers and workers goes on from it.
         `batches` counts the user's own batch sampler's batches: any number of readers and workers.
@@ -86,7 +88,7 @@ class Position:
         return position
 
     def is_over(self, deal: Sharding) -> bool:
-        """Return whether nothing of its epoch is left, where rounds are shared out like this."""
+        """Return whether the epoch has no round left, with rounds shared out like this."""
         if self.ended or self.length is None or not self.consumed or self.kind == "stateful":
             return self.ended
         left = self.length - self.consumed
@@ -136,13 +138,15 @@ class Progress:
 
     @property
     def is_last_of_all(self) -> bool:
-        """True while the user holds a batch of a round that all readers share, and that none follows."""
+        """True while the user holds a batch of the last round, which all readers share."""
         return self.padded.get(self.count) == LAST_ROUND
 
 
 @define(eq=False)
 class Cursor:
-    """Position of a loader and its views while iterations run: the only source of what the user holds.
+    """Position of a loader and its views while iterations run.
+
+    It is the only source of which batch the user holds.
 
     progress: the iteration that handed out the last batch of those that go on; else the one broken off
         last, or the planned one. planned: the iteration that begins next, if it is known.
@@ -197,7 +201,7 @@ class Cursor:
             self.progress = self.planned = self.planned or Progress(epoch=self.following)
 
     def cut_off(self, reason: str) -> None:
-        """End all iterations that go on: the next batch that they are asked for raises with this reason."""
+        """End all iterations that go on; asked for a batch, they raise with this reason."""
         self.term, self.ended_by = self.term + 1, reason
         self.running.clear()
 

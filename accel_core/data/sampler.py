@@ -1,4 +1,4 @@
-"""Replacements for a DataLoader's sampler, collate function and worker initializer."""
+"""Replacements of a DataLoader's sampler, collate function, worker initializer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ShardedSampler", "ShareCollate", "ShareWorker"]
 
 @define(eq=False, kw_only=True)
 class ShardedSampler:
-    """This reader's index batches, epoch by epoch, in the place of a DataLoader's (batch) sampler.
+    """This reader's index batches, in the place of a DataLoader's (batch) sampler.
 
     It reads one round of indices ahead, and so knows the last batch before that is fetched.
     batch_size: samples to cut the order into; None where the order is one of batches already.
@@ -29,9 +29,9 @@ class ShardedSampler:
     sharding: Sharding
     batch_size: int | None
     single: bool = False
-    """The loader does not batch: it takes an index where others take a list of indices."""
+    """True if the loader does not batch: it takes an index, not a list of indices."""
     everyone: bool = False
-    """Feed a process that reads for all: each round gives the batches of all readers, in turn."""
+    """True in a process that reads for all: a round gives the batches of all readers."""
     progress: Progress = field(factory=Progress, init=False)
     """The next iteration starts where it says, and writes to it."""
 
@@ -71,7 +71,10 @@ class ShardedSampler:
 
 @frozen
 class ShareCollate:
-    """Collates the samples of shares as the user's loader would, and passes on how many are real."""
+    """Collate function for shares: the user's own, applied to each batch of a share.
+
+    The number of real samples is passed on.
+    """
 
     collate: Callable[[Any], Any]
     single: bool
@@ -83,7 +86,7 @@ class ShareCollate:
 
 @frozen
 class ShareWorker:
-    """Initializes a worker as the user's loader would: it sees the user's own dataset."""
+    """Initializer of a worker: the user's own, which sees the user's own dataset."""
 
     initialize: Callable[[int], None] | None
 

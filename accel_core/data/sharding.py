@@ -22,12 +22,14 @@ NO_PADDING: Final = -1
 PARTIAL_ROUND: Final = -2
 """Mark of a round in which some readers have no batch."""
 LAST_ROUND: Final = -3
-"""Mark of a complete round that none follows, where readers may run out at different times."""
+"""Mark of a complete last round, where readers may run out at different times."""
 
 
 @frozen(kw_only=True)
 class Sharding:
-    """The way in which rounds are shared out. Picklable, so that DataLoader workers can do it too.
+    """The way in which rounds are shared out.
+
+    Picklable, so that DataLoader workers can share rounds out too.
 
     reader, readers: whose share, of how many (the topology's).
     batch_size: samples of a batch; None where batches vary (a batch sampler of the user's own).
@@ -55,7 +57,10 @@ class Sharding:
 
     @property
     def wanted(self) -> int:
-        """Samples (without a batch size: batches) from the start of the order that padding may need."""
+        """Number of samples from the start of the order that padding may need.
+
+        Where batches have no size, it is a number of batches.
+        """
         if self.readers == 1 or self.drop_last or not self.even:
             return 0
         return self.samples or self.batches

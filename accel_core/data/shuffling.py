@@ -1,4 +1,6 @@
-"""Source of an epoch's order: agreed by all readers, recorded, and drawn again on resume.
+"""Source of an epoch's order, on which all readers agree.
+
+The source is recorded, and the order is drawn again on resume.
 
 Seeds and states are drawn where plain PyTorch draws them, so that one process sees the same order
 and the same generators afterwards.

@@ -1,4 +1,7 @@
-"""Loaders and datasets that know their own position: torchdata's, and others with the same two methods."""
+"""Loaders and datasets that know their own position.
+
+These are torchdata's, and others with the same two methods.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["ShardedIterable", "Shares", "StatefulShares", "is_stateful", "statef
 
 
 def is_stateful(thing: object) -> bool:
-    """Return whether it has both methods: to tell its position, and to go on from one."""
+    """Return whether the object can tell its position, and go on from one."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
@@ -45,7 +48,7 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 class StatefulShares(Iterator["Shares"]):
-    """The shares of an iterable dataset that knows its position, or whose iterator does.
+    """Shares of an iterable dataset that knows its position, or whose iterator does.
 
     A share is handed out after the next round was read; its state is from before that.
     """
@@ -102,11 +105,13 @@ def _state(thing: Any) -> Any:
 
 
 Shares: TypeAlias = tuple[list[Any], int]
-"""Batches of one round, and the number of its real samples (see `Sharding.shares`)."""
+"""(batches of one round, number of its real samples); see `Sharding.shares`."""
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """A reader's share of an iterable dataset: reads all of it, keeps every readers-th batch.
+    """A reader's share of an iterable dataset.
+
+    The reader reads all of the dataset, and keeps every readers-th batch.
 
     Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
     round for a process that reads for all; collated by `ShareCollate`.

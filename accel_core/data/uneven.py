@@ -20,7 +20,7 @@ __all__ = ["check_unit", "checking_forwards"]
 
 
 def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, trains: bool) -> None:
-    """Refuse a call that would wait for readers without the batch of the innermost loop.
+    """Refuse a call that would wait for readers without the innermost loop's batch.
 
     trains: gradients are computed.
 
@@ -57,7 +57,10 @@ def _waits_in_training(run: Run, unit: Unit) -> bool:
 
 @contextmanager
 def checking_forwards(run: Run) -> Iterator[None]:
-    """Check each forward of a prepared model. For while this rank holds a batch that others lack."""
+    """Check each forward of a prepared model in a context.
+
+    Enter it while this rank holds a batch that others lack.
+    """
     with ExitStack() as hooks:
         if run.world.size > 1:
             for unit in run.units:

@@ -1,4 +1,4 @@
-"""Make the instances of a stack's plugins, and from these the hooks of a run and of its units."""
+"""The instances of a stack's plugins, and the hooks of a run and of its units."""
 
 from __future__ import annotations
 

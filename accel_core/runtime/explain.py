@@ -1,4 +1,7 @@
-"""A run in words: the reasons for its stack, and its steps and epochs, once objects are prepared."""
+"""A run in words: the reasons for its stack, and its steps and epochs.
+
+Steps and epochs are known once objects are prepared.
+"""
 
 from __future__ import annotations
 

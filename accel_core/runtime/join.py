@@ -1,4 +1,4 @@
-"""Bring the processes of a run together: one process group, one stack, one config."""
+"""The joining of a run's processes: one process group, one stack, one config."""
 
 from __future__ import annotations
 

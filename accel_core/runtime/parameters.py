@@ -17,7 +17,10 @@ __all__ = ["ParameterIndex"]
 
 
 class ParameterIndex:
-    """Parameter -> its unit and its name there, by identity; of parameters that were replaced as well."""
+    """Parameter -> (its unit, its name there), by identity.
+
+    Parameters that were replaced are found as well.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}

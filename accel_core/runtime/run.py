@@ -90,7 +90,7 @@ class Run:
         self.trained: list[Unit] = []
         self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
         self.prepared: list[Any] = []
-        """Wrapped models, optimizers and schedulers, in the order in which `prepare` was given them."""
+        """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
         self.parameters = ParameterIndex()
         self.windows: Sequence[Window] = ()
         """The windows of the innermost `accumulate`, or of the one entered last."""
@@ -101,7 +101,7 @@ class Run:
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.apart: list[nn.Module] = []
-        """Prepared models whose weights are in no saved state: their program keeps these by itself."""
+        """Prepared models whose weights are in no saved state: their program keeps them."""
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
         self.world = World.here()
@@ -159,7 +159,7 @@ class Run:
 
     @property
     def plugins(self) -> Mapping[str, object]:
-        """The instances of the stack's plugins, and the user's own trackers, by name or alias."""
+        """Name or alias -> instance, of the stack's plugins and the user's own trackers."""
         return self._assembly.plugins
 
     @property
@@ -185,7 +185,10 @@ class Run:
         return lost_peer(self, operation, error)
 
     def begin_accumulation(self, accumulation: Accumulation) -> None:
-        """Make this the innermost `accumulate`; its windows are in use once it is entered whole."""
+        """Make this the innermost `accumulate`.
+
+        Its windows are in use once all of it is entered.
+        """
         self.accumulation = accumulation
 
     def end_accumulation(self, accumulation: Accumulation) -> None:
@@ -244,9 +247,9 @@ class Run:
         )
 
     def hooks_of(self, strategy: str | None, name: str | None = None) -> Hooks:
-        """Return the hooks of a strategy, by default the run's, for a unit that is made later.
+        """Return a strategy's hooks, for a unit that is made later.
 
-        name: of that unit, which must be new.
+        strategy: an alias; None stands for the run's default. name: of that unit, which must be new.
         """
         _require_new(name, {unit.name for unit in self.units})
         alias = strategy or self.stack.default
@@ -276,7 +279,7 @@ class Run:
         merged: Sequence[Unit],
         optimizers: Iterable[tuple[Optimizer, PreparedOptimizer]],
     ) -> None:
-        """Count a unit that was built among the run's, in the place of those merged into it.
+        """Add a new unit to the run's, in place of those that were merged into it.
 
         optimizers: (the user's, what `prepare` returns for it) of those that are new.
         """
@@ -317,7 +320,7 @@ class Run:
         self.stack = evolve(self.stack, default=alias)
 
     def keep_apart(self, models: Iterable[nn.Module]) -> None:
-        """Leave the weights of these prepared models, and of no others, out of saved states."""
+        """Leave the weights of exactly these prepared models out of saved states."""
         self.apart = list(models)
 
     def end(self, *, failed: bool = False) -> None:
@@ -360,7 +363,10 @@ class Run:
             raise problems[0]
 
     def release_units(self) -> None:
-        """Let each plugin drop what binds units to devices and groups. None is in a step any more."""
+        """Let each plugin drop what binds units to devices and groups.
+
+        No unit is in a step any more afterwards.
+        """
         self.drop_accumulations()
         for unit in self.units:
             _release(unit)
@@ -375,7 +381,10 @@ class Run:
         return meshes
 
     def resume(self, run_id: str) -> None:
-        """Take over the id of the run whose state was loaded, unless a launcher has named this run."""
+        """Take over the id of the run whose state was loaded.
+
+        A run that a launcher has named keeps its own id.
+        """
         if self.world.run_id is None:
             self.run_id = run_id
 

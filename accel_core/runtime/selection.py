@@ -1,4 +1,7 @@
-"""Choose the plugins of a run: explicit beats automatic and fails loudly; `auto` gives reasons."""
+"""The choice of a run's plugins.
+
+A plugin that is asked for by name is taken, or fails loudly. `auto` gives reasons for its choice.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ def decide(
     presets: Mapping[str, tuple[object, str]],
     processes: int,
 ) -> tuple[Resolved, Stack]:
-    """Resolve the config, and choose its stack; plugins of the stack may propose values of the config."""
+    """Resolve the config, and choose its stack.
+
+    Plugins of the stack may propose values of the config.
+    """
     discovery = discover()
     resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, processes, discovery)
@@ -173,7 +179,7 @@ class _Chooser:
         return Chosen(best, f"auto: usable, and of the highest priority ({usable[0][0].priority})")
 
     def _first(self, usable: Sequence[tuple[Card, Record]], asked: str, path: str) -> Record:
-        """Return the first of several plugins, or raise PluginError if others are of its priority."""
+        """Return the first plugin, or raise PluginError if others have its priority."""
         top = [record for card, record in usable if card.priority == usable[0][0].priority]
         if len(top) > 1:
             rivals = " and ".join(f"{record.name} ({record.origin})" for record in top)

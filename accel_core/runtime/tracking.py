@@ -1,4 +1,7 @@
-"""Experiment trackers: logged values go to each tracker of the run, on the ranks where it logs."""
+"""Experiment trackers of a run, and the values logged to each.
+
+A tracker gets values on the ranks where it logs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class GeneralTracker:
-    """A tracker of one's own: `Accelerator(log_with=[MyTracker()])` with an instance of a subclass.
+    """Base of a tracker of the user's own: `Accelerator(log_with=[MyTracker()])`.
 
     name: what `get_tracker`, `init_kwargs` and `log_kwargs` call it.
     main_process_only: False to be called on every rank.
@@ -37,7 +40,10 @@ class GeneralTracker:
     _accel_started = False  # a name that subclasses do not have
 
     def start(self, **options: Any) -> None:
-        """Begin, when `init_trackers` is called. `options`: its `init_kwargs` for this tracker."""
+        """Begin, when `init_trackers` is called.
+
+        options: its `init_kwargs` for this tracker.
+        """
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Note the configuration that `init_trackers` was given."""
@@ -68,7 +74,10 @@ class GeneralTracker:
 
 
 def split_trackers(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker]]:
-    """Split `log_with` into names (None: nothing was given) and trackers of the user's own."""
+    """Split `log_with` into names and trackers of the user's own.
+
+    The names are None if `log_with` is None or has trackers only.
+    """
     given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
     own = [tracker for tracker in given if isinstance(tracker, GeneralTracker)]
     names = [name for name in given if not isinstance(name, GeneralTracker)]
@@ -76,7 +85,10 @@ def split_trackers(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker
 
 
 class Trackers:
-    """The trackers of a run, as this rank sees them: on a rank where none logs, calls do nothing."""
+    """The trackers of a run, as this rank sees them.
+
+    On a rank where none logs, calls do nothing.
+    """
 
     def __init__(self, run: Run, names: Sequence[str]) -> None:
         self.run = run
@@ -149,7 +161,10 @@ class Trackers:
 
 
 class _Silence:
-    """Replaces a tracker on a rank where it does not log, so that scripts need not ask for the rank."""
+    """Replacement of a tracker on a rank where it does not log.
+
+    With it, scripts need not ask for the rank.
+    """
 
     def __getattr__(self, name: str) -> _Silence:
         if name.startswith("__"):  # Python's own questions to an object

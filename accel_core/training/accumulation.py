@@ -72,7 +72,10 @@ class Accumulation:
             raise
 
     def _end_others(self) -> None:
-        """End accumulations of the same units: one that Ctrl-C kept from ending, or one that is misused."""
+        """End other accumulations of the same units.
+
+        Ctrl-C has kept such an accumulation from ending, or the program misuses it.
+        """
         entered, outermost_shared = self.run.accumulation, None
         while entered is not None:
             if entered is self or not set(entered.units).isdisjoint(self.units):
@@ -105,7 +108,7 @@ class Accumulation:
             contexts.enter_context(unit.steps.step_context(unit, self.batch))
 
     def follow_windows(self) -> None:
-        """Have each unit reduce gradients if this micro-batch is its window's last, else not."""
+        """Have each unit reduce gradients only if this micro-batch is its window's last."""
         self._end_no_sync()
         self._no_sync = contexts = ExitStack()
         for unit, models in self._reducing:

@@ -1,6 +1,7 @@
-"""Run a model's forward under the stack's autocast contexts, by a method `forward` of the module itself.
+"""The stack's autocast contexts around a model's forward.
 
-The method is bound to this one module: a deep copy of the model (EMA) has its own, a pickle has the class's.
+A method `forward` of the module itself enters them. The method is bound to this one module: a deep copy of
+the model (EMA) has its own, a pickle has the class's.
 Forward hooks are not enough: torch runs none when a forward ends by KeyboardInterrupt or another exception
 that is not an `Exception`, and autocast would stay on afterwards.
 """
@@ -28,7 +29,7 @@ Factory = Callable[[], AbstractContextManager[Any]]
 def attach(
     model: nn.Module, factory: Factory | None, outputs_to_fp32: str | None
 ) -> Callable[[], None] | None:
-    """Enter `factory()` around each forward of `model`; the function returned undoes it.
+    """Enter `factory()` around each forward of `model`; return a function to undo it.
 
     outputs_to_fp32: a device type; outputs under its autocast are converted to float32. None: no outputs are.
     """

@@ -1,4 +1,7 @@
-"""`torch.compile` in place: the model stays the user's object, and its state keeps its names."""
+"""`torch.compile` in place.
+
+The model stays the user's object, and its state keeps its names.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _logger = get_logger(__name__)
 
 
 def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> list[nn.Module]:
-    """Have the model's forward compiled when it is first run; with regions, that of its repeated blocks.
+    """Have the model's forward compiled when it is first run.
+
+    With `use_regional_compilation`, the forwards of its repeated blocks are compiled instead.
 
     offered: plugins' values for options that the config leaves open. Modules that are compiled already stay
     as they are. Returns the modules that are compiled now and were not before.

@@ -1,4 +1,4 @@
-"""The gradient of each parameter as backward computes it, before any rank has reduced it."""
+"""The gradient of each parameter as backward computes it, before it is reduced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ __all__ = ["attach_gradient_transforms"]
 
 
 def attach_gradient_transforms(unit: Unit, number: int) -> None:
-    """Call hook `transform_gradient` for the parameters of the unit's model `number`, if a plugin has it.
+    """Have backward call hook `transform_gradient` for parameters of a unit's model.
+
+    Does nothing if no plugin has the hook. number: of the model in the unit.
 
     Raises:
         ConfigError: the unit's strategy does not offer `local_gradients`: the hook would see nothing.

@@ -1,4 +1,7 @@
-"""The plan of a `prepare`: each object's kind, and the objects that form a unit. Planning changes nothing."""
+"""The plan of a `prepare`: each object's kind, and the objects that form a unit.
+
+Planning changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
 
 @define(eq=False)
 class UnitGroup:
-    """New models and optimizers that form one unit, and the prepared units that they complete."""
+    """New models and optimizers that form one unit, and the prepared units they join."""
 
     models: list[nn.Module] = Factory(list)
     optimizers: list[Optimizer] = Factory(list)
@@ -37,7 +40,7 @@ class UnitGroup:
         self.units += other.units
 
     def check(self, strategy: str | None) -> None:
-        """Put the unit that the others join first, and refuse units that cannot be joined."""
+        """Refuse units that cannot be joined; put the unit that the others join first."""
         self.units.sort(key=lambda unit: not unit.optimizers)
         for other in self.units[1:]:
             if self.units[0].strategy != other.strategy or other.optimizers:
@@ -118,7 +121,7 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
 
 
 def _group_objects(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[UnitGroup]:
-    """Group optimizers with the models whose parameters they hold, new models and prepared ones."""
+    """Group optimizers with the new and prepared models whose parameters they hold."""
     groups = [UnitGroup(models=[m]) for m in dict.fromkeys(models) if run.unit_of_model(m) is None]
     group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
     for optimizer in optimizers:

@@ -201,7 +201,7 @@ def _names(model: nn.Module) -> Named:
 
 
 def _renamed(before: Named, model: nn.Module) -> dict[str, str]:
-    """Names that a transform or wrapper gave to tensors and modules -> those they had in the user's model."""
+    """Return tensors' names in the transformed or wrapped model -> the user's names."""
     names: dict[int, list[str]] = {}
     for _, name, tensor in before:
         names.setdefault(id(tensor), []).append(name)
@@ -211,7 +211,7 @@ def _renamed(before: Named, model: nn.Module) -> dict[str, str]:
 
 
 def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | None = None) -> None:
-    """Have the optimizer hold the parameters that took the place of those it was made with.
+    """Give the optimizer the parameters that took the place of its original ones.
 
     put_back: restores the optimizer's state for the new parameters.
     """

@@ -1,4 +1,7 @@
-"""Optimizer state from before `prepare`: torch's Adagrad makes some when it is made, others were loaded."""
+"""Optimizer state from before `prepare`.
+
+torch's Adagrad makes some when it is made; other state was loaded.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ def has_state(optimizer: Optimizer) -> bool:
 
 
 def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
-    """Note the state of an optimizer whose models are not wrapped yet; call the result once they are.
+    """Note the state of an optimizer whose models are not wrapped yet.
 
-    Where wrapping has replaced, split or moved parameters, the result splits and moves their state likewise.
+    Call the result once they are wrapped. Where wrapping has replaced, split or moved parameters, the result
+    splits and moves their state likewise.
 
     Raises:
         AccelError: the state has no values yet, as it is on the meta device.

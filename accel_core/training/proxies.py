@@ -1,4 +1,7 @@
-"""The results of `prepare` for optimizers and schedulers: thin objects that know their unit's window."""
+"""The results of `prepare` for optimizers and schedulers.
+
+They are thin objects that know their unit's window.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ __all__ = ["PreparedOptimizer", "PreparedScheduler"]
 
 
 class PreparedOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose `step` and `zero_grad` do nothing inside a window.
+    """An optimizer whose `step` and `zero_grad` do nothing inside a window.
 
     Everything else is the inner optimizer's. Its copies and pickles are those of the inner optimizer.
     """
 
     clean_from: int
-    """The number of the first window of which there may be gradients."""
+    """Number of the first window of which there may be gradients."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.

@@ -132,7 +132,7 @@ def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
 
 
 def tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
-    """Raise CollectiveError, which names the lost ranks, where torch's error says that some were lost."""
+    """Raise CollectiveError with the lost ranks, if torch's error says that some are."""
     lost = run.lost_peer(operation, error)
     if lost is not None:
         raise lost from error
@@ -171,10 +171,11 @@ def unscale(unit: Unit) -> None:
 
 
 def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
-    """Reduce once per window; again before a step of an optimizer that has applied what was reduced.
+    """Reduce gradients that are not reduced yet.
 
-    A loop that calls the loss's own backward never announces a new window. With one optimizer each step is
-    a window; of several optimizers one may have been left out, so its gradients are compared.
+    That is once per window, and again before a step of an optimizer that has applied the reduced ones. A loop
+    that calls the loss's own backward never announces a new window. With one optimizer each step is a window;
+    of several optimizers one may have been left out, so its gradients are compared.
     """
     state = unit.step_state
     if state.is_reduced(optimizer):
@@ -190,7 +191,7 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
 
 
 def _note_undivided(units: Iterable[Unit]) -> None:
-    """Note the gradients of windows that count items, after a backward at their boundary."""
+    """Note gradients of windows that count items, after a backward at the boundary."""
     for unit in units:
         if unit.window.boundary:
             unit.step_state.note_undivided(unit.window, unit.named_parameters().values())
@@ -272,9 +273,10 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
 
 
 def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, clean_from: int) -> int:
-    """Clear gradients, unless their window still has to apply them: `Window` has the table.
+    """Clear gradients, unless their window still has to apply them.
 
-    So `zero_grad` may stand before the forward or after the step, with the same effect.
+    `Window` has the table. So `zero_grad` may stand before the forward or after the step, with the same
+    effect.
 
     clean_from: number of the first window of which there may be gradients, as the last call returned it.
     """

@@ -57,7 +57,7 @@ class StepState:
         return cls(needs_finish=any(hook is not None for hook in finishing))
 
     def expect_items(self, unit: Unit) -> None:
-        """Have steps divide gradients by items from now on, those of the unit's current window."""
+        """Have steps divide gradients by items, from the unit's current window on."""
         self.needs_finish = True
         window = unit.window
         for optimizer in unit.optimizers if window.index <= 0 else ():
@@ -108,7 +108,10 @@ class StepState:
     # -- gradients that were reduced --------------------------------------------------------------
 
     def is_reduced(self, optimizer: Optimizer | None) -> bool:
-        """Return whether the gradients of the optimizer (None: of all) are those that were reduced."""
+        """Return whether the optimizer's gradients are those that were reduced.
+
+        None stands for all optimizers.
+        """
         asked = [*self.reduced] if optimizer is None else [optimizer]
         return bool(asked) and all(
             key in self.reduced and self.reduced[key] in (None, key and _versions_of(key)) for key in asked
@@ -129,11 +132,11 @@ class StepState:
     # -- gradients that are still sums over items -------------------------------------------------
 
     def note_undivided(self, window: Window, parameters: Iterable[nn.Parameter]) -> None:
-        """Note the gradients of a window that counts items, as a backward at the boundary left them."""
+        """Note the gradients that a backward at the boundary left, still to be divided."""
         self.undivided = window.number, _versions(parameters)
 
     def refuse_carried(self, window: Window) -> None:
-        """Refuse to divide gradients that an earlier window has left, by the items of this one."""
+        """Refuse to divide an earlier window's gradients by the items of this one."""
         if any(number != window.number for number in self.counted_in.values()):
             raise AccelError(
                 "accumulate(items=...): gradients of an earlier window were neither applied nor cleared, and"
