@@ -196,7 +196,7 @@ def send_to_device(
     def visit(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=non_blocking)
-        if hasattr(value, "to") and not skipped:
+        if hasattr(value, "to") and not (skipped and isinstance(value, Mapping)):
             return value.to(device)
         if skipped and isinstance(value, Mapping):
             return _like(value, [(k, v if k in skipped else visit(v)) for k, v in value.items()])

@@ -122,5 +122,7 @@ def test_send_to_device_uses_a_method_to_and_leaves_skipped_keys():
     sent = ops.send_to_device({"a": Encoding({"ids": T}, "kept"), "b": (T, "text")}, "meta")
     assert (sent["a"]["ids"].device.type, sent["a"].note) == ("meta", "kept")
     assert (sent["b"][0].device.type, sent["b"][1]) == ("meta", "text")
-    sent = ops.send_to_device([{"a": T, "b": T}], "meta", skip_keys="b")
+    packed = torch.nn.utils.rnn.pack_sequence([T])
+    sent = ops.send_to_device([{"a": T, "b": T, "c": packed}], "meta", skip_keys="b")
     assert (sent[0]["a"].device.type, sent[0]["b"].device.type) == ("meta", "cpu")
+    assert sent[0]["c"].data.device.type == "meta"

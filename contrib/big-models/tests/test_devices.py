@@ -68,6 +68,28 @@ def test_one_map_of_a_device_the_host_and_a_disk(tmp_path, want):
         assert target.blocks[2].gain.device.type == "cpu"
 
 
+class Caching(torch.nn.Module):
+    """Tells where its cache arrives, and returns it as it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x, cache):
+        self.seen = x.device.type, cache.device.type
+        return {"x": self.layer(x), "cache": cache.to("sim")}
+
+
+@pytest.mark.parametrize(("skip_keys", "place"), [((), "sim"), (("cache",), "cpu")])
+def test_values_of_skipped_keys_stay_where_they_are(skip_keys, place):
+    target = Caching()
+    dispatch(target, plan_from_map(target, {"": "sim"}), skip_keys=skip_keys)
+    out = target(torch.ones(2, 3), cache=torch.ones(2))
+
+    assert target.seen == ("sim", place)
+    assert (out["x"].device.type, out["cache"].device.type) == ("cpu", "sim" if skip_keys else "cpu")
+
+
 def test_the_copy_of_the_next_block_begins_before_this_one_ends(monkeypatch):
     target = offload(model(), "cpu", device="sim")
     events = []

@@ -116,6 +116,16 @@ def test_each_module_with_weights_has_the_hook_that_libraries_look_for(tmp_path)
     hook.post_forward(model[2][0], ())
 
 
+def test_skip_keys_reach_the_engine(tmp_path):
+    from accel_big_models.hooks import enters_of
+
+    on_disk = dispatch_model(net(), DISK, offload_dir=tmp_path, skip_keys="cache", force_hooks=True)
+    from_memory = dispatch_model(net(), {"": "meta"}, force_hooks=True, skip_keys=["cache", "other"])
+
+    assert {tuple(enter.skip_keys) for enter in enters_of(from_memory)} == {("cache", "other")}
+    assert all(enter.skip_keys == ["cache"] for enter in enters_of(on_disk))
+
+
 @pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
 def test_all_of_a_model_is_offloaded(tmp_path, x, offload):
     given = (tmp_path,) if offload is disk_offload else ()

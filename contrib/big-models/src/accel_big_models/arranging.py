@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import torch
@@ -34,6 +35,7 @@ def arrange(
     folder: str | os.PathLike[str] | None,
     *,
     mapped: bool,
+    skip_keys: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Bring all tensors to their places; the model changes at the end, or not at all."""
@@ -61,7 +63,7 @@ def arrange(
     for tenant, values in zip(tenants, data, strict=True):
         if values is not None:
             put(tenant.tensor, values)
-    _attach(model, plan, tenants)
+    _attach(model, plan, tenants, skip_keys)
 
 
 def _read(tenants: Sequence[Tenant], progress: Callable[[int, int], None] | None) -> list[Tensor | None]:
@@ -95,7 +97,7 @@ def _made(tenant: Tenant) -> Tensor | None:
         return values_of(tenant.source).detach().to(tenant.device)
 
 
-def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant]) -> None:
+def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant], skip_keys: Sequence[str]) -> None:
     """Put hooks on blocks whose weights come and go, and where inputs change devices."""
     modules = dict(model.named_modules(remove_duplicate=False))
     weights: dict[str, list[Weight]] = {}
@@ -114,10 +116,11 @@ def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant]) -> None:
     if not groups and not several and set(devices.values()) <= {torch.device("cpu")}:
         return
     engine = Engine(plan.device, groups) if groups else None
-    attached = {group.name: Enter(engine, group, None, root=False) for group in groups}
+    make = partial(Enter, engine, device=None, root=False, skip_keys=skip_keys)
+    attached = {group.name: make(group) for group in groups}
     for name in devices if several else ():
-        attached.setdefault(name, Enter(engine, None, None, root=False)).device = devices[name]
-    root = attached.setdefault("", Enter(engine, None, None, root=True))
+        attached.setdefault(name, make(None)).device = devices[name]
+    root = attached.setdefault("", make(None))
     root.root = True
     root.device = root.device or next(iter(devices.values()))
     for name, enter in attached.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,12 @@ __all__ = ["dispatch", "offload", "undo"]
 
 
 def dispatch(
-    model: nn.Module, plan: Plan, *, folder: str | os.PathLike[str] | None = None, mapped: bool = True
+    model: nn.Module,
+    plan: Plan,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    mapped: bool = True,
+    skip_keys: Sequence[str] = (),
 ) -> nn.Module:
     """Move a model's weights to their places, and have blocks come and go.
 
@@ -40,6 +45,8 @@ def dispatch(
         folder: for weights that go to disk and are in no file yet; None: a temporary one. What is written
             there is removed when the model is undone or gone.
         mapped: see `load`.
+        skip_keys: names of arguments, and keys of mappings in inputs and outputs, whose values stay where
+            they are, such as a cache whose parts are on the devices that use them.
 
     Returns:
         The model.
@@ -49,7 +56,7 @@ def dispatch(
             a weight are on two devices.
         AccelError: the disk is full; nothing is changed.
     """
-    arrange(model, plan, tenants_of(model, plan), folder, mapped=mapped)
+    arrange(model, plan, tenants_of(model, plan), folder, mapped=mapped, skip_keys=skip_keys)
     return model
 
 

@@ -49,7 +49,11 @@ class Weight:
         self.__init__(state["name"], tensor, state["source"] or held)  # type: ignore[misc]
 
     def leave(self) -> None:
-        """Take the weight off the device: its data are the source's tensor, or of size 0."""
+        """Take the weight off the device: its data are the source's tensor, or of size 0.
+
+        Data of size 0 raise if something computes with the weight outside of its block. Data that keep the
+        shape do not: one element expanded computes wrong numbers, and a freed storage ends the process.
+        """
         if self._present is not None:
             exchange(self.tensor, self._present)
             self._present = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,23 @@ class Enter:
     """Before a module's forward: brings its group, and moves its inputs.
 
     device: None if inputs are where they have to be. root: the model itself, whose outputs return to the
-    device of its inputs.
+    device of its inputs. skip_keys: keys of mappings whose values stay where they are.
     """
 
     places_weights = "accel_big_models"
     """Tells core what places the weights, so that `prepare` does not."""
 
     def __init__(
-        self, engine: Engine | None, group: Group | None, device: torch.device | None, *, root: bool
+        self,
+        engine: Engine | None,
+        group: Group | None,
+        device: torch.device | None,
+        *,
+        root: bool,
+        skip_keys: Sequence[str] = (),
     ) -> None:
         self.engine, self.group, self.device, self.root = engine, group, device, root
+        self.skip_keys = skip_keys
         self.local = threading.local()
         """The device of the inputs of a thread's current forward."""
 
@@ -43,7 +50,7 @@ class Enter:
             came = next(_tensors((args, kwargs)), None)
             self.local.device = None if came is None else came.device
         if self.device is not None:
-            args, kwargs = ops.send_to_device((args, kwargs), self.device)
+            args, kwargs = ops.send_to_device((args, kwargs), self.device, skip_keys=self.skip_keys)
         if self.engine is not None and self.group is not None:
             self.engine.enter(self.group)
         return args, kwargs
@@ -70,7 +77,9 @@ class Leave:
         if not self.enter.root:
             return output
         device, gone = getattr(self.enter.local, "device", None), next(_tensors(output), None)
-        return output if device is None or gone is None else ops.send_to_device(output, device)
+        if device is None or gone is None:
+            return output
+        return ops.send_to_device(output, device, skip_keys=self.enter.skip_keys)
 
 
 class _Around:

@@ -33,6 +33,7 @@ def load(
     *,
     strict: bool = True,
     mapped: bool = True,
+    skip_keys: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> nn.Module:
     """Load a checkpoint's weights to the places of a plan, and dispatch the model.
@@ -50,6 +51,7 @@ def load(
         strict: names that only the model or only the checkpoint has are an error.
         mapped: False reads files instead of mapping them: a file that is cut later then raises an error,
             where a mapped one ends the process.
+        skip_keys: see `dispatch`.
         progress: called with the bytes that are loaded and those of all.
 
     Returns:
@@ -72,7 +74,7 @@ def load(
                 chosen.dtype if chosen.dtype and tenant.tensor.is_floating_point() else tenant.tensor.dtype
             )
             tenant.source = with_dtype(sources[name], dtype)
-    arrange(model, chosen, tenants, None, mapped=mapped, progress=progress)
+    arrange(model, chosen, tenants, None, mapped=mapped, skip_keys=skip_keys, progress=progress)
     return model
 
 

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import nn
 
-from accel_compat.big_models.balanced_memory import get_balanced_memory
+from accel_compat.big_models.balanced_memory import as_list, get_balanced_memory
 from accel_compat.big_models.device_maps import infer_auto_device_map
 from accel_compat.big_models.dispatched_hooks import attach_dispatched_hooks
 from accel_compat.big_models.hooks import MOVING_METHODS, remove_hook_from_module
@@ -184,7 +184,7 @@ def _dispatch(
     resident = () if offload_buffers else [name for name, _ in model.named_buffers()]
     index = _index(model, on_disk.difference(resident), offload_dir, offload_index)
     folder = offload_dir if on_disk else None
-    _engage(model, device_map, device, index, folder)
+    _engage(model, device_map, device, index, folder, as_list(skip_keys))
     streams = everything or str(device) not in ("cpu", "mps")
     on_host = {name for name, place in places.items() if place == "cpu" and streams}
     computed = {name: device if place in _HOST else place for name, place in places.items()}
@@ -259,7 +259,12 @@ def _index(
 
 
 def _engage(
-    model: nn.Module, device_map: Mapping[str, Any], device: Any, index: Mapping[str, Any], folder: Any
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    device: Any,
+    index: Mapping[str, Any],
+    folder: Any,
+    skip_keys: list[str],
 ) -> None:
     """Have accel-big-models dispatch the model, with the weights on the disk mapped from their files."""
     from_map, dispatch, read = (
@@ -267,13 +272,13 @@ def _engage(
     )
     plan = attrs.evolve(from_map(model, device_map), device=from_map(model, {"": device}).device)
     if not index:
-        dispatch(model, plan)
+        dispatch(model, plan, skip_keys=skip_keys)
         return
     with tempfile.TemporaryDirectory() as links:
         Path(links, "index.json").write_text(json.dumps(index), encoding="utf-8")
         for name in (name for name, info in index.items() if info.get("safetensors_file") is None):
             Path(links, f"{name}.dat").symlink_to(Path(folder, f"{name}.dat").absolute())
-        read(model, links, plan, strict=False)
+        read(model, links, plan, strict=False, skip_keys=skip_keys)
 
 
 def _undo(model: nn.Module) -> None:
