@@ -55,6 +55,18 @@ def test_an_offloaded_model_computes_on_the_device_and_returns_to_the_host(to, w
     assert all(torch.equal(value.cpu(), state[name]) for name, value in weights_of(target))
 
 
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_a_write_to_a_weight_in_host_memory_counts_from_the_next_forward_on(to):
+    target, expected = offload(model(), to, device="sim"), model()
+    with torch.no_grad():
+        for each in (target, expected):
+            each(ids())  # the next forward's first block is under way then
+            for number, block in enumerate(each.blocks):
+                block.gain.mul_(number + 2)
+        torch.testing.assert_close(target(ids()), expected(ids()))
+        torch.testing.assert_close(target(ids()), expected(ids()))
+
+
 def test_one_map_of_a_device_the_host_and_a_disk(tmp_path, want):
     folder = shards(tmp_path / "c", model())
     places = {"": "sim:0", "blocks.1": "cpu", "blocks.2": "disk", "blocks.3": "disk"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accel_big_models.away import guard
 from accel_big_models.engine import Engine, Group, Weight
 from accel_big_models.hooks import Enter, attach, enters_of
 from accel_big_models.moving import pinned
@@ -125,6 +126,8 @@ def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant], skip_keys: 
     root.device = root.device or next(iter(devices.values()))
     for name, enter in attached.items():
         attach(modules[name], enter)
+    if engine is not None:
+        guard(model, {id(weight.tensor): weight for weight in engine.weights}, engine.device)
 
 
 def _devices(plan: Plan, tenants: Sequence[Tenant]) -> Mapping[str, torch.device]:

@@ -10,6 +10,7 @@ import torch
 from attrs import evolve
 
 from accel_big_models.arranging import arrange
+from accel_big_models.away import release
 from accel_big_models.hooks import detach, enters_of
 from accel_big_models.planning import HOST, place_name, plan_from_map
 from accel_big_models.sources import values_of
@@ -109,4 +110,5 @@ def undo(model: nn.Module) -> nn.Module:
             put(weight.tensor, values_of(weight.source))
     for module in model.modules():
         detach(module)
+        release(module)
     return model

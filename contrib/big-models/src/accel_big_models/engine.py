@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -38,6 +39,8 @@ class Weight:
     _present: Tensor | None = None
     """The other form of a tensor whose device has a class of its own."""
     _version: int = 0
+    """Of the tensor when it came or left: it counts writes."""
+    _whole: weakref.ref[Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         held = isinstance(self.source, InMemory) and self.source.tensor() is not None
@@ -57,11 +60,12 @@ class Weight:
         if self._present is not None:
             exchange(self.tensor, self._present)
             self._present = None
-            return
-        if self.trained:
-            self.tensor.requires_grad_(True)
-        away = self.source.tensor()
-        put(self.tensor, torch.empty(0, dtype=self.source.dtype) if away is None else away)
+        else:
+            if self.trained:
+                self.tensor.requires_grad_(True)
+            away = self.source.tensor()
+            put(self.tensor, torch.empty(0, dtype=self.source.dtype) if away is None else away)
+        self._version = self.tensor._version
 
     def come(self, data: Tensor) -> None:
         """Give the weight its data, as a constant: nothing could keep its gradient."""
@@ -77,8 +81,16 @@ class Weight:
 
     @property
     def changed(self) -> bool:
-        """True if something wrote into the weight on the device."""
+        """True if something wrote into the tensor since it came or left."""
         return self.tensor._version != self._version
+
+    def whole(self) -> Tensor:
+        """Return the values as a CPU tensor, for all who ask at the same time the same one."""
+        values = None if self._whole is None else self._whole()
+        if values is None:
+            values = values_of(self.source)
+            self._whole = weakref.ref(values)
+        return values
 
 
 @define(eq=False)
@@ -105,7 +117,30 @@ class Group:
         self.__init__(state["name"], state["weights"], state["outer"], next=state["next"])  # type: ignore[misc]
 
     def __attrs_post_init__(self) -> None:
+        self.load()
+
+    def load(self) -> None:
+        """Have the weights' present sources as cargo: nothing of it is under way."""
         self.cargo = Cargo(self.name, [weight.source for weight in self.weights])
+
+    def take_writes(self) -> None:
+        """Have what was written into weights that are away brought with them.
+
+        Raises:
+            AccelError: a weight was not in memory, so that the change is lost.
+        """
+        written = [weight for weight in self.weights if weight.changed]
+        for weight in written:
+            values = weight.source.tensor()
+            if values is None:
+                raise AccelError(
+                    f"{weight.name} was written to while it is not in memory: the change is lost\n"
+                    "change weights within accelerator.full_parameters(model, writeback=True), or take the"
+                    " offloading off first: accel_big_models.undo(model)"
+                )
+            weight.source = InMemory(values, values.dtype)
+        if written:
+            self.load()  # what was brought ahead is older
 
 
 class Engine:
@@ -208,6 +243,7 @@ class Engine:
     # -- bringing --------------------------------------------------------------------------------
 
     def _bring(self, group: Group) -> None:
+        group.take_writes()
         slot = group.slot
         try:
             if slot is None or slot.cargo is not group.cargo:
@@ -299,7 +335,7 @@ class Engine:
                         weight.source = InMemory(values, values.dtype)
                     if not group.users:
                         weight.leave()
-                group.cargo = Cargo(group.name, [weight.source for weight in group.weights])
+                group.load()
 
     # -- copies and the end ----------------------------------------------------------------------
 

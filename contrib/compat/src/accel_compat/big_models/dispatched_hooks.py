@@ -65,9 +65,6 @@ class DispatchedHook(AlignDevicesHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Leave the weights to accel-big-models."""
-        hooks = module._state_dict_hooks
-        for key in [key for key, hook in hooks.items() if hook is _add_values]:
-            del hooks[key]
         return module
 
 
@@ -112,15 +109,7 @@ def attach_dispatched_hooks(
             hook.original_devices = {
                 name: torch.device("meta" if whole in index else "cpu") for name, whole in own.items()
             }
-            module.register_state_dict_post_hook(_add_values)
         module._hf_hook = hook
-
-
-def _add_values(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Put the values of weights into a state dict that are read from their files as they are needed."""
-    for name, tensor in named_module_tensors(module):
-        if f"{prefix}{name}" in state and tensor.numel() == 0 and module._hf_hook.offload:
-            state[f"{prefix}{name}"] = module._hf_hook.weights_map[name]
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
