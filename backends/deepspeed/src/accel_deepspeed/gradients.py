@@ -103,7 +103,9 @@ class Gradients:
         self.configured = self.asked = max_norm
         self.fixed = fixed
         self.engine, self.optimizer = engine, engine.optimizer
-        self.trained = frozenset(id(p) for p in engine.module.parameters() if p.requires_grad)
+        named = dict(engine.module.named_parameters())
+        self.trained = frozenset(id(p) for p in named.values() if p.requires_grad)
+        self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self._reduce = self._take_over()
         # Programs ask the engine for the norm. The engine itself clips nothing: `clip` does.
         engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
@@ -171,8 +173,7 @@ class Gradients:
         return bool(self.engine.was_step_applied())
 
     def _refuse_unfrozen(self) -> None:
-        parameters = self.engine.module.named_parameters()
-        late = [name for name, p in parameters if p.requires_grad and id(p) not in self.trained]
+        late = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
         if late:
             raise AccelError(
                 f"DeepSpeed: {len(late)} parameter(s) were frozen when the model was prepared and train now"
