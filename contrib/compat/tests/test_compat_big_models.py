@@ -177,6 +177,32 @@ def test_a_torch_files_weights_are_written_once_in_their_dtype(tmp_path, x):
         load_checkpoint_in_model(empty(), tmp_path / "model.bin", DISK)
 
 
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_a_file_with_one_name_of_a_tied_weight_fills_both(tmp_path, name, device_map):
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    save_file({name: torch.full((3, 3), 2.0)}, tmp_path / "model.safetensors")
+    load_checkpoint_in_model(model, tmp_path, device_map)
+
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model[0].weight, torch.full((3, 3), 2.0))
+
+
+def test_weights_that_a_checkpoint_lacks_are_named(tmp_path, caplog):
+    save_file({"0.weight": torch.zeros(4, 3)}, tmp_path / "model.safetensors")
+    load_checkpoint_in_model(nn.Linear(3, 4), tmp_path / "model.safetensors")
+    assert "not used when initializing Linear: ['0.weight']" in caplog.text
+    assert "stay as they are: ['bias', 'weight']" in caplog.text
+
+
+@pytest.mark.parametrize("cpu", ["cpu", torch.device("cpu")])
+def test_a_map_of_device_objects_takes_values_of_a_state_dict(tmp_path, x, cpu):
+    places = {"0": cpu, "1": cpu, "2": cpu}
+    model = dispatch_model(empty(), places, state_dict=net().state_dict(), force_hooks=True).eval()
+    assert torch.equal(model(x), net()(x))
+
+
 READ = """
 import json, torch
 from torch import nn

@@ -202,7 +202,8 @@ def _names(model: nn.Module) -> list[str]:
 def _place(name: str, device_map: Mapping[str, Any]) -> Any:
     while name not in device_map:
         name = name.rpartition(".")[0]
-    return device_map[name]
+    place = device_map[name]
+    return "cpu" if place == torch.device("cpu") else place
 
 
 def _with_all_tensors(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,8 @@ def load_checkpoint_in_model(
             set_module_tensor_to_device(model, name, device, value, kind)
     if to_disk:
         save_offload_index(index, offload_folder)
-    retie_parameters(model, tied)
+    # A file may hold one of a weight's names only, and not the first.
+    retie_parameters(model, [sorted(names, key=lambda name: name not in loaded) for names in tied])
     missing = wanted.keys() - loaded - {name for names in tied for name in names if loaded & set(names)}
     _report(model, checkpoint, unexpected, sorted(missing), strict)
 
@@ -150,11 +151,14 @@ def _report(
         raise RuntimeError(
             f"Error(s) in loading state_dict for {kind}: unexpected keys {unexpected}, missing keys {missing}"
         )
+    logger = logging.getLogger("accelerate.utils.modeling")
     if unexpected:
-        logging.getLogger("accelerate.utils.modeling").warning(
+        logger.warning(
             "Some weights of the model checkpoint at %s were not used when initializing %s: %s",
             *(checkpoint, kind, unexpected),
         )
+    if missing:
+        logger.warning("Some weights of %s are not in %s and stay as they are: %s", kind, checkpoint, missing)
 
 
 def _files(checkpoint: Path) -> Iterator[Path]:
