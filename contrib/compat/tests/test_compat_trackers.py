@@ -115,7 +115,7 @@ def test_dvclive_goes_on_by_itself(library):
     accelerator = started(tracking.DVCLiveTracker(dir="here"), config={"lr": 1})
     accelerator.log({"loss": 2.0}, step=3)
 
-    assert live.step == 3
+    assert live.step == 4
     assert live.mock_calls == [call.log_params({"lr": 1}), call.log_metric("loss", 2.0), call.next_step()]
 
 

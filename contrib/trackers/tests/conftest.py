@@ -49,9 +49,12 @@ class Notes(Library):
         self.told.append(("configure", dict(values)))
 
     def log(self, values, step=None, *, colour=None):
-        for name in values:
+        for name, value in values.items():
             self.check(name)
-        self.told.append((step, dict(values)))
+            self.told.append((step, {name: value}))
+
+    def end_log(self):
+        self.told.append("end of log")
 
     def log_images(self, values, step=None, **options):
         self.log(values, step)

@@ -31,7 +31,9 @@ def test_the_run_begins_with_the_first_log_and_has_the_settings(notes):
     assert tracker.library.told == [
         ("open", "project", False),
         ("configure", {"lr": 0.1, "path": "x", "layers": [1, 2], "tags": ["a"]}),
-        (3, {"train/loss": 0.5, "best": True}),
+        (3, {"train/loss": 0.5}),
+        (3, {"best": True}),
+        "end of log",
     ]
 
 
@@ -82,7 +84,7 @@ def test_a_run_that_was_begun_before_the_load_is_left_with_a_word(notes, caplog)
     tracker.load_run_state({"id": "one"})
     tracker.log({"x": 2}, 1, {})
 
-    assert tracker.library.told[-2:] == [("open", "project", True), (1, {"x": 2})]
+    assert tracker.library.told[-3:] == [("open", "project", True), (1, {"x": 2}), "end of log"]
     assert "was begun before load_state" in warnings(caplog)[0]
 
 
@@ -114,11 +116,13 @@ def test_an_id_is_kept_where_the_resumed_run_cannot_be_opened(notes):
 
 
 def test_a_value_that_fails_costs_no_other_and_is_said_once(notes, caplog):
+    """Nor are those before it logged a second time."""
     tracker = started(notes())
     for step in range(3):
-        tracker.log({"good": 1, "bad": 2}, step, {})
+        tracker.log({"good": 1, "bad": 2, "word": "fine"}, step, {})
 
-    assert tracker.library.told[1:] == [(step, {"good": 1}) for step in range(3)]
+    logged = [((step, {"good": 1}), (step, {"word": "fine"}), "end of log") for step in range(3)]
+    assert tracker.library.told[1:] == [each for one in logged for each in one]
     assert warnings(caplog) == ["notes: 'bad' could not be logged: OSError: no space for bad"]
 
 
@@ -127,8 +131,19 @@ def test_what_is_no_number_and_no_text_is_left_out_with_a_word(notes, caplog):
     for step in range(2):
         tracker.log({"x": 1, "weights": torch.zeros(3)}, step, {})
 
-    assert tracker.library.told[1:] == [(0, {"x": 1}), (1, {"x": 1})]
+    assert tracker.library.told[1::2] == [(0, {"x": 1}), (1, {"x": 1})]
     assert warnings(caplog) == ["notes: 'weights' is a Tensor, which is no number or text: left out"]
+
+
+def test_nothing_is_logged_to_a_run_that_has_ended(notes):
+    """It would be begun again, and never closed."""
+    tracker = started(notes())
+    tracker.log({"x": 1}, 0, {})
+    tracker.run_ended()
+
+    with pytest.raises(AccelError, match=r"notes: its run has ended(.|\n)*\nlog before"):
+        tracker.log_images({"y": np.zeros((2, 2))})
+    assert tracker.library.told[-1] == "close"
 
 
 def test_a_close_that_fails_is_no_error(notes, caplog, monkeypatch):
@@ -177,6 +192,12 @@ def test_a_folder_that_cannot_be_made_is_refused(notes, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"cannot be made: .*\ngive another directory"):
         started(notes(directory=str(tmp_path / "file" / "logs")))
+
+
+def test_an_address_is_no_folder(notes):
+    """The working folder was taken for it."""
+    with pytest.raises(ConfigError, match=r"asked for at s3://bucket/logs(.|\n)*\nset notes.directory"):
+        started(notes(directory="s3://bucket/logs"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

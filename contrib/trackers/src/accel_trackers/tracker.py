@@ -44,7 +44,7 @@ class LibraryTracker:
         self._options: Mapping[str, Any] = {}
         self._known: str | None = None
         """The id of the library's run, once there is one."""
-        self._open = self._failed = False
+        self._open = self._failed = self._ended = False
         self._warned: set[str] = set()
 
     @property
@@ -67,6 +67,7 @@ class LibraryTracker:
     def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """`options` are arguments of the library's own function, such as `wandb.init`."""
         name = project if self.config.project is None else self.config.project
+        self._check_address()
         self._check_folder()
         self.library.prepare(self.config, self.folder)
         self.library.check_project(name)
@@ -81,19 +82,14 @@ class LibraryTracker:
 
         `options` are arguments of the library's own function.
         """
-        numbers: dict[str, Any] = {}
-        texts: dict[str, str] = {}
+        taken: dict[str, Number | str] = {}
         for name, value in flat(values):
-            if isinstance(value, Number):
-                numbers[name] = value
-            elif isinstance(value, str):
-                texts[name] = value
+            if isinstance(value, (Number, str)):
+                taken[name] = value
             elif value is not None:
                 self._warn(f"{name!r} is a {type(value).__qualname__}, which is no number or text: left out")
-        if self._ready():
-            self._log_numbers(numbers, step, options)
-            if texts:
-                self._attempt("texts", self.library.log_texts, texts, step)
+        if taken and self._ready():
+            self._log(taken, step, options)
 
     @implements(hooks.save_run_state)
     def save_run_state(self) -> Mapping[str, Any]:
@@ -118,6 +114,7 @@ class LibraryTracker:
     def run_ended(self) -> None:
         if self._project is not None and self._ready():  # one in which nothing was logged has settings
             self._close()
+        self._ended = True
 
     # -- for scripts -----------------------------------------------------------------------------
 
@@ -161,6 +158,11 @@ class LibraryTracker:
 
     def _ready(self) -> bool:
         """True if the library's run is open, which it is made to be."""
+        if self._ended:
+            raise AccelError(
+                f"{self.name}: its run has ended, and nothing can be logged to it\n"
+                "log before accelerator.end_training()"
+            )
         if self._project is None or self._failed or self._open:
             return self._open
         resumed, asked = self._known is not None, self._known or uuid.uuid4().hex
@@ -184,19 +186,20 @@ class LibraryTracker:
             self.library.close()
         self.library.handle = None
 
-    def _log_numbers(self, numbers: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        if not numbers:
-            return
-        try:
-            self.library.log(numbers, step, **options)
-        except Exception as error:
-            self._refuse_options(error, options)
-            if len(numbers) == 1:
-                self._warn(f"{next(iter(numbers))!r} could not be logged: {_said(error)}")
-                return
-            for name, value in numbers.items():  # one bad name does not cost the others
-                with self._forgiving(repr(name)):
-                    self.library.log({name: value}, step, **options)
+    def _log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        for part in self.library.parts(values):
+            try:
+                self.library.log(part, step, **options)
+            except Exception as error:
+                self._refuse_options(error, options)
+                if len(part) == 1:
+                    self._warn(f"{next(iter(part))!r} could not be logged: {_said(error)}")
+                    continue
+                for name, value in part.items():  # one bad name does not cost the others
+                    with self._forgiving(repr(name)):
+                        self.library.log({name: value}, step, **options)
+        with self._forgiving("the end of a step"):
+            self.library.end_log()
 
     def _attempt(self, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         if self._ready():
@@ -225,6 +228,14 @@ class LibraryTracker:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s: %s", self.name, message)
+
+    def _check_address(self) -> None:
+        asked = str(self.config.directory or self.run.config.project.logging_dir or "")
+        if "://" in asked and not (self.config.directory and self.library.takes_addresses):
+            raise ConfigError(
+                f"{self.name}: local files are asked for at {asked}, which is not a folder of this machine\n"
+                f"set {self.name}.directory to a folder"
+            )
 
     def _check_folder(self) -> None:
         folder = self.folder

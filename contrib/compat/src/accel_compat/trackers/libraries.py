@@ -188,6 +188,7 @@ class DVCLiveTracker(_Wrapping):
         for name in values.keys() - taken.keys():
             warn_once(f"dvclive cannot log {name!r} ({type(values[name]).__qualname__}); skipped")
         self.library.log(taken, step=step, **kwargs)
+        self.library.end_log()
 
 
 @library_tracker

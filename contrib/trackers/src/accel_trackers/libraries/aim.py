@@ -20,6 +20,7 @@ class Aim(Library):
     """`aim.Run`, in a repository that lies in a folder."""
 
     module = "aim"
+    takes_addresses = True
 
     def prepare(self, config: TrackerConfig, folder: Path) -> None:
         super().prepare(config, folder)
@@ -56,10 +57,8 @@ class Aim(Library):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, value in values.items():
-            self.handle.track(value, name=name, step=step, **options)
-
-    def log_texts(self, texts: Mapping[str, str], step: int | None = None) -> None:
-        self.log({name: self.library.Text(text) for name, text in texts.items()}, step)
+            shown = self.library.Text(value) if isinstance(value, str) else value
+            self.handle.track(shown, name=name, step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, images in values.items():
@@ -76,7 +75,7 @@ class Aim(Library):
         **options: Any,
     ) -> None:
         text = as_csv(columns or (), data or ()) if dataframe is None else dataframe.to_csv(index=False)
-        self.log_texts({table_name: text}, step)
+        self.log({table_name: text}, step)
 
     def log_file(self, path: Path, name: str) -> None:
         if self.handle.artifacts_uri is None:

@@ -70,20 +70,18 @@ class ClearML(Library):
         return self.handle.connect_configuration(values)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers; prefixes eval_, test_ and train_ name the series.
+        """Log numbers and texts; prefixes eval_, test_ and train_ name the series of numbers.
 
-        Without a step they are single values.
+        Numbers without a step are single values.
         """
         report = self.handle.get_logger()
         for name, value in values.items():
-            if step is None:
+            if isinstance(value, str):
+                report.report_text(f"{name}: {value}", print_console=False)
+            elif step is None:
                 report.report_single_value(name=name, value=value, **options)
             else:
                 report.report_scalar(**_titled(name), value=value, iteration=step, **options)
-
-    def log_texts(self, texts: Mapping[str, str], step: int | None = None) -> None:
-        for name, text in texts.items():
-            self.handle.get_logger().report_text(f"{name}: {text}", print_console=False)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, images in values.items():

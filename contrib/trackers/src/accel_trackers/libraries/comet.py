@@ -57,7 +57,7 @@ class Comet(Library):
             if isinstance(value, (int, float)):
                 self.handle.log_metric(name, value, step=step, **options)
             elif isinstance(value, str):
-                self.handle.log_other(name, value, **options)
+                self.handle.log_other(name, value)
             elif isinstance(value, dict):
                 self.handle.log_metrics(value, step=step, **options)
 

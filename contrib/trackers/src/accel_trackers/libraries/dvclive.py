@@ -51,7 +51,13 @@ class DVCLive(Library):
             self.handle.step = step
         for name, value in values.items():
             self.handle.log_metric(name, value, **options)
-        self.handle.next_step()
+
+    def end_log(self) -> None:
+        step = self.handle.step
+        try:
+            self.handle.next_step()
+        finally:  # it counts after its report, which may fail
+            self.handle.step = step + 1
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         if step is not None:

@@ -32,6 +32,8 @@ class Library(ABC):
     """The library's name for `import`."""
     offline_environment: ClassVar[Mapping[str, str]] = {}
     """Variables that keep the library from the network, set before its import."""
+    takes_addresses: ClassVar[bool] = False
+    """Whether `directory` may be an address, NAME://PLACE."""
     handle: Any = None
 
     @cached_property
@@ -91,13 +93,16 @@ class Library(ABC):
     def configure(self, values: Mapping[str, Any]) -> None:
         """Note the settings of the run."""
 
+    def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Split numbers and texts into what `log` takes whole or, if it raises, not at all."""
+        return [{name: value} for name, value in values.items()]
+
     @abstractmethod
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log values by name."""
+        """Log numbers and texts by name."""
 
-    def log_texts(self, texts: Mapping[str, str], step: int | None = None) -> None:
-        """Log texts by name."""
-        self.log(texts, step)
+    def end_log(self) -> None:  # noqa: B027  most libraries count no steps by themselves
+        """Go on to the next step, after the last of the values that belong together."""
 
     @abstractmethod
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:

@@ -70,11 +70,16 @@ class MLflow(Library):
         for start in range(0, len(names), size):
             self.library.log_params({name: values[name] for name in names[start : start + size]})
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        self.library.log_metrics(values, step=step, **options)
+    def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return [part for part in _numbers_and_texts(values) if part]
 
-    def log_texts(self, texts: Mapping[str, str], step: int | None = None) -> None:
-        self.library.set_tags(texts)
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log numbers; texts become tags."""
+        numbers, texts = _numbers_and_texts(values)
+        if numbers:
+            self.library.log_metrics(numbers, step=step, **options)
+        if texts:
+            self.library.set_tags(texts)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, images in values.items():
@@ -103,3 +108,8 @@ class MLflow(Library):
 
     def close(self) -> None:
         self.library.end_run()
+
+
+def _numbers_and_texts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return {name: value for name, value in values.items() if name not in texts}, texts

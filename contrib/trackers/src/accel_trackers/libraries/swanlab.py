@@ -51,11 +51,15 @@ class SwanLab(Library):
     def configure(self, values: Mapping[str, Any]) -> None:
         self.library.config.update(values, allow_val_change=True)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        self.handle.log(values, step=step, **options)
+    def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return [values]  # each call without a step is a step of its own
 
-    def log_texts(self, texts: Mapping[str, str], step: int | None = None) -> None:
-        self.log({name: self.library.Text(text) for name, text in texts.items()}, step)
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        shown = {
+            name: self.library.Text(value) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+        self.handle.log(shown, step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, images in values.items():
@@ -71,13 +75,13 @@ class SwanLab(Library):
         **options: Any,
     ) -> None:
         text = as_csv(columns or (), data or ()) if dataframe is None else dataframe.to_csv(index=False)
-        self.log_texts({table_name: text}, step)
+        self.log({table_name: text}, step)
 
     def log_file(self, path: Path, name: str) -> None:
         self.library.save(str(path), base_path=str(path.parent))
 
     def log_reference(self, name: str, facts: Mapping[str, Any]) -> None:
-        self.log_texts({f"artifacts/{name}": json.dumps(dict(facts))})
+        self.log({f"artifacts/{name}": json.dumps(dict(facts))})
 
     def close(self) -> None:
         self.handle.finish()

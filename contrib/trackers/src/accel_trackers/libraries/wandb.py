@@ -54,6 +54,9 @@ class Wandb(Library):
     def configure(self, values: Mapping[str, Any]) -> None:
         self.library.config.update(values, allow_val_change=True)
 
+    def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return [values]  # each call without a step is a step of its own
+
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         self.handle.log(values, step=step, **options)
 

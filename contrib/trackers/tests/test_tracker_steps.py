@@ -1,0 +1,50 @@
+"""Without a step, libraries count the calls of `log`: numbers and texts of one are one step."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import read_back
+
+JOB = """
+import sys
+import accel_trackers
+from accel_core import Accelerator
+name, config, folder = sys.argv[1:]
+plugin = getattr(accel_trackers, config)(offline=True, directory=f"{folder}/{name}")
+accelerator = Accelerator(cpu=True, log_with=name, project_dir=folder, plugins=[plugin])
+accelerator.init_trackers("digits")
+for step in range(3):
+    accelerator.log({"train": {"loss": 1.0 + step, "half": 0.5}, "note": f"at {step}"})
+    if name == "dvclive" and step == 0:  # of reports
+        accelerator.get_tracker(name, unwrap=True).make_summary = lambda **_: open("/no/such/place")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("dvclive", "DVCLiveConfig"),
+        ("trackio", "TrackioConfig"),
+        pytest.param("swanlab", "SwanLabConfig", marks=pytest.mark.slow),
+        pytest.param("wandb", "WandbConfig", marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_and_texts_of_one_log_are_one_step(home, name, config):
+    """Also where DVCLive cannot write its report of a step."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    command = [sys.executable, "-c", JOB, name, config, str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    _, metrics = read_back.read(name, home / name)
+    assert metrics == {"train/loss": {0: 1.0, 1: 2.0, 2: 3.0}, "train/half": dict.fromkeys(range(3), 0.5)}
+    if name == "dvclive":
+        (rows,) = home.rglob("loss.tsv")
+        assert len(rows.read_text().splitlines()) == 4
