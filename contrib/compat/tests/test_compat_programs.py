@@ -156,6 +156,12 @@ def halved(batch_size):
     return train.__wrapped__(batch_size)
 assert halved() == 16
 """,
+    "third-party device": """
+from accel_testing.simulated.device import simulate
+from accelerate.utils import clear_device_cache
+simulate()
+clear_device_cache(garbage_collection=True)
+""",
     "profiler": """
 from accelerate.utils import ProfileKwargs
 accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])

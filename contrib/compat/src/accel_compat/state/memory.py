@@ -19,7 +19,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
-        torch.accelerator.memory.empty_cache()
+        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+        if hasattr(module, "empty_cache"):  # torch's own function asserts an allocator of its own kind
+            module.empty_cache()
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
