@@ -117,7 +117,7 @@ def test_a_device_that_shards_has_no_code_for_it(tmp_path: Path, monkeypatch: py
     assert "2 passed, 0 failed, 0 xfailed, 0 skipped" in trained(tmp_path, "npu", "fsdp", "-k", some)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", [device for device, name in pairs(allowed=True) if name == "ddp"])
 def test_several_processes_on_a_device_are_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str

@@ -11,7 +11,7 @@ import torch
 
 from accel_testing.processes import run_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.together, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.together, pytest.mark.timeout(900)]
 
 PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
 PLAN |= {f"blocks.*.{name}": "rowwise" for name in ("o", "down")}

@@ -12,7 +12,7 @@ from accel_testing import conform
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
     [("cuda+bf16", "1"), pytest.param("cuda+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.slow])],
@@ -26,7 +26,7 @@ def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("stack", ["cuda", "cuda+bf16", "cuda+fp16"])
 def test_it_conforms_on_a_gpu(tmp_path: Path, stack: str) -> None:

@@ -11,7 +11,7 @@ from accel_testing import conform
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
     [("hpu+bf16", "1"), pytest.param("hpu+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.slow])],

@@ -41,7 +41,7 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("2,3,4", ("other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...]) -> None:
     (tmp_path / "xfails").write_text(KNOWN)
     known = 2 if "2" in levels else 0

@@ -11,7 +11,7 @@ from accel_testing import conform
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
     [("mps+bf16", "1"), ("mps", "1")],

@@ -10,7 +10,7 @@ from accel_testing import conform
 from accel_testing.simulated import write_distribution
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
     [("npu+bf16", "1"), pytest.param("npu+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.slow])],

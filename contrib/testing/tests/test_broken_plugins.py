@@ -282,7 +282,7 @@ def check_broken(
     return run
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
 def test_broken_plugins_are_red_where_they_are_broken(
     check_broken: Callable[..., Found], level: int, name: str, red: set[str]
@@ -311,7 +311,7 @@ CARD = Card(name="careless", slot="tracker", summary="{summary}", api_version="1
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("imports", "summary", "typed", "requires", "red"),
     [
@@ -360,7 +360,7 @@ def command():
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("listing", "itself", "red"),
     [
@@ -390,7 +390,7 @@ def test_careless_commands_are_red_where_they_are_careless(
     assert found.names("failed") == red, describe(found)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("level", "name"),
     [pytest.param(each.values[0], each.values[1], id=each.id) for each in EACH if not each.values[2]],
@@ -401,7 +401,7 @@ def test_what_is_not_broken_is_red_nowhere(check_broken: Callable[..., Found], l
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
 def test_broken_plugins_are_red_nowhere_else(
     check_broken: Callable[..., Found], level: int, name: str, red: set[str]

@@ -29,13 +29,13 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1200, check=False)
 
 
 # -- our own stacks --------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
     "stack", ["native", pytest.param("sim+ddp", marks=[NEEDS_DDP, pytest.mark.together])]
 )

@@ -36,7 +36,7 @@ def describe(found: Found) -> str:
     return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "levels", "worlds"),
     [
@@ -63,7 +63,7 @@ def test_unusual_plugins_pass(
     assert found.names("skipped") <= left_out | (LOOPS if "scheduled" in stack else set())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_strategy_that_serves_few_networks_brings_one(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_strategy_that_serves_few_networks_brings_one(
     assert found.facts["resumes"]["narrow@1"] == {"native+narrow@2": "passed"}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("told", [True, False])
 def test_a_precision_is_held_to_a_reference_of_its_own(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, told: bool
@@ -101,7 +101,7 @@ def test_a_precision_is_held_to_a_reference_of_its_own(
     assert found.names("failed") == red, describe(found)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
 ) -> None:

@@ -79,7 +79,7 @@ def run_processes(
     *args: Any,
     world: int = 2,
     environment: Mapping[str, str | None] = _NO_VARIABLES,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
 ) -> list[R]:
     """Call `function(*args)` in `world` new processes, and list the results.
 
