@@ -1,14 +1,15 @@
 """What a training step costs beyond the plain loop: a tiny model in fp32, so that little else is measured.
 
-`python step.py [--peers PYTHON]` prints the rows; `python step.py NAME` is one contender.
+`python step.py [--peers PYTHON]` prints the rows; `python step.py NAME` is one contender, or a rank of one.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable
 
-from arena import Row, contest, median, rounds, serve, table, worked
+from arena import Contender, Row, contest, median, rounds, serve, table, worked
 
 STEPS = 200
 CASES = {
@@ -19,6 +20,8 @@ CASES = {
 }
 FULL = "full"
 """A step with everything, as a share of the plain loop's: AdamW, clipping, a cosine schedule."""
+DDP = "ddp"
+"""The check of ddp in `optimizer.step()`, on the first of two ranks."""
 
 
 def measure(peers: str | None, count: int = 40) -> list[Row]:
@@ -31,7 +34,13 @@ def measure(peers: str | None, count: int = 40) -> list[Row]:
         figures = rounds(contenders, FULL, count)
         found = [median(figures, name) for name in ("raw", "accelerate", "fabric", "ours")]
         rows.append(Row("a step of AdamW with clip and scheduler, over plain", *found, "≤ 1.05", "of it"))
-    return rows
+    ranks = Contender(DDP, sys.executable, "step.py", ranks=2)
+    try:
+        ranks.answers()
+        found = statistics.median(ranks.turn(DDP) for _ in range(count))
+    finally:
+        ranks.end()
+    return [*rows, Row("`optimizer.step()` under ddp, over plain", None, None, None, found, "≤ 0.3 µs", "µs")]
 
 
 # -- the contenders --------------------------------------------------------------------------------
@@ -135,12 +144,40 @@ def fabric(size: int, clip: bool, full: bool = False) -> Callable[[], None]:
     return run
 
 
+def checked_by_ddp() -> Callable[[], float]:
+    """Steps alone: beside a backward, which takes a hundred times as long, the check could not be seen."""
+    from accel_core import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    model, checked, inputs, targets, loss_of = parts()
+    prepared, _ = accelerator.prepare(model, checked)
+    accelerator.backward(loss_of(prepared(inputs), targets))
+    plain = type(checked)(model.parameters(), lr=1e-3)  # of the same tensors, for equal caches
+
+    def cost(optimizer) -> float:
+        def run() -> None:
+            for _ in range(STEPS):
+                optimizer.step()
+
+        return worked(run) / STEPS
+
+    def figure() -> float:
+        cost(plain)
+        before, mine, after = cost(plain), cost(checked), cost(plain)
+        return mine - (before + after) / 2
+
+    return figure
+
+
 def contend(name: str) -> None:
     """Each case made when it is first asked for: Accelerate has one state a process.
 
     A plain loop takes turns with the contender inside its process: two processes of the very same
     loop differ by more than what is measured here.
     """
+    if name == DDP:
+        serve({DDP: checked_by_ddp()})
+        return
     make = {"raw": raw, "raw-peers": raw, "ours": ours, "accelerate": accelerate, "fabric": fabric}[name]
     made: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}
 

@@ -131,22 +131,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
         )
 
-    def refuse_unfinished(self) -> None:
-        """Raise for parameters that the last backward left out.
+    def refuse_unfinished(self, error: RuntimeError) -> None:
+        """Raise AccelError for parameters that the last backward left out, for which torch still waits.
 
-        Torch still waits for them. Raises AccelError.
+        `error`: of the reducer.
         """
-        try:
-            self.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
-            left = [self.reduced[int(index)] for index in found[1].split()] if found else []
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise AccelError(
-                f"ddp: the last backward of this {type(self.module).__name__} gave no gradient to"
-                f" {', '.join(left[:3]) or 'some parameters'}{more}, so gradients are not averaged\n"
-                "set ddp.find_unused_parameters: true, or use every parameter in each loss"
-            ) from error
+        found = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
+        left = [self.reduced[int(index)] for index in found[1].split()] if found else []
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise AccelError(
+            f"ddp: the last backward of this {type(self.module).__name__} gave no gradient to"
+            f" {', '.join(left[:3]) or 'some parameters'}{more}, so gradients are not averaged\n"
+            "set ddp.find_unused_parameters: true, or use every parameter in each loss"
+        ) from error
 
     def unwatch(self) -> None:
         """Take the hooks off the parameters."""
@@ -174,38 +171,46 @@ def follow(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
 
     The returned function ends it.
     """
+    watched: list[tuple[DistributedDataParallel, dict[str, Any], Callable[[], None]]] = []
+    count = 0
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) > 1 or kwargs.get("closure") is not None:  # it has yet to compute the gradients
-            return _checked(unit, *args, **kwargs)
-        _check(unit)
-        return None
-
-    return before_step(optimizer, before)
-
-
-def _check(unit: Unit) -> None:
-    for model in unit.wrapped:
-        if isinstance(model, DistributedDataParallel):
-            state = model.__dict__
+    def check(optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        nonlocal count
+        if (len(args) > 1 and args[1] is not None) or (kwargs and kwargs.get("closure") is not None):
+            return _checked(check, *args, **kwargs or {})  # the closure has yet to compute the gradients
+        if count != len(unit.wrapped):
+            models = [model for model in unit.wrapped if isinstance(model, DistributedDataParallel)]
+            watched[:] = [(model, model.__dict__, model.reducer._check_reducer_finalized) for model in models]
+            count = len(unit.wrapped)
+        for model, state, check_finished in watched:
             last, state["last"] = state["last"], None
-            if model.static_graph:
+            if state["static_graph"]:
                 state["awaited"] = ["none"] * len(state["awaited"])
-            if state["late"] or last not in (None, _READY):
+            if state["late"] or (last is not None and last != _READY):
                 if not unit.is_in_no_sync:
                     model.refuse(last)
-                model.late.clear()
-            model.refuse_unfinished()
+                state["late"].clear()
+            try:
+                check_finished()
+            except RuntimeError as error:
+                model.refuse_unfinished(error)
+        return None
+
+    return before_step(optimizer, check)
 
 
 def _checked(
-    unit: Unit, optimizer: Optimizer, closure: Callable[[], Any], *more: Any, **options: Any
+    check: Callable[[Optimizer], None],
+    optimizer: Optimizer,
+    closure: Callable[[], Any],
+    *more: Any,
+    **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a step, with a closure that checks the gradients it computed."""
 
     def watched() -> Any:
         loss = closure()
-        _check(unit)
+        check(optimizer)
         return loss
 
     return (optimizer, watched, *more), options
