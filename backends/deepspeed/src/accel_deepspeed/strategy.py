@@ -16,6 +16,7 @@ from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
 from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.config import DeepSpeedPlugin
+from accel_deepspeed.edits import edits_of
 from accel_deepspeed.engine_init import sharded_init
 from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
@@ -141,6 +142,8 @@ class DeepSpeed(SharedSequences, EngineState):
                 gradients.refuse_others_unused(engine, self.run.collectives("control"))
             if self.config.stage == 3:
                 unit.detach.append(run_without_graph(unit.models[0]))
+            if (edits := edits_of(unit)) is not None:
+                self.edits[unit] = edits
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
@@ -281,7 +284,13 @@ class DeepSpeed(SharedSequences, EngineState):
                 "optimizer.step(closure) evaluates the loss several times a step; DeepSpeed's engine cannot\n"
                 "use an optimizer that needs no closure"
             )
-        return self.gradients[unit].step()
+        edits = self.edits.get(unit)
+        if edits is None:
+            return self.gradients[unit].step()
+        edits.take_over()
+        applied = self.gradients[unit].step()
+        edits.note()
+        return applied
 
     @implements(hooks.zero_grad)
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from accel_deepspeed.edits import keep_written
 from accel_deepspeed.experts import elsewhere
-from accel_deepspeed.optimizer_shards import fragments, live_part
 
 if TYPE_CHECKING:
     from accel_core import Leaf, Unit
+    from accel_deepspeed.edits import Edits
 
 __all__ = ["gathered", "keep_available", "whole_weights"]
 
@@ -24,13 +25,15 @@ _USER: Final = "full_parameters"
 
 
 @contextmanager
-def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
+def gathered(unit: Unit, names: set[str], *, writeback: bool, edits: Edits | None) -> Iterator[None]:
     """Make a context with whole weights, in the precision of forward. Collective.
 
     Changes that rank 0 makes are kept, by the masters too.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+    if edits is not None:
+        edits.take_over()
     (engine,) = unit.wrapped
     named = unit.named_parameters()
     partitioned: list[Any] = [named[name] for name in names if hasattr(named[name], "ds_tensor")]
@@ -43,28 +46,17 @@ def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
             for parameter in partitioned:
                 parameter.ds_active_sub_modules.discard(_USER)
     if writeback:
-        _keep_written(unit, names)
+        keep_written(unit, names)
     if partitioned:
         keep_available(engine.optimizer)
+    if edits is not None and (partitioned or writeback):
+        edits.note()
 
 
 def keep_available(optimizer: Any) -> None:
     """Gather stage 3's small weights, which must be whole between steps. Collective."""
     if parameters := optimizer.persistent_parameters:
         parameters[0].all_gather(parameters)
-
-
-@torch.no_grad()
-def _keep_written(unit: Unit, names: set[str]) -> None:
-    """Masters take over what was written.
-
-    The rest keeps the digits that forward's copy has no place for.
-    """
-    for fragment in fragments(unit):
-        if fragment.name in names:
-            master = fragment.cut(fragment.flat)
-            written = live_part(fragment).to(master.device)
-            master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
 
 def whole_weights(
