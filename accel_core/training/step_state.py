@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["StepState"]
 
 Versions = list[tuple[int, int] | None]
-"""(id, number of changes in place) of each gradient; None where a parameter has none."""
+"""(id, number of changes in place) of each gradient; None for a missing one."""
 
 
 @define(eq=False)

@@ -13,14 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = sorted(path for path in (ROOT / "accel_core").iterdir() if path.is_dir() and path.name[0] != "_")
 PACKAGES = [ROOT / "accel_core" / "errors.py", *ROOMS, *sorted(ROOT.glob("*/*/src/accel_*"))]
 RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
-NOT_YET: frozenset[str] = frozenset(["cli", "contract", "runtime"])
-"""Rooms and packages whose docstrings are not rewritten yet."""
-
-
-LONG: frozenset[str] = frozenset(
-    ["accel_compat", "accel_testing", "checkpoint", "cli", "contract", "data", "runtime", "training"]
-)
-"""Rooms and packages with longer first lines."""
 
 
 def name_of(package: Path) -> str:
@@ -60,12 +52,12 @@ def long_headlines(package: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("package", [it for it in PACKAGES if it.stem not in NOT_YET], ids=name_of)
+@pytest.mark.parametrize("package", PACKAGES, ids=name_of)
 def test_a_docstring_does_not_begin_with_a_question_word(package: Path) -> None:
     assert riddles(package) == []
 
 
-@pytest.mark.parametrize("package", [it for it in PACKAGES if it.stem not in LONG], ids=name_of)
+@pytest.mark.parametrize("package", PACKAGES, ids=name_of)
 def test_the_first_line_of_a_docstring_has_at_most_79_characters(package: Path) -> None:
     assert long_headlines(package) == []
 

@@ -61,7 +61,10 @@ def replace_module(module: ModuleType) -> None:
 
 
 class _MirrorLoader(SourceFileLoader):
-    """Executes a file of the mirror; `names_of` finds what Accelerate's module has besides."""
+    """Loader of a file of the mirror.
+
+    `names_of` gives the module the other names of Accelerate's.
+    """
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

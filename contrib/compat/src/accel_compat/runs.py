@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 _runs: list[Run] = []
 _hosts: list[Run] = []
-"""The run that states have before there is an Accelerator. It keeps the process group alive."""
+"""Run of states that are made before an Accelerator is.
+
+It keeps the process group alive.
+"""
 _pickled: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
@@ -35,7 +38,10 @@ def unregister(run: Run) -> None:
 
 
 def training() -> Run | None:
-    """Find the run that trains: the newest that has prepared something, else the newest."""
+    """Return the run that trains, or None.
+
+    It is the newest that has prepared something, else the newest.
+    """
     at_work = (run for run in reversed(_runs) if not run.ended and (run.units or run.loaders))
     return next(at_work, None) or newest()
 
@@ -61,7 +67,10 @@ def current() -> Run:
 
 
 def find_or_make(cpu: bool, **group: Any) -> Run:
-    """Find the newest run, or make one of device and world only. Collective if it makes one."""
+    """Return the newest run, or make one of device and world only.
+
+    Collective if it makes one.
+    """
     run = newest()
     if run is None:
         options = {name: value for name, value in group.items() if value is not None}

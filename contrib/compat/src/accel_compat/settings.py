@@ -25,7 +25,10 @@ PREFIXES: Final = {
     "megatron_lm_": ("MEGATRON_LM_", "megatron"),
     "parallelism_config_": ("PARALLELISM_CONFIG_", "fsdp"),
 }
-"""Start of a setting -> start of its variable, and its section; older releases have settings without rows."""
+"""Start of a setting -> (start of its variable, its section).
+
+It serves settings of older releases too, which have no row in the table.
+"""
 MEGATRON: Final = "megatron_lm_"
 STRATEGIES: Final = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
 """Switch -> the strategy that it chooses, whose section has the same name."""

@@ -43,7 +43,7 @@ PACKAGES: Final[Mapping[str, str]] = {
     "MegatronLMPlugin": "backends/megatron",
     "TorchTensorParallelPlugin": "backends/fsdp",
 }
-"""Name that works where a package of ours is installed -> its folder in the repository."""
+"""Name that works if a package of ours is installed -> the package's folder."""
 
 
 class NotServedError(AccelError, NotImplementedError):
@@ -71,7 +71,9 @@ def why(module: str, name: str) -> str:
 
 
 def names_of(module: str) -> dict[str, Any]:
-    """`__getattr__`, `__dir__` and `__all__` of a module of Accelerate, by its inventory.
+    """Return `__getattr__`, `__dir__` and `__all__` of a module of Accelerate.
+
+    They serve the names in the module's inventory.
 
     A name that the module does not serve itself is taken from another module that does, as programs also
     import names from modules of Accelerate that only import them. What no module serves is refused when it

@@ -144,7 +144,7 @@ class Accelerator(Stepping):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: Any) -> Any:
-        """Inside, the next backward reduces gradients although the forward ran under `no_sync`."""
+        """Have the next backward inside reduce gradients of a forward under `no_sync`."""
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             yield
             return

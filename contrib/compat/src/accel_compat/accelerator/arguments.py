@@ -59,7 +59,10 @@ class Asked:
     deepspeed: Any
 
     def spoken(self) -> dict[str, Any]:
-        """Leave out arguments that have Accelerate's defaults, so that a file wins over them."""
+        """Return the arguments that differ from Accelerate's defaults.
+
+        A file wins over the others.
+        """
         return {name: value for name, value in self.core.items() if value != UNSAID.get(name)}
 
 
@@ -150,7 +153,10 @@ def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
 
 
 def _accumulation(given: Mapping[str, Any]) -> Any:
-    """Read how gradients accumulate; the variable wins over the argument, as in Accelerate."""
+    """Return the gradient accumulation plugin that was asked for, or None.
+
+    The variable wins over the argument, as in Accelerate.
+    """
     plugin, steps = given["gradient_accumulation_plugin"], given["gradient_accumulation_steps"]
     if plugin is not None:
         if steps != 1:

@@ -19,7 +19,10 @@ from accel_compat.unsupported import NotServedError
 
 
 def _of_loaders(name: str) -> Any:
-    """Make a property of `dataloader_config`. Only `even_batches` is settable, as in Accelerate."""
+    """Make a property of `dataloader_config`.
+
+    Only `even_batches` is settable, as in Accelerate.
+    """
 
     def get(self: Assignable) -> Any:
         return getattr(self.dataloader_config, name)
@@ -47,7 +50,7 @@ class Assignable(States):
     """Setting -> its value when the run was last told."""
 
     def _keep(self, asked: Asked, given: dict[str, Any]) -> None:
-        """Remember the settings as the program gave them, completed by what the run found elsewhere."""
+        """Keep the program's settings, completed by those that the run found elsewhere."""
         for name, value in asked.kept.items():
             if name != "step_scheduler_with_optimizer":
                 setattr(self, name, value)
@@ -113,7 +116,10 @@ class Assignable(States):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per window. Settable at once: windows end where `step` is a multiple."""
+        """Micro-batches per window.
+
+        A new value counts at once: windows end where `step` is a multiple of it.
+        """
         return self.run.accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -191,7 +197,10 @@ class Assignable(States):
     _schedulers: Any = _listed(lambda self: self._stepping, _set_schedulers)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects and give device memory back; as many None as arguments."""
+        """Forget all prepared objects and give device memory back.
+
+        Returns as many None as there are arguments.
+        """
         self._apart = []
         self.run.keep_apart([])
         return super().free_memory(*objects)

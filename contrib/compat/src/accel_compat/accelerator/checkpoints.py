@@ -65,7 +65,10 @@ class States(Ranks):
         return _registered(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` before a load; models that it removes are not loaded."""
+        """Call `hook(models, input_dir)` before a load.
+
+        Models that the hook removes from the list are not loaded.
+        """
         return _registered(self._load_model_state_pre_hook, hook)
 
     @property  # type: ignore[override]  # core's is frozen
@@ -135,7 +138,7 @@ class States(Ranks):
         return target
 
     def _saves_alone(self) -> bool:
-        """Tell whether each rank holds the whole state, so that the main process can write alone."""
+        """Return whether the main process can write alone, as each rank has all state."""
         config = self.run.config
         return (
             self.run.world.size > 1
@@ -158,7 +161,7 @@ class States(Ranks):
         return Path(output_dir).expanduser()
 
     def _tell_the_run(self) -> None:
-        """Hand on what the program has assigned to `project_configuration`, or to its fields."""
+        """Give the run the program's `project_configuration`, assigned or edited."""
         project, run = self.project_configuration, self.run
         run.reconfigure(project=project.to_ours())
         run.checkpoints.series.number_from(project.iteration)
@@ -167,7 +170,10 @@ class States(Ranks):
 
     @contextmanager
     def _hooked(self, target: Path) -> Iterator[Path | None]:
-        """Run save hooks; give their folder, and leave out the models whose weights they took."""
+        """Run save hooks; yield their folder.
+
+        Inside, models whose weights the hooks took are left out of saved states. Yields None without hooks.
+        """
         if not self._save_model_state_pre_hook:
             yield None
             return

@@ -1,4 +1,7 @@
-"""DeepSpeed's engine, and its config without "auto", for programs to read after `prepare`."""
+"""DeepSpeed's engine, and its config without "auto".
+
+Programs read them after `prepare`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def wrapped(units: Iterable[Any]) -> WrappedEngine | None:
 
 
 def fill(plugin: Any, units: Iterable[Any]) -> None:
-    """Fill "auto" in the plugin's config with the values that these units' engines have."""
+    """Fill "auto" in the plugin's config with the values of these units' engines."""
     for unit in units:
         made = getattr(unit.config, "deepspeed_config", {})
         _fill(plugin.deepspeed_config, made)

@@ -92,7 +92,10 @@ class _ByHand(AcceleratedOptimizer):
 
 @cache
 def _by_hand(kind: type[AcceleratedOptimizer]) -> type[AcceleratedOptimizer]:
-    """Give the class of optimizers that a program makes; a subclass's own methods come first."""
+    """Return the class of optimizers that a program makes by itself.
+
+    A subclass's own methods come first.
+    """
     if kind is AcceleratedOptimizer:
         return _ByHand
     if issubclass(kind, _ByHand):
@@ -110,7 +113,7 @@ _INF = float("inf")
 
 
 class AcceleratedScheduler(PreparedScheduler):
-    """A scheduler that steps with its optimizer, once for each process: as if these took turns.
+    """A scheduler that steps with its optimizer, once for each process.
 
     So a schedule counts batches of the size that the program gave, on however many processes. Under
     `split_batches`, and under DeepSpeed and Megatron, it steps once.

@@ -1,4 +1,7 @@
-"""`prepare` by Accelerate's rules: objects that core refuses come back with a warning."""
+"""`prepare` by Accelerate's rules.
+
+Objects that core refuses are returned as they are, with a warning.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,10 @@ class Preparing(accel_core.Accelerator):
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """`prepare` for one model; in evaluation mode it is placed, not wrapped for training."""
+        """Prepare one model.
+
+        In evaluation mode the model is placed, not wrapped for training.
+        """
         few_bits = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         if few_bits and devices & {"cpu", "disk"}:
@@ -201,14 +207,20 @@ class Preparing(accel_core.Accelerator):
     # -- the end ---------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects and give device memory back; as many None as arguments."""
+        """Forget all prepared objects and give device memory back.
+
+        Returns as many None as there are arguments.
+        """
         self._loose.clear()
         self._stepping.clear()
         self._count = 0
         return super().free_memory(*objects)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and restore these objects (with `state_dict` and `load_state_dict`) with the state."""
+        """Save and restore these objects with the state.
+
+        Each needs the methods `state_dict` and `load_state_dict`.
+        """
         wrong = [
             f"- Item at index {number}, `{thing}`"
             for number, thing in enumerate(objects)

@@ -1,4 +1,4 @@
-"""Random numbers and loaders of each rank, beside a checkpoint that rank 0 wrote alone.
+"""Each rank's random streams and loaders, beside a checkpoint of rank 0 alone.
 
 Each rank that calls `save_state` leaves a file beside the checkpoint. It counts on a load if it is of this
 very moment of training, on all ranks; else the streams start anew, as core derives them.
@@ -24,7 +24,7 @@ from accel_core import PreparedLoader, Run
 
 _logger = logging.getLogger("accelerate.checkpointing")
 _SAMPLE = 4096
-"""Elements of each model's last parameter that tell one moment of training from another."""
+"""Elements of a model's last parameter that tell moments of training apart."""
 
 
 def write(run: Run, target: Path) -> None:
@@ -46,7 +46,10 @@ def write(run: Run, target: Path) -> None:
 
 @contextmanager
 def told_here(alone: bool) -> Iterator[None]:
-    """Silence a load's message about another world size, as `read` handles random streams."""
+    """Silence a load's message about another world size.
+
+    `read` handles the random streams that the message is about.
+    """
 
     def other(record: logging.LogRecord) -> bool:
         return "world" not in record.getMessage()
@@ -83,7 +86,7 @@ def _file(target: Path, rank: int) -> Path:
 
 
 def _opened(run: Run, target: Path, rank: int) -> tuple[list[Any], dict[str, torch.Tensor]] | None:
-    """Read (loader positions, random streams), if the file is of this run's current moment."""
+    """Read (loader positions, random streams) if the file is of the current moment."""
     file = _file(target, rank)
     try:
         with safe_open(file, "pt") as opened:
@@ -96,7 +99,10 @@ def _opened(run: Run, target: Path, rank: int) -> tuple[list[Any], dict[str, tor
 
 
 def _moment(run: Run) -> str:
-    """Alike on all ranks, as far as their weights are; another after each step and each batch."""
+    """Return a digest of the moment of training, which each step and batch change.
+
+    It is alike on all ranks, as far as their weights are.
+    """
     told = hashlib.blake2b(json.dumps([run.world.size, [*map(_place, run.loaders)]]).encode())
     for model in (model for unit in run.units for model in unit.models):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -32,13 +32,19 @@ class Ranks(Tracking):
 
     @property
     def num_processes(self) -> int:
-        """The state's count; the run's after both states were reset, as TrainingArguments does."""
+        """Number of processes by the state, or by the run if both states were reset.
+
+        TrainingArguments resets both.
+        """
         return int(self.state.num_processes) if PartialState._shared_state else self.run.world.size
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate: run on the process of that rank only; in a process that is alone always."""
+        """Decorate a function to run on the process of that rank only.
+
+        A process that is alone always runs it.
+        """
         if function is None:
             return partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == process_index)
@@ -46,7 +52,10 @@ class Ranks(Tracking):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate: run on the process of that local rank only; in a process that is alone always."""
+        """Decorate a function to run on the process of that local rank only.
+
+        A process that is alone always runs it.
+        """
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == local_process_index)

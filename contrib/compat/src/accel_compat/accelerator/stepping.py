@@ -33,7 +33,10 @@ class Stepping(Assignable):
             window.move_to(inside - 1)
 
     def accumulate(self, *models: Any, items: Any = None, batch: Any = None) -> Any:
-        """One micro-batch of a window; of models that are not prepared, of those that are."""
+        """Return a context for one micro-batch of a window.
+
+        Models that are not prepared are left out. If none is left, all prepared models take part.
+        """
         state, run = self.gradient_state, self.run
         ends = state.sync_with_dataloader and state.end_of_dataloader
         self._count = 0 if ends else self._count + 1
@@ -64,7 +67,10 @@ class Stepping(Assignable):
         self.step = self._count + 1
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Gradients of the loss, divided by gradient_accumulation_steps, outside `accumulate` too."""
+        """Compute gradients of the loss divided by `gradient_accumulation_steps`.
+
+        The division happens outside of `accumulate` too.
+        """
         run = self.run
         if kwargs:
             if "learning_rate" in kwargs:
@@ -126,9 +132,9 @@ class Stepping(Assignable):
         return super().gather(tensor) if self.use_distributed else tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and cut to the number of samples that the loader's last round has. Collective.
+        """Gather, and cut to the number of samples that the loader's last round has.
 
-        Objects are joined item by item; a process that is alone gets its input back.
+        Collective. Objects are joined item by item; a process that is alone gets its input back.
         """
         as_objects = use_gather_object or not all_tensors(input_data)
         if not self.use_distributed:

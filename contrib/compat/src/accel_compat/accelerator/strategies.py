@@ -114,7 +114,10 @@ _SECTIONS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def _presets(plugins: list[Any]) -> dict[str, tuple[Any, str]]:
-    """Give the plugins' values by path, over which a file, a flag or an argument wins."""
+    """Return the plugins' settings: path -> (value, words for the value's origin).
+
+    A file, a flag or an argument wins over them.
+    """
     found: dict[str, tuple[Any, str]] = {}
     for plugin in plugins:
         option, section = _SECTIONS[type(plugin).__name__]

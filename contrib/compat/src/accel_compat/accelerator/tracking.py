@@ -130,7 +130,10 @@ class Tracking(Preparing):
 
     @property
     def trackers(self) -> list[Any]:
-        """Trackers that log on this rank, after `init_trackers`. Settable, and so is the list."""
+        """Trackers that log on this rank, after `init_trackers`.
+
+        Programs may assign the attribute, or edit the list.
+        """
         if self._assigned_trackers is not None:
             return self._assigned_trackers
         known = [each.tracker if isinstance(each, Registered) else each for each in super().trackers]

@@ -1,1 +1,4 @@
-"""Models larger than a device: Accelerate's names, over accel-big-models where weights are offloaded."""
+"""Models larger than a device, by Accelerate's names.
+
+accel-big-models does the work where weights are offloaded.
+"""

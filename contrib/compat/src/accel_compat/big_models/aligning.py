@@ -1,4 +1,7 @@
-"""Hooks that bring a module's weights and inputs to one device, and offload the weights after the forward."""
+"""Hooks that bring a module's weights and inputs to one device.
+
+They offload the weights after the forward.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,10 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
 ) -> None:
-    """Give each module with weights and without a hook one that brings inputs to its device."""
+    """Give each module a hook that brings inputs to its device.
+
+    Modules without weights, and modules that have a hook, are left out.
+    """
     if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
@@ -223,7 +229,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
 ) -> None:
-    """Attach hooks to the modules that a map of devices, or of what is offloaded, names.
+    """Attach hooks to the modules that a map of devices or of offloading names.
 
     execution_device, offload: one for the whole module, or by the name of a module.
     """

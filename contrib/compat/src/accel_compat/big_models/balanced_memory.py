@@ -19,7 +19,9 @@ def get_balanced_memory(
     special_dtypes: dict[str, str | torch.device] | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, int]:
-    """Limit each device to its part of the model and room for 1.25 blocks; the last keeps its limit.
+    """Return a memory limit per device that spreads the model evenly.
+
+    A device gets its part of the model and room for 1.25 blocks. The last one keeps its limit.
 
     low_zero: leave device 0 as empty as possible.
     """
@@ -61,7 +63,10 @@ def _is_accelerator(device: int | str) -> bool:
 
 
 def _room(model: nn.Module, sizes: dict[str, int], whole: list[str]) -> int:
-    """Return 1.25 times the largest first block of a class, or the mean of the last modules."""
+    """Return 1.25 times the size of the largest block, or of the mean leaf module.
+
+    The larger one counts. A block is the first module of a class in `whole`.
+    """
     blocks: dict[str, int] = {}
     for name, size in sizes.items():
         kind = type(_at(model, name)).__name__

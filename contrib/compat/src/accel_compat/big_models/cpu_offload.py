@@ -1,4 +1,7 @@
-"""Whole modules on the CPU between their uses, one of a pipeline on the device at a time."""
+"""Whole modules that stay on the CPU between their uses.
+
+Of a pipeline's modules, one is on the device at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from accel_compat.state.states import PartialState
 
 
 class CpuOffload(ModelHook):
-    """Bring a module to a device for its forward and leave it there; `init_hook` moves it to the CPU.
+    """Hook that brings a module to a device for its forward, and leaves it there.
+
+    `init_hook` moves the module to the CPU.
 
     prev_module_hook: of the module that moves to the CPU before this one's forward.
     """
@@ -52,7 +57,10 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A module and its hook: `offload` moves it to the CPU, `remove` detaches the hook."""
+    """A module and its hook.
+
+    `offload` moves the module to the CPU. `remove` detaches the hook.
+    """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -72,7 +80,9 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a module on the CPU until its forward, and on the device until `offload` of the returned hook.
+    """Keep a module on the CPU until its forward, and then on the device.
+
+    The returned hook's `offload` moves the module back.
 
     prev_module_hook: of the module of a pipeline that moves to the CPU when this one runs.
     """

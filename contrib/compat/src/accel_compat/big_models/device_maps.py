@@ -1,4 +1,7 @@
-"""Device maps by Accelerate's rules: devices are filled in order, then the CPU, then the disk."""
+"""Device maps by Accelerate's rules.
+
+Devices are filled in order, then the CPU, then the disk.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,10 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, int | str]:
-    """Place modules in their order on the accelerators, the CPU and the disk, as far as memory goes.
+    """Return a device map that places modules in order, as far as memory goes.
 
-    The first accelerator and the CPU keep room for the largest layer that is not placed yet.
+    Accelerators are filled first, then the CPU, then the disk. The first accelerator and the CPU keep room
+    for the largest layer that is not placed yet.
 
     no_split_module_classes: names of classes whose modules stay whole.
     dtype, special_dtypes: what weights are loaded as; of all, and by name.
@@ -144,7 +148,10 @@ class _Filling:
             self.buffers[device] = self.buffers.get(device, 0) + buffers
 
     def _split_tied(self, name: str, module: Any, tied_names: list[str], tied_modules: list[Any]) -> bool:
-        """Split the first module that can be and holds a weight which is tied to this one's."""
+        """Split the first divisible module whose weights are tied to this module's.
+
+        Returns False if there is none.
+        """
         for tied_name, tied_module in zip(tied_names, tied_modules, strict=True):
             if self._can_be_split(tied_module):
                 self._say(f"splitting {tied_name}")
@@ -217,7 +224,9 @@ def _tied_elsewhere(ties: Sequence[Sequence[str]], name: str) -> list[str]:
 def get_module_size_with_ties(
     tied_params: list[str], module_size: int, module_sizes: dict[str, int], modules_to_treat: Named
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Return bytes with the modules that hold weights tied to one's own, their names, and them.
+    """Return (bytes, names, modules) of a module with the modules that it is tied to.
+
+    bytes: of all of them together, with shared weights once. names, modules: of the others only.
 
     Raises:
         IndexError: a weight tied to the module's is in none of `modules_to_treat`.
@@ -240,7 +249,10 @@ def fallback_allocate(
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, Named]:
-    """Return the first module or part within a size: its name, itself, and the modules without it."""
+    """Find the first module that fits into a size, or part of a module.
+
+    Returns its name, itself, and the modules without it; (None, None, modules) if nothing fits.
+    """
     try:
         limit = convert_file_size_to_int(size_limit)
     except ValueError:

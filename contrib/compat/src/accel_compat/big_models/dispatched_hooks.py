@@ -16,7 +16,7 @@ from accel_compat.state.operations import find_device, send_to_device
 
 
 class DispatchedHook(AlignDevicesHook):
-    """An AlignDevicesHook of a module whose weights accel-big-models brings and takes away.
+    """An AlignDevicesHook of a module whose weights accel-big-models moves.
 
     The module's forward does not call it. Libraries call it by hand where they use weights outside of a
     forward, and make another from its class's name and attributes: that one has the mechanics of its class.
@@ -80,7 +80,9 @@ def attach_dispatched_hooks(
     folder: Any,
     options: dict[str, Any],
 ) -> None:
-    """Give the model, and each module with tensors of its own, the hook that libraries look for.
+    """Attach the hooks that libraries look for.
+
+    The model gets one, and each module with tensors of its own.
 
     computed: name of each tensor -> device. offloaded: names of the tensors that come and go, or are views
     of files. index: name -> place in a file, of a folder. options: of each hook.

@@ -42,7 +42,9 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Bring each module to its device, or keep it on the CPU or the disk until its block computes.
+    """Bring each module to its device, or keep it away until its block computes.
+
+    Modules that are kept away are on the CPU or the disk.
 
     device_map: name of a module or tensor -> device, "cpu" or "disk".
     main_device: where modules on the CPU and the disk compute. Default: the first device in the map.
@@ -90,7 +92,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in an offload folder, and bring them to a device block by block.
+    """Keep all weights in an offload folder; bring them to a device block by block.
 
     execution_device: default: where the first parameter is.
     """
@@ -220,7 +222,7 @@ def _with_all_tensors(model: nn.Module, device_map: Mapping[str, Any]) -> dict[s
 
 
 def _fill(model: nn.Module, state: Mapping[str, torch.Tensor], places: Mapping[str, Any]) -> None:
-    """Put the values of a state dict into the weights on the CPU, and tie them as they were."""
+    """Put a state dict's values into the weights on the CPU, and keep ties."""
     tied = find_tied_parameters(model)
     for name, value in state.items():
         if places.get(name) == "cpu":
@@ -233,7 +235,9 @@ def _fill(model: nn.Module, state: Mapping[str, torch.Tensor], places: Mapping[s
 def _index(
     model: nn.Module, on_disk: set[str], folder: Any, index: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Find the files of the weights on the disk; write those that are in none into the folder.
+    """Return name -> place in a file, of the weights on the disk.
+
+    A weight that is in no file is written into the folder.
 
     Raises:
         ValueError: there is no folder, or it holds other weights under the same names.
@@ -267,7 +271,7 @@ def _engage(
     folder: Any,
     skip_keys: list[str],
 ) -> None:
-    """Have accel-big-models dispatch the model, with the weights on the disk mapped from their files."""
+    """Have accel-big-models dispatch the model; map weights on the disk from files."""
     from_map, dispatch, read = (
         load(f"accel_big_models:{name}", "dispatch_model") for name in ("plan_from_map", "dispatch", "load")
     )

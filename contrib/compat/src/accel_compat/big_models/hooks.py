@@ -1,4 +1,7 @@
-"""Hooks around a module's forward, kept in its `_hf_hook`, and the forward they replace."""
+"""Hooks around a module's forward.
+
+`_hf_hook` of a module holds its hook, `_old_forward` the forward that the hook replaces.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ MOVING_METHODS: Final = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 class ModelHook:
-    """Callbacks before and after a module's forward, which get its keyword arguments too.
+    """Callbacks before and after a module's forward.
+
+    The callbacks get its keyword arguments too.
 
     no_grad: whether the forward runs under torch.no_grad.
     """
@@ -111,9 +116,11 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Detach a module's hook, with `recurse` its children's too, and give it its own forward back.
+    """Detach a module's hook, and give the module its own forward back.
 
     A model that `dispatch_model` dispatched has all its weights afterwards.
+
+    recurse: detach the children's hooks too.
     """
     hooked: Any = module
     if hasattr(module, "_hf_hook"):
@@ -142,6 +149,9 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _set_forward(module: Any, forward: Any) -> None:
-    """Replace the forward of the module, or of its class where torch.fx made one for this module alone."""
+    """Replace the forward of the module.
+
+    Where torch.fx made a class for this module alone, that of the class is replaced.
+    """
     target = module.__class__ if "GraphModuleImpl" in str(type(module)) else module
     target.forward = forward

@@ -48,7 +48,9 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear layers and convolutions in one dtype, and compute in another.
+    """Store weights of a model in one dtype, and compute in another.
+
+    These are the weights of linear layers and convolutions.
 
     skip_modules_pattern: regular expressions; modules in whose names one is found stay, with all below.
     skip_modules_classes: modules of these classes stay.

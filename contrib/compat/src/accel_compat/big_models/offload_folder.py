@@ -1,4 +1,7 @@
-"""Accelerate's offload folders: a raw file for each tensor, and an index of dtypes and shapes."""
+"""Accelerate's offload folders.
+
+Each has a raw file for each tensor, and an index of dtypes and shapes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: Any, weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Map the file of one tensor; what is written to the tensor stays in this process."""
+    """Map the file of one tensor; writes to the tensor stay in this process."""
     dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
     count = math.prod(shape)
     wanted, found = count * dtype.itemsize, os.path.getsize(weight_file)
@@ -64,7 +67,10 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: dict[str, t
 
 
 def read_offload_index(folder: Any) -> dict[str, Any]:
-    """Return name -> dtype and shape, or place in a safetensors file; empty without an index."""
+    """Return name -> dtype and shape, or place in a safetensors file.
+
+    Empty if the folder has no index.
+    """
     file = Path(folder, _INDEX)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found
@@ -101,7 +107,7 @@ def _replace(file: Path, content: Any) -> None:
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The entries of a mapping whose names start with a prefix, under the rest of the name."""
+    """Entries of a mapping that start with a prefix, under the rest of their names."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -118,7 +124,9 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Weights by name: of a state dict, else of an offload folder, else of safetensors files.
+    """Weights by name.
+
+    A weight is that of a state dict, else of an offload folder, else of a safetensors file.
 
     index: name -> dtype and shape, or `safetensors_file`, `weight_name` and dtype. Default: the folder's.
     device: where tensors of safetensors files are read to.
@@ -164,7 +172,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: dict[str, torch.Tensor], submodule_names: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries of a state dict that belong to modules or tensors of these names."""
+    """Return the entries of a state dict for modules or tensors of these names."""
     return {
         key: tensor
         for name in submodule_names

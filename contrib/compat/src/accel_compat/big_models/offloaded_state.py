@@ -1,4 +1,4 @@
-"""Weights of a module that is offloaded: brought to a device for a while, or taken as a state dict."""
+"""Weights of an offloaded module, for a while on a device or in a state dict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """Bring a module's own parameters to a device inside; default, if they are offloaded: where it runs."""
+    """Bring a module's own parameters to a device in a context.
+
+    execution_device: default for an offloaded module: where it runs; for others: where they are.
+    """
     hook = offloading_hook(module)
     if hook is not None:
         before = hook.execution_device
@@ -58,7 +61,7 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict on the CPU; offloaded modules are brought there one by one."""
+    """Return the state dict on the CPU; offloaded modules come there one by one."""
     state: dict[str, torch.Tensor] = {}
     missing: dict[str, None] = {}
     for name, module in model.named_modules():
@@ -86,7 +89,11 @@ def get_state_dict_from_offload(
     state_dict: dict[str, str | torch.Tensor],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, str | torch.Tensor]:
-    """Put the tensors of the module that holds `module_name` into a state dict, brought to a device."""
+    """Put tensors of the module that holds `module_name` into a state dict.
+
+    Only entries that the state dict has are replaced. Tensors of an offloaded module come from the device
+    `device_to_put_offload`.
+    """
     root = module_name[: module_name.rfind(".")]
     device: Any = device_to_put_offload if has_offloaded_params(module) else None
     with align_module_device(module, device):

@@ -89,7 +89,7 @@ class DeepSpeedPlugin(Translated):
         return {**made, "gradient_clipping": self.gradient_clipping} if self.gradient_clipping else made
 
     def _adopt(self) -> None:
-        """Take what a config that was given says; where it says auto, it takes the fields'."""
+        """Set the fields from the config that was given; fill its autos from the fields."""
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
@@ -110,7 +110,7 @@ class DeepSpeedPlugin(Translated):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill a key that says auto; else note where it says something else than the argument."""
+        """Fill a key that says auto; else note if its value differs from the argument."""
         mismatches = [] if mismatches is None else mismatches
         config, key = self.hf_ds_config.find_config_node(ds_key_long)
         if config is None:
@@ -174,7 +174,9 @@ class DeepSpeedPlugin(Translated):
                 section["enabled"] = name == mixed_precision
 
     def set_deepspeed_weakref(self) -> None:
-        """Let transformers know the config from now on: its `from_pretrained` shards under ZeRO 3.
+        """Give transformers the config.
+
+        Its `from_pretrained` shards under ZeRO 3 from now on.
 
         Raises:
             ImportError: transformers is not installed.
@@ -190,7 +192,9 @@ class DeepSpeedPlugin(Translated):
         theirs.set_hf_deepspeed_config(self.dschf)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Let ZeRO 3 gather modules of the classes in `transformer_moe_cls_names` each as a whole.
+        """Let ZeRO 3 gather each module of some classes as a whole.
+
+        These are the classes in `transformer_moe_cls_names`.
 
         Raises:
             ValueError: the model has none of such a class.

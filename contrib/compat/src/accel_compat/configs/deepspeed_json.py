@@ -48,7 +48,10 @@ class HfDeepSpeedConfig:
         self._offload = bool(devices & {"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """Find (dict that holds a dotted key's last part, that part); (None, part) if absent."""
+        """Return (dict that holds a dotted key's last part, that part).
+
+        The dict is None if it is absent.
+        """
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for part in path:

@@ -109,7 +109,7 @@ class FullyShardedDataParallelPlugin(Translated):
             )
 
     def _set_sharding(self) -> None:
-        """Version 1 has a sharding strategy, version 2 whether weights are dropped after forward."""
+        """Set the sharding strategy in version 1, `reshard_after_forward` in version 2."""
         again = self.reshard_after_forward
         if self.fsdp_version == 1:
             if isinstance(again, bool):

@@ -1,4 +1,7 @@
-"""BnbQuantizationConfig and recipes for fp8; all but torchao's are refused where they are used."""
+"""BnbQuantizationConfig and recipes for fp8.
+
+All but torchao's are refused where they are used.
+"""
 
 from __future__ import annotations
 

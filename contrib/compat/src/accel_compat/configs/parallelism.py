@@ -95,7 +95,10 @@ def _product(*names: str) -> Any:
 
 @dataclass
 class ParallelismConfig:
-    """Ranks of each kind of parallelism. PARALLELISM_CONFIG_ variables fill what is not given."""
+    """Number of ranks of each kind of parallelism.
+
+    PARALLELISM_CONFIG_ variables fill fields that are not given.
+    """
 
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
@@ -164,7 +167,9 @@ class ParallelismConfig:
         return tuple(zip(*((name, self._size(name)) for name in self.active_mesh_dims), strict=True))
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """Make torch's mesh of these sizes, with its data dimensions flattened too. Collective.
+        """Make torch's mesh of these sizes, with its data dimensions flattened too.
+
+        Collective. Returns None if all sizes are 1, or under sequence parallelism.
 
         A run lays out a mesh of its own: `accelerator.torch_device_mesh`.
         """

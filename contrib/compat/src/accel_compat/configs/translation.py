@@ -19,7 +19,7 @@ _IN_CONTRIB: Final = ("big-models",)
 
 
 class Spelled:
-    """Base of dataclasses that answer an unknown argument with the name that was meant."""
+    """Base of dataclasses whose error for an unknown argument names the closest one."""
 
     if TYPE_CHECKING:  # `fields_of` makes the fields
 
@@ -62,7 +62,7 @@ class Translated(Spelled):
 
 
 def fields_of(path: str, *, without: Collection[str] = (), **defaults: Any) -> Callable[[type[T]], type[T]]:
-    """Decorate a class: make it a dataclass with the fields of a config class of ours.
+    """Make the decorated class a dataclass with the fields of a config class of ours.
 
     defaults: where Accelerate's differ.
     """

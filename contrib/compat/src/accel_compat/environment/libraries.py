@@ -76,7 +76,10 @@ _LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
     "torchao": ("torchao >= 0.6.1",),
     "torchdata_stateful_dataloader": ("torchdata >= 0.8.0",),
 }
-"""X of `is_X_available` -> packages of which one is needed; `of` names a distribution called otherwise."""
+"""X of `is_X_available` -> packages of which one is needed.
+
+`of` precedes the name of the distribution, where the package's is another.
+"""
 _DEVICES: Final = {
     "mlu": "torch_mlu",
     "musa": "torch_musa",
@@ -172,7 +175,7 @@ def is_cuda_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Tell whether torch_xla is usable on the device asked for, and USE_TORCH_XLA allows it."""
+    """Return whether torch_xla is usable on the device, and USE_TORCH_XLA allows it."""
     if check_is_tpu and check_is_gpu:
         raise AssertionError("check_is_tpu and check_is_gpu cannot both be true")
     if not parse_flag_from_env("USE_TORCH_XLA", True) or not _is_package_available("torch_xla"):
@@ -280,7 +283,10 @@ USE_TORCH_XLA = str_to_bool(os.environ.get("USE_TORCH_XLA", "true")) == 1
 
 
 def install_xla(upgrade: bool = False) -> NoReturn:
-    """Refuse: a program does not install packages; `accel plugins doctor xla` says which it lacks."""
+    """Raise NotServedError: a program does not install packages.
+
+    `accel plugins doctor xla` says which packages are missing.
+    """
     raise NotServedError(
         "install_xla: accel-core installs nothing while a program runs\n"
         + install_hint("backends/xla[runtime]")

@@ -1,4 +1,4 @@
-"""Environment variables: reading, patching, clearing; and facts about the machine."""
+"""Environment variables to read, patch and clear, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
-    """Lines KEY=VALUE of those that a shell can read; others are left out, with a note."""
+    """Return a line KEY=VALUE for each variable that a shell can read.
+
+    Others are left out, with a warning.
+    """
     lines = []
     for key, value in current_env.items():
         if all(character not in f"{key}{value}" for character in "; \n<>") and key and value:
@@ -42,7 +45,10 @@ def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Turn y, yes, t, true, on, 1 and n, no, f, false, off, 0 into 1 and 0, or a bool."""
+    """Turn a word for true or false into 1 or 0, or a bool with `to_bool`.
+
+    The words are y, yes, t, true, on, 1 and n, no, f, false, off, 0.
+    """
     word = value.lower()
     if word not in _TRUE + _FALSE:
         raise ValueError(f"invalid truth value {word}")
@@ -139,7 +145,7 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the CPUs near its device, as the run's device plugin knows them."""
+    """Bind this process to the CPUs near its device, by the run's device plugin."""
     from accel_compat.runs import current
 
     run = current()
@@ -154,7 +160,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Without any environment variable inside; afterwards they are as they were before."""
+    """Remove all environment variables in a context; restore them afterwards."""
     before = os.environ.copy()
     os.environ.clear()
     try:
@@ -166,7 +172,10 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """With these variables (keys in upper case, values as text) inside; afterwards as before."""
+    """Set environment variables in a context; restore them afterwards.
+
+    Keys are set in upper case, values as text.
+    """
     names = [name.upper() for name in kwargs]
     before = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.update(zip(names, map(str, kwargs.values()), strict=True))
@@ -193,7 +202,7 @@ def _purged() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate: restore the ACCELERATE_* variables after a function or each test method."""
+    """Restore ACCELERATE_* variables after the decorated function or test methods."""
     if not isinstance(func_or_cls, type):
         return _purging(func_or_cls)  # type: ignore[arg-type,return-value]
     _purge_tests(func_or_cls)

@@ -1,4 +1,4 @@
-"""The script of `accelerate test`: processes communicate, share data, and train right."""
+"""The script of `accelerate test`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from accel_compat.accelerator.accelerator import Accelerator
 
 
 def main() -> None:
-    """Check that collectives of this world work. Collective.
+    """Check that processes communicate, share data, and train as one process would.
+
+    Collective.
 
     Raises:
         AssertionError: something is not as it has to be.

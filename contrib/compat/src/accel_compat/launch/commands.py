@@ -42,7 +42,7 @@ def compat() -> None:
 @compat.command(context_settings=_EXTRA)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def launch(words: tuple[str, ...]) -> None:
-    """Start a script by accelerate launch's flags and config file, with our `accelerate`."""
+    """Start a script by `accelerate launch`'s flags and file, with our `accelerate`."""
     sys.exit(_launch(words))
 
 
@@ -66,7 +66,7 @@ def _launch(words: tuple[str, ...]) -> int:
 @compat.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 def shim(folder: Path) -> None:
-    """Write FOLDER, which on PYTHONPATH makes `import accelerate` mean this package's."""
+    """Write FOLDER, which makes `import accelerate` import ours if on PYTHONPATH."""
     from accel_compat.launch.shim import write_shim
 
     write_shim(folder)
@@ -112,7 +112,9 @@ def _problems(text: str) -> str:
 
 
 def accelerate(*first: str) -> None:
-    """Run the `accelerate` script; a command without meaning here says what to call instead.
+    """Run the `accelerate` script.
+
+    A command that accel-compat does not serve exits with a message on what to call instead.
 
     first: words before those of the command line, of scripts such as `accelerate-launch`.
     """

@@ -65,7 +65,10 @@ def _require_devices(args: Namespace, defaults: Any) -> None:
 
 
 def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
-    """Fill arguments from the config file; give them, the file, and whether its precision counts."""
+    """Fill arguments from the config file.
+
+    Returns (the arguments, the file's config or None, True if the precision is the file's).
+    """
     _require_one(args)
     defaults: Any = None
     if args.config_file is not None or (os.path.isfile(config_file.default_config_file) and not args.cpu):

@@ -1,4 +1,7 @@
-"""`accelerate estimate-memory`: Accelerate's columns, for models that accel-big-models builds."""
+"""`accelerate estimate-memory`, for models that accel-big-models builds.
+
+The columns are Accelerate's.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def _trained(usage: dict[str, int]) -> str:
 
 
 def gather_data(args: Namespace) -> list[list[Any]]:
-    """Return dtype, bytes of the largest layer, bytes of all, and training usage, one row per dtype."""
+    """Return a row per dtype: dtype, bytes of the largest layer, of all, in training."""
     from accel_compat.modeling.sizes import calculate_maximum_sizes
 
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
@@ -83,7 +86,10 @@ def estimate_training_usage(
     mixed_precision: str,
     msamp_config: str | None = None,
 ) -> dict[str, int]:
-    """Return bytes of weights, gradients, optimizer and step, for weights of that many; -1 if not known."""
+    """Return bytes of weights, gradients, optimizer state and step; -1 if unknown.
+
+    bytes: of the weights in float32.
+    """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes, "step": 4 * bytes}
     if mixed_precision in ("float16", "bfloat16") or (mixed_precision == "fp8" and msamp_config is None):

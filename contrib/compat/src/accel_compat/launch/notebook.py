@@ -25,7 +25,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run `function(*args)` in that many new processes of this machine and wait for them."""
+    """Run `function(*args)` in new processes of this machine, and wait for them."""
     if num_nodes > 1:
         raise accel_core.LaunchError(
             f"notebook_launcher(num_nodes={num_nodes}): a notebook starts processes on its own machine only\n"

@@ -44,7 +44,9 @@ class Request:
 
 
 def parse(words: Sequence[str], default_file: Path | None) -> Request:
-    """Read the command line and the file that it names, else the default file if it exists.
+    """Read the command line, and the file that it names or else the default file.
+
+    The default file may be missing.
 
     Raises:
         ConfigError: the file is missing, or has unknown keys.
@@ -69,10 +71,10 @@ def read_arguments(arguments: argparse.Namespace, default_file: Path | None) -> 
 
 
 def read_file(file: str) -> dict[str, Any]:
-    """Read the settings of a YAML or JSON file that any version of `accelerate config` wrote.
+    """Read the settings of a YAML or JSON file by any version of `accelerate config`.
 
     Raises:
-        ConfigError: it is missing, no mapping, or has keys that no version had.
+        ConfigError: the file is missing, is not a mapping, or has keys that no version had.
     """
     import yaml
 

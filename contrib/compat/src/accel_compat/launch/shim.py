@@ -1,4 +1,4 @@
-"""A folder that makes `accelerate` ours for processes with it on PYTHONPATH and PATH."""
+"""A folder on PYTHONPATH and PATH that makes `accelerate` ours for a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`accelerate env`, `test`, `to-fsdp2` and `tpu-config`, for the script and programs."""
+"""`accelerate env`, `test`, `to-fsdp2` and `tpu-config`.
+
+The script and programs call them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ def tpu_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 
 def tpu_command_launcher(args: Namespace) -> None:
-    """Run commands on every host of a TPU pod by gcloud; with `debug` print the command only."""
+    """Run commands on every host of a TPU pod by gcloud.
+
+    With `debug` it prints the command only.
+    """
     if args.config_file is not None or os.path.isfile(config_file.default_config_file):
         _fill_from_file(args)
     version = args.accelerate_version

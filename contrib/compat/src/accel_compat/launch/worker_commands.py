@@ -1,4 +1,4 @@
-"""Command lines and variables of workers, for programs that start some themselves."""
+"""Command lines and variables of workers, for programs that start workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
 
 
 def _mpirun(args: Namespace) -> list[str]:
-    """mpirun with the hostfile, for all processes, by the flags of whichever MPI there is."""
+    """Return mpirun's command for all processes of the hostfile, by the MPI's flags."""
     program = next((each for each in ("mpirun", "mpiexec") if which(each)), None)
     if program is None:
         raise OSError(
@@ -93,7 +93,10 @@ def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str
 
 
 def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Give a variable's paths with another path at the end; the variable stays as it is."""
+    """Return a variable's paths with another path at the end.
+
+    The variable itself stays as it is.
+    """
     paths = [each for each in os.environ.get(env_var_name, "").split(":") if each]
     return ":".join([*paths, str(path_to_add)])
 

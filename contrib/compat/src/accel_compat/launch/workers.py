@@ -78,7 +78,10 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Give the variables that Accelerate's launcher sets: config classes and programs read them."""
+    """Return the variables that Accelerate's launcher sets.
+
+    Config classes and programs read them.
+    """
     variables: dict[str, str] = {}
     # Accelerate's launcher tells workers these defaults though nobody asked for them.
     unasked = defaults("dynamo_", *(["fsdp_"] if settings.get("use_fsdp") else []))

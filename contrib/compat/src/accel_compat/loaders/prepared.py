@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class AcceleratedLoader(PreparedLoader):
-    """A prepared dataloader; `isinstance` counts it as DataLoaderShard or DataLoaderDispatcher."""
+    """A prepared dataloader.
+
+    For `isinstance` it is a DataLoaderShard or a DataLoaderDispatcher.
+    """
 
     _skips: int
     """Batches that each epoch leaves out."""

@@ -108,7 +108,7 @@ class BatchSamplerShard(BatchSampler):
             yield from waiting[self.process_index : self.process_index + 1]
 
     def _filled(self, batches: list[Any], begun: list[Any]) -> list[Any]:
-        """Fill up a round with the first samples, or the first batches where these have no size."""
+        """Fill up a round with the first samples, or the first batches if without size."""
         missing = self.num_processes - len(batches)
         if self.batch_size is None:
             return [*batches, *islice(cycle(begun), missing)]
@@ -119,7 +119,10 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's share of an iterable dataset; first samples fill up the last round."""
+    """One process's share of an iterable dataset.
+
+    The first samples fill up the last round.
+    """
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class DataLoaderStateMixin(metaclass=_Prepared):
 
 
 class DataLoaderAdapter(metaclass=_Prepared):
-    """Around a DataLoader, or a StatefulDataLoader, as which it counts for `isinstance`."""
+    """Wrapper of a DataLoader or StatefulDataLoader, and such a one for `isinstance`."""
 
     options: ClassVar[tuple[str, ...]] = ("use_stateful_dataloader",)
     base_dataloader: Any

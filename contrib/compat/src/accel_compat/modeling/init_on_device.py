@@ -25,7 +25,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str, include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules made inside, in this thread, have their parameters on that device. Ties stay.
+    """Put the parameters of modules that this thread makes in a context on a device.
+
+    Ties stay.
 
     include_buffers: buffers too, and whatever else is made without a device.
     """

@@ -1,4 +1,7 @@
-"""Weights from files into a model, one tensor after the other; those on the disk stay there."""
+"""Weights from files into a model, one tensor after the other.
+
+Weights that the device map leaves on the disk stay there.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,10 @@ def load_checkpoint_in_model(
 def _leave_on_disk(
     file: Path, name: str, value: torch.Tensor, dtype: torch.dtype, folder: Any, index: dict[str, Any]
 ) -> None:
-    """Note the place of a weight in its safetensors file; write one of another file into the folder."""
+    """Note the place of a weight in its safetensors file.
+
+    A weight of another file is written into the folder.
+    """
     os.makedirs(folder, exist_ok=True)
     if file.suffix != ".safetensors":
         offload_weight(value.to(dtype), name, folder, index)

@@ -1,4 +1,7 @@
-"""Megatron's stand-ins and train steps as Accelerate has them; what runs is accel-megatron."""
+"""Megatron's stand-ins and train steps as Accelerate has them.
+
+accel-megatron runs them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ MegatronLMDummyScheduler = _stand_in("MegatronLMDummyScheduler")
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for indexed datasets; given to `prepare` three times, to train, validate and test.
+    """Stand-in for indexed datasets.
+
+    Give it to `prepare` three times, to train, validate and test.
 
     Args:
         dataset_kwargs: data_path, seq_length, micro_batch_size, split or splits_string, vocab_size, eod, ...
@@ -41,14 +46,17 @@ class MegatronLMDummyDataLoader:
 
 
 class AbstractTrainStep(ABC):  # noqa: B024 - as Accelerate's: programs override what they need
-    """A train step: reads a micro-batch, runs a model of megatron-core, computes the loss."""
+    """A step that reads a micro-batch, runs a megatron-core model, computes the loss."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Any:
-        """Give a function of the iterator of micro-batches that returns `forward_step`'s inputs."""
+        """Return a function from the iterator of micro-batches to a model's inputs.
+
+        `forward_step` calls it.
+        """
         return None
 
     def get_forward_step_func(self) -> Any:
@@ -159,7 +167,7 @@ class BertTrainStep(_Step):
 
 
 class ChosenStep:
-    """The train step that a plugin of Accelerate asks for: its own class, or the model's."""
+    """Train step that Accelerate's plugin asks for: its own class, or the model's."""
 
     def __init__(self, plugin: Any, options: Any) -> None:
         self.plugin, self.options = plugin, options

@@ -23,7 +23,10 @@ _KEPT = ("torch.uint", "torch.int", "torch.bool")
 
 
 def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
-    """torch's autocast in the precision of the AcceleratorState, or a context that does nothing."""
+    """Return torch's autocast in the AcceleratorState's precision.
+
+    Without `native_amp` the context does nothing.
+    """
     if not native_amp:
         return nullcontext()
     state = AcceleratorState()
@@ -80,7 +83,10 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """(device, address, bytes) of a tensor's storage; equal for tensors that share it."""
+    """Return (device, address, bytes) of a tensor's storage.
+
+    Tensors that share a storage have the same.
+    """
     if tensor.device.type == "meta":
         return tensor.device, 0, tensor.nbytes
     storage = tensor.untyped_storage()
@@ -121,7 +127,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie each group of names again, to its first parameter that is not on the meta device."""
+    """Tie each group of names again, to its first parameter off the meta device."""
     for group in tied_params:
         parameters = [_at(model, name) for name in group]
         kept = next((each for each in parameters if each.device.type != "meta"), None)
@@ -222,7 +228,10 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 
 
 def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, int]:
-    """Bytes that are free on each device, by number, and for "cpu"; or what was given, in bytes."""
+    """Return the bytes that are free on each device, by number, and on "cpu".
+
+    If `max_memory` is given, its sizes are returned, in bytes.
+    """
     if max_memory is not None:
         sized = {
             key: convert_file_size_to_int(value) if isinstance(value, str) else value

@@ -124,7 +124,10 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of the loader's last round, over all ranks; 0 if it is full, -1 if unknown."""
+        """Number of samples of the loader's last round, over all ranks.
+
+        0 if the round is full, -1 if unknown.
+        """
         loader = self.active_dataloader
         if loader is None or loader.drop_last:
             return -1

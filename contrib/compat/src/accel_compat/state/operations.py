@@ -1,4 +1,4 @@
-"""Collectives, random streams, and helpers over nested structures, for the current run."""
+"""Collectives and random streams of the current run, and helpers for nested data."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.ite
 
 
 def listify(data: Any) -> Any:
-    """Return the same structure with lists of numbers in place of tensors; a 0-dim tensor gives a number."""
+    """Return the same structure with lists of numbers in place of tensors.
+
+    A 0-dim tensor gives a number.
+    """
     return ops.recursively_apply(torch.Tensor.tolist, data)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to return `convert_to_fp32` of its result. Pickles if the function does."""
+    """Wrap a function to return `convert_to_fp32` of its result.
+
+    The result can be pickled if the function can.
+    """
     return functools.update_wrapper(functools.partial(_in_fp32, model_forward), model_forward)
 
 
@@ -188,7 +194,10 @@ def _alone() -> bool:
 
 
 def _over_ranks(operation: Callable[..., Any], value: Any, *args: Any) -> Any:
-    """Call accel-core's collective for the current run; a process that is alone gets its value back."""
+    """Call accel-core's collective for the current run.
+
+    A process that is alone gets its value back.
+    """
     return value if _alone() else operation(value, *args, run=runs.current())
 
 
@@ -304,7 +313,10 @@ def GatheredParameters(  # noqa: N802  its name there
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed `random`, numpy, torch and the device; `device_specific`: another seed on each rank."""
+    """Seed `random`, numpy, torch and the device.
+
+    device_specific: another seed on each rank.
+    """
     if not 0 <= seed < 2**32:
         raise ValueError("Seed must be between 0 and 2**32 - 1")
     run = runs.find_or_make(False) if device_specific else runs.newest()

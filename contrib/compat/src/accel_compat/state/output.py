@@ -12,7 +12,10 @@ from accel_compat.state.states import PartialState
 
 
 class MultiProcessAdapter(accel_core.MultiProcessAdapter):
-    """A logger whose methods also take `main_process_only` (True) and `in_order` (False)."""
+    """A logger whose methods also take `main_process_only` and `in_order`.
+
+    Their defaults are True and False.
+    """
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Prefix the message with its rank, and log the caller's line."""
@@ -41,7 +44,10 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm`; with `main_process_only` on the first process of each node only."""
+    """Return a bar of `tqdm.auto.tqdm`.
+
+    With `main_process_only` it is shown by the first process of each node only.
+    """
     from tqdm.auto import tqdm as bar
 
     from accel_compat.state.states import PartialState

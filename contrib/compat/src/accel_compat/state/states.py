@@ -1,4 +1,7 @@
-"""PartialState and AcceleratorState: views of the current run, shared by all instances."""
+"""PartialState and AcceleratorState: views of the current run.
+
+All instances share their state.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,10 @@ class _Ranked:
 
 
 class PartialState(_Ranked):
-    """Device, world and ranks of this process. Collective where no Accelerator was made before."""
+    """Device, world and ranks of this process.
+
+    Making the first one is collective, if no Accelerator was made before.
+    """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
     _known_attrs: ClassVar[list[str]] = [
@@ -302,7 +308,7 @@ class AcceleratorState(_Ranked):
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make the DeepSpeedPlugin of that name the one that models are prepared with from now on."""
+        """Prepare models with the DeepSpeedPlugin of that name from now on."""
         for key, plugin in self.deepspeed_plugins.items():
             if key != name:
                 plugin._unselect()

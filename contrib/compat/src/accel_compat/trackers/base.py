@@ -12,7 +12,7 @@ from accel_core import hooks, implements
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method: run it on the main process, if the tracker asks for it."""
+    """Run the decorated method on the main process only, if the tracker asks for it."""
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -24,7 +24,10 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneralTracker(accel_core.GeneralTracker):
-    """Base of a program's own tracker, with `name`, `requires_logging_directory` and `tracker`."""
+    """Base of a program's own tracker.
+
+    A subclass has `name`, `requires_logging_directory` and `tracker`.
+    """
 
     def __init__(self, _blank: bool = False) -> None:
         needed = ("name", "requires_logging_directory", "tracker")
@@ -36,7 +39,10 @@ class GeneralTracker(accel_core.GeneralTracker):
             )
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Do nothing. A subclass overrides it; a blank tracker is for processes that do not log."""
+        """Do nothing.
+
+        A subclass overrides it. A blank tracker is for processes that do not log.
+        """
 
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:

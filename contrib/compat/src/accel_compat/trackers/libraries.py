@@ -1,4 +1,7 @@
-"""The trackers of eight libraries by Accelerate's names and arguments, on accel-trackers' classes."""
+"""The trackers of eight libraries by Accelerate's names and arguments.
+
+They use accel-trackers' classes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class _Wrapping(GeneralTracker):
         return self.library.handle
 
     def start(self) -> None:
-        """Begin the run; the project is called as the tracker's run. Other arguments are the library's."""
+        """Begin the run, with the tracker's run name as the project's name.
+
+        Other arguments are the library's.
+        """
         self.library.open(self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> Any:
@@ -159,7 +165,10 @@ class AimTracker(_Wrapping):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Images by name, or pairs of image and caption. kwargs: `aim_image` and `track`, for each."""
+        """Log images by name, or pairs of image and caption.
+
+        kwargs: `aim_image` and `track`, the arguments of each for every image.
+        """
         more = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
@@ -272,7 +281,10 @@ class ClearMLTracker(_WithTables):
         self.library.open(self.run_name, **{**named, **self.init_kwargs})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers: eval_, test_ and train_ name the series. Without a step they are single values."""
+        """Log numbers.
+
+        The prefixes eval_, test_ and train_ name the series. Without a step they are single values.
+        """
         self.library.log(_numbers(self.name, values), step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ def get_available_trackers() -> list[LoggerType]:
 def filter_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[LoggerType | str | GeneralTracker]:
-    """List the trackers of `log_with` once each, without libraries that are not installed.
+    """Return each tracker of `log_with` once, without libraries that are missing.
 
     Raises:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.

@@ -1,4 +1,7 @@
-"""TensorBoard's tracker as Accelerate has it, whose files differ from those of accel-tensorboard."""
+"""TensorBoard's tracker as Accelerate has it.
+
+Its files differ from those of accel-tensorboard.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from accel_compat.trackers.base import GeneralTracker, library_tracker
 
 @library_tracker
 class TensorBoardTracker(GeneralTracker):
-    """TensorBoard's files in `logging_dir/run_name`. Other arguments are SummaryWriter's."""
+    """TensorBoard's files in `logging_dir/run_name`.
+
+    Other arguments are SummaryWriter's.
+    """
 
     name = "tensorboard"
     requires_logging_directory: ClassVar[bool] = True
