@@ -1,4 +1,4 @@
-"""One ordinary PyTorch training loop on any hardware and under any parallel strategy.
+"""One ordinary PyTorch training loop for any hardware and any parallel strategy.
 
 Importing this package imports no torch: each public name is loaded on first use (PEP 562).
 """
@@ -48,7 +48,10 @@ _PUBLIC: Final = {
     "training.prior_state": "has_state",
     "training.proxies": "PreparedOptimizer PreparedScheduler",
 }
-"""Module -> its public names. `tools/reference.py` makes `__init__.pyi` of it, for type checkers."""
+"""Module -> its public names.
+
+`tools/reference.py` makes `__init__.pyi` of them, for type checkers.
+"""
 _MODULES: Final = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = [name for name in _MODULES if name != "__version__"]

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = sorted(path for path in (ROOT / "accel_core").iterdir() if path.is_dir() and path.name[0] != "_")
-PACKAGES = [ROOT / "accel_core" / "errors.py", *ROOMS, *sorted(ROOT.glob("*/*/src/accel_*"))]
+PACKAGES = [*sorted(ROOT.glob("accel_core/*.py")), *ROOMS, *sorted(ROOT.glob("*/*/src/accel_*"))]
 RIDDLE = re.compile(r"(What|Who|Whoever|Which|Where|Whether|How|Those|That)\b")
 
 

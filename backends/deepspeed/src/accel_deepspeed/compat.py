@@ -121,7 +121,7 @@ def _is_group(value: Any) -> bool:
 
 
 def leave(user: object) -> None:
-    """Forget the user, who has no engine any more.
+    """Forget a user that has no engine any more.
 
     The last one takes along what DeepSpeed keeps of process groups.
     """

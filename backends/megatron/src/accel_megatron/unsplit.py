@@ -70,7 +70,7 @@ class Whole(nn.Module):
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, tensor: object) -> None:
-        """There is no stage before."""
+        """Do nothing, as there is no stage before."""
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """Run the user's own forward."""
