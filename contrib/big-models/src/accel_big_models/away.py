@@ -1,4 +1,7 @@
-"""Modules whose weights are away: state dicts are whole, and conversions that would be lost are refused."""
+"""Modules whose weights are away.
+
+Their state dicts are whole. Conversions that would be lost are refused.
+"""
 
 from __future__ import annotations
 

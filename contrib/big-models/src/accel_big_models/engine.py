@@ -85,7 +85,10 @@ class Weight:
         return self.tensor._version != self._version
 
     def whole(self) -> Tensor:
-        """Return the values as a CPU tensor, for all who ask at the same time the same one."""
+        """Return the values as a CPU tensor.
+
+        Callers at the same time get the same tensor.
+        """
         values = None if self._whole is None else self._whole()
         if values is None:
             values = values_of(self.source)

@@ -70,9 +70,10 @@ class ClearML(Library):
         return self.handle.connect_configuration(values)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log numbers and texts; prefixes eval_, test_ and train_ name the series of numbers.
+        """Log numbers and texts.
 
-        Numbers without a step are single values.
+        The prefixes eval_, test_ and train_ name the series of numbers. Numbers without a step are single
+        values.
         """
         report = self.handle.get_logger()
         for name, value in values.items():

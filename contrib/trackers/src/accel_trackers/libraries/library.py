@@ -33,7 +33,7 @@ class Library(ABC):
     offline_environment: ClassVar[Mapping[str, str]] = {}
     """Variables that keep the library from the network, set before its import."""
     takes_addresses: ClassVar[bool] = False
-    """Whether `directory` may be an address, NAME://PLACE."""
+    """True if `directory` may be an address, NAME://PLACE."""
     handle: Any = None
 
     @cached_property
@@ -94,7 +94,10 @@ class Library(ABC):
         """Note the settings of the run."""
 
     def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Split numbers and texts into what `log` takes whole or, if it raises, not at all."""
+        """Split numbers and texts into parts.
+
+        `log` takes a part as a whole or, if it raises, not at all.
+        """
         return [{name: value} for name, value in values.items()]
 
     @abstractmethod
