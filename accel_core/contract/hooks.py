@@ -558,7 +558,11 @@ def synchronize(device: torch.device) -> None:
 
 @spec("owner")
 def memory_stats(device: torch.device) -> Mapping[str, int]:
-    """Bytes: allocated, reserved, peak, total; without those that are unknown."""
+    """Bytes: allocated, reserved, peak, total, free; without those that are unknown.
+
+    Of any device of the kind, not only of the run's. free: what can still be allocated, cached memory
+    included.
+    """
 
 
 @spec("owner")

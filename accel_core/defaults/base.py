@@ -295,9 +295,13 @@ class Base(BaseState):
             "reserved": "memory_reserved",
             "peak": "max_memory_allocated",
         }
-        stats = {key: int(getattr(module, name)()) for key, name in known.items() if hasattr(module, name)}
+        stats = {
+            key: int(getattr(module, name)(device)) for key, name in known.items() if hasattr(module, name)
+        }
         if hasattr(module, "mem_get_info"):
-            stats["total"] = int(module.mem_get_info()[1])
+            free, stats["total"] = map(int, module.mem_get_info(device))
+            cached = stats["reserved"] - stats["allocated"] if "reserved" in stats else 0
+            stats["free"] = free + cached
         return stats
 
     @implements(hooks.empty_cache)

@@ -121,4 +121,4 @@ def test_memory_is_told_in_cores_words(mps: Recorder) -> None:
     mps.answers("driver_allocated_memory", 2)
     mps.answers("recommended_max_memory", 3)
 
-    assert plugin().memory_stats(DEVICE) == {"allocated": 1, "reserved": 2, "total": 3}
+    assert plugin().memory_stats(DEVICE) == {"allocated": 1, "reserved": 2, "total": 3, "free": 2}

@@ -10,6 +10,7 @@ from accel_big_models import dispatch, empty_weights, load, offload, undo, weigh
 from accel_big_models.hooks import enters_of
 from accel_big_models.moving import Mover
 from accel_big_models.planning import plan, plan_from_map
+from accel_core import Accelerator
 from accel_testing import run_processes
 
 simulated = pytest.importorskip("accel_testing.simulated.device")
@@ -194,6 +195,17 @@ def test_a_plan_of_a_simulated_device_is_dispatched(want):
     assert places.used["cpu"] > 0
     with torch.no_grad():
         torch.testing.assert_close(target(ids()), want)
+
+
+def test_the_strategy_asks_the_devices_plugin_what_is_free(monkeypatch):
+    accelerator = Accelerator(device="sim", strategy="dispatched")
+    size = sum(parameter.nbytes for parameter in model().parameters())
+    monkeypatch.setattr(simulated, "TOTAL_MEMORY", simulated.module().memory.allocated + size // 2)
+    target = accelerator.prepare(model())
+    accelerator.end_training()
+
+    assert {it.device.type for it in target.parameters()} == {"sim", "cpu"}
+    assert enters_of(target)
 
 
 def test_a_frozen_base_streams_while_an_adapter_trains_on_the_device():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from accel_big_models import empty_weights, plan
 from accel_big_models.planning import plan_from_map
+from accel_big_models.sizes import available
 from accel_core import ConfigError
 
 
@@ -111,6 +113,13 @@ def test_a_device_map_may_divide_a_block():
 def test_a_map_with_gaps_or_unknown_names_is_an_error(places, name):
     with pytest.raises(ConfigError, match=name):
         plan_from_map(Model(), places)
+
+
+def test_memory_that_caches_files_is_free(monkeypatch):
+    told = "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    5000 kB\nCached: 4990 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: told)
+
+    assert available(torch.device("cpu")) == 5000 * 1024
 
 
 def test_empty_weights_have_shapes_ties_and_real_buffers():

@@ -95,7 +95,13 @@ class HpuDevice:
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
         stats = self._hpu.memory_stats(device)
-        return {"allocated": stats["InUse"], "peak": stats["MaxInUse"], "total": stats["Limit"]}
+        allocated, total = stats["InUse"], stats["Limit"]
+        return {
+            "allocated": allocated,
+            "peak": stats["MaxInUse"],
+            "total": total,
+            "free": total - allocated,
+        }
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

@@ -78,10 +78,12 @@ class MpsDevice:
 
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
+        allocated, total = torch.mps.current_allocated_memory(), torch.mps.recommended_max_memory()
         return {
-            "allocated": torch.mps.current_allocated_memory(),
+            "allocated": allocated,
             "reserved": torch.mps.driver_allocated_memory(),
-            "total": torch.mps.recommended_max_memory(),
+            "total": total,
+            "free": max(0, total - allocated),
         }
 
     @implements(hooks.environment_report)

@@ -154,7 +154,10 @@ class XlaDevice:
             return {}
         found = self._xm.get_memory_info(device)
         known = {"allocated": "bytes_used", "peak": "peak_bytes_used", "total": "bytes_limit"}
-        return {key: int(found[name]) for key, name in known.items() if name in found}
+        stats = {key: int(found[name]) for key, name in known.items() if name in found}
+        if {"allocated", "total"} <= stats.keys():
+            stats["free"] = stats["total"] - stats["allocated"]
+        return stats
 
     def _reports_memory(self) -> bool:
         # Of the device that stands for all under SPMD, torch_xla knows nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -54,7 +55,7 @@ def available(device: torch.device) -> int:
         ConfigError: torch cannot tell.
     """
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _available_on_the_host()
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         raise ConfigError(
@@ -62,6 +63,19 @@ def available(device: torch.device) -> int:
             f"say how much may be used: memory={{'{device}': '8GiB', 'cpu': '16GiB'}}"
         )
     free, _ = module.mem_get_info(device)
+    if not hasattr(module, "memory_reserved"):
+        return int(free)
     # What torch's allocator has reserved and nothing uses can be used as well.
-    cached = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(free) + int(cached)
+    return int(free) + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+
+
+def _available_on_the_host() -> int:
+    """Return what Linux says can be allocated: free pages, and those of cached files."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    told = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    if told is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(told.split()[1]) * 1024

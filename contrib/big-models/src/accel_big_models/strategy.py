@@ -37,6 +37,8 @@ class Dispatched:
     Trained weights stay on the device, beside frozen ones of the same block that come and go.
     """
 
+    below: Any
+
     def __init__(self, config: DispatchedPlugin | None, run: Run) -> None:
         self.config = config or DispatchedPlugin()
         self.run = run
@@ -123,8 +125,13 @@ class Dispatched:
         if given is not None:
             return plan(model, given, whole=whole)
         places = dict.fromkeys((self.run.device, "cpu"))
-        memory: dict[Any, Any] = {place: available(_device(place)) for place in places}
+        memory: dict[Any, Any] = {place: self._free(_device(place)) for place in places}
         return plan(model, {**memory, "disk": "1000TB"}, whole=whole)
+
+    def _free(self, device: torch.device) -> int:
+        """Ask the device's plugin, then torch, for the bytes that can be allocated."""
+        stats = {} if device.type == "cpu" else self.below.memory_stats(device)
+        return stats["free"] if "free" in stats else available(device)
 
     def _untrainable(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
         """Return trained weights that come and go, unless beside frozen ones."""

@@ -105,6 +105,15 @@ class CountsKilobytes(SimulatedDevice):
         return {key: value // 1024 for key, value in self.below.memory_stats(device).items()}
 
 
+class ForgetsWhatIsHeld(SimulatedDevice):
+    """Calls all of its memory free."""
+
+    @implements(hooks.memory_stats)
+    def memory_stats(self, device):
+        stats = self.below.memory_stats(device)
+        return {**stats, "free": stats["total"]}
+
+
 class NarrowsFloats(SimulatedDevice):
     @implements(hooks.move)
     def move(self, tree, device, non_blocking):

@@ -69,12 +69,15 @@ def test_every_stream_follows_the_seed_and_is_restored(run: Run) -> None:
 def test_memory_is_reported_in_bytes(run: Run) -> None:
     (found,) = run(tasks.memory)
     before, held, after = found["stats"]
-    assert {key for stats in found["stats"] for key in stats} <= {"allocated", "reserved", "peak", "total"}
+    known = {"allocated", "reserved", "peak", "total", "free"}
+    assert {key for stats in found["stats"] for key in stats} <= known
     assert all(type(value) is int and value >= 0 for stats in found["stats"] for value in stats.values())
     if found["claimed"]:
         assert held["allocated"] - before["allocated"] >= MEGABYTES_4
         assert after["allocated"] - before["allocated"] < MEGABYTES_4
         assert held.get("peak", held["allocated"]) >= held["allocated"]
+    if {"total", "free", "allocated"} <= held.keys():
+        assert held["free"] <= held["total"] - held["allocated"]
 
 
 @requires("float64")

@@ -24,6 +24,8 @@ from accel_testing.simulated.group import register_group
 __all__ = ["DeviceModule", "SimulatedTensor", "simulate", "unwrap"]
 
 aten: Final = torch.ops.aten
+TOTAL_MEMORY: Final = 1 << 36
+"""Bytes that the device says it has."""
 _CROSS_DEVICE: Final = frozenset(
     {
         aten._to_copy.default,
@@ -291,6 +293,10 @@ class DeviceModule:
 
     def max_memory_allocated(self, device: Any = None) -> int:
         return self.memory.peak
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Return the bytes that are free, and all."""
+        return TOTAL_MEMORY - self.memory.allocated, TOTAL_MEMORY
 
     def manual_seed(self, seed: int) -> None:
         """Do nothing: the device draws from the CPU's generator, seeded by torch."""
