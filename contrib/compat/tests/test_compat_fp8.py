@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs
 from torch import nn
 
@@ -40,6 +41,14 @@ def test_every_converted_weight_trains_at_the_defaults():
     before = net().state_dict()
     assert [name for name, value in model.state_dict().items() if torch.equal(value, before[name])] == []
     assert model[1].config.pad_inner_dim
+
+
+def test_fp8_that_the_launcher_asks_for_is_told(monkeypatch):
+    assert not Accelerator(cpu=True).fp8_enabled
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.fp8_enabled, accelerator.fp8_backend) == (True, "AO")
 
 
 def test_a_filter_and_a_config_do_what_they_say():

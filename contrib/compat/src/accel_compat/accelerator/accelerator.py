@@ -74,6 +74,7 @@ class Accelerator(Stepping):
         runs.register(self.run)
         self._keep(asked, given)
         self._record_states(asked)
+        self.fp8_enabled = self.mixed_precision == "fp8"
         weakref.finalize(self, _forget, self.run).atexit = False
         self._count = 0
         self.flag_tensor = None

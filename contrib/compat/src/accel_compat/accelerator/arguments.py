@@ -86,7 +86,6 @@ def read(given: dict[str, Any]) -> Asked:
         "fsdp_plugin": chosen.fsdp,
         "megatron_lm_plugin": chosen.megatron,
         "has_lomo_optimizer": False,
-        "fp8_enabled": _precision(given["mixed_precision"]) == "fp8",
         "delayed_fp8_autocast": False,
         "has_fp8_handler": any(kept[name] for name in HANDLERS.values() if "recipe" in name),
     }

@@ -118,11 +118,11 @@ class _Ranked:
             self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return the main process runs the block first."""
+        """Let the main process run the block before the others."""
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return the first process of each node runs the block first."""
+        """Let the first process of each node run the block before the others there."""
         return self._goes_first(self.is_local_main_process)
 
     def _only(self, function: Callable[..., Any], is_here: bool) -> Callable[..., Any]:
