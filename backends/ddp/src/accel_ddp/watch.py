@@ -132,7 +132,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def refuse_unfinished(self, error: RuntimeError) -> None:
-        """Raise AccelError for parameters that the last backward left out, for which torch still waits.
+        """Raise AccelError for parameters that the last backward left out.
+
+        torch still waits for their gradients.
 
         `error`: of the reducer.
         """
