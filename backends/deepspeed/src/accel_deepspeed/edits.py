@@ -26,7 +26,10 @@ _WORDS: Final = 1024
 
 
 def edits_of(unit: Unit) -> Edits | None:
-    """Return what sees edits of a unit's weights; None: the optimizer steps the weights themselves."""
+    """Return the object that sees edits of a unit's weights.
+
+    None if the optimizer steps the weights themselves.
+    """
     engine: Any = unit.wrapped[0]
     name = type(engine.optimizer).__name__
     if name == "DeepSpeedZeroOptimizer_Stage3":
@@ -35,10 +38,10 @@ def edits_of(unit: Unit) -> Edits | None:
 
 
 class WholeWeights:
-    """Stages 0 to 2, where forward's weights are whole: the next step starts from edited ones.
+    """Weights of stages 0 to 2, where forward's weights are whole.
 
-    Each rank takes over its own share. The weights' bits are compared with those after the last step,
-    because an edit of `parameter.data` counts no version.
+    The next step starts from edited weights. Each rank takes over its own share. The weights' bits are
+    compared with those after the last step, because an edit of `parameter.data` counts no version.
     """
 
     def __init__(self, unit: Unit, optimizer: Any) -> None:
@@ -78,10 +81,10 @@ class WholeWeights:
 
 
 class PartitionedWeights:
-    """Stage 3, where most weights are empty between steps: an edit is an error that names one.
+    """Weights of stage 3, where most are empty between steps.
 
-    The edit of an empty weight changes nothing but its version. Small weights are whole copies of their
-    partitions, and their bits are compared too.
+    An edit is an error that names one. The edit of an empty weight changes nothing but its version. Small
+    weights are whole copies of their partitions, and their bits are compared too.
     """
 
     def __init__(self, unit: Unit, optimizer: Any) -> None:
@@ -90,7 +93,10 @@ class PartitionedWeights:
         self.note()
 
     def note(self) -> None:
-        """Take the weights for unedited: after a step, a load, or a context that gathers them."""
+        """Take the weights for unedited.
+
+        Called after a step, a load, or a context that gathers them.
+        """
         self._versions, self._bits = self._count(), self._fingerprint_small()
 
     def take_over(self) -> None:
@@ -133,9 +139,10 @@ def keep_written(unit: Unit, names: Collection[str]) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Sums over rows and columns of the bits of a contiguous tensor, as words of 8 bytes.
+    """Return sums over rows and columns of the bits of a contiguous tensor.
 
-    It is taken on the tensor's device, without a copy. The ends that fill no row are there themselves.
+    The bits are read as words of 8 bytes, on the tensor's device, without a copy. The ends that fill no row
+    are there themselves.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     begin = min(-raw.storage_offset() % 8, raw.numel())
@@ -158,4 +165,4 @@ _LIVE: Final[Mapping[str, Callable[[Any], Sequence[Tensor]]]] = {
         optimizer, optimizer.parallel_partitioned_bit16_groups
     ),
 }
-"""Optimizer -> the weights that forward computes with, of which this rank steps copies."""
+"""Optimizer -> the weights of forward that this rank steps copies of."""

@@ -24,7 +24,10 @@ def generate_device_map(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
 ) -> dict[str, int | str]:
-    """Spread a model over devices of about equal memory, with an entry for each module that is not split."""
+    """Return a map that spreads a model over devices of about equal memory.
+
+    It has an entry for each module that is not split.
+    """
     if num_processes > 1 and max_memory is None:
         size, largest = calculate_maximum_sizes(model)
         value, unit = convert_bytes((size + largest[0]) / num_processes).split(" ")
@@ -121,7 +124,10 @@ class _Pipeline:
         self.running = False
 
     def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first process's inputs; return the last one's output there, or everywhere."""
+        """Run the model on the first process's inputs.
+
+        Returns the output on the last process, or on all with `gather`; else None. Collective.
+        """
         run, device = self.accelerator.run, self.accelerator.device
         last = self.accelerator.num_processes - 1
         given = ops.broadcast_object_list([ops.send_to_device((args, kwargs), "cpu")], run=run)[0]
@@ -155,7 +161,10 @@ class _Pipeline:
         return output
 
     def _cut(self, inputs: Any, size: int) -> list[Any]:
-        """Cut the tensors of a batch's size along their first dimension; the others go with each chunk."""
+        """Cut the tensors of a batch's size along their first dimension.
+
+        Other values go with each chunk.
+        """
         rows = size + -size % self.chunks
         length = rows // self.chunks
 
