@@ -88,6 +88,15 @@ def test_a_run_that_was_begun_before_the_load_is_left_with_a_word(notes, caplog)
     assert "was begun before load_state" in warnings(caplog)[0]
 
 
+def test_a_load_of_its_own_checkpoint_changes_nothing(notes, caplog):
+    tracker = started(notes())
+    tracker.load_run_state(tracker.save_run_state())
+    tracker.log({"x": 1}, 0, {})
+
+    assert [told for told in tracker.library.told if told[0] == "open"] == [("open", "project", False)]
+    assert warnings(caplog) == []
+
+
 def test_two_runs_of_one_process_have_two_ids(notes):
     assert started(notes()).save_run_state() != started(notes()).save_run_state()
 
@@ -95,6 +104,8 @@ def test_two_runs_of_one_process_have_two_ids(notes):
 def test_a_run_that_cannot_be_opened_costs_its_data_and_one_warning(notes, caplog):
     tracker = started(notes())
     tracker.library.opens = False
+    attempts = []
+    tracker.library.arguments = lambda *given, resumed: attempts.append(1) or {}
     for step in range(3):
         tracker.log({"x": step}, step, {})
     tracker.log_images({"y": np.zeros((2, 2))})
@@ -103,6 +114,7 @@ def test_a_run_that_cannot_be_opened_costs_its_data_and_one_warning(notes, caplo
     tracker.run_ended()
 
     assert tracker.library.told == []
+    assert attempts == [1]  # each may take a minute
     assert len(warnings(caplog)) == 1
     assert "nothing is logged: ConnectionError: the key is refused" in warnings(caplog)[0]
 
