@@ -47,8 +47,8 @@ def digits(tmp_path_factory):
         "MLFLOW_TRACKING_PASSWORD": f"{SECRET}-mlflow",
     }
     job = Path(__file__).with_name("tracked_digits.py")
-    codes = []
-    for arguments in (["0", "7", "kill"], ["5", "12"]):
+    codes, given = [], ["--key", f"{SECRET}-argument"]
+    for arguments in (["0", "7", *given, "kill"], ["5", "12", *given]):
         command = [
             str(Path(sys.executable).with_name("accel")),
             "launch",

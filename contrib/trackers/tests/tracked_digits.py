@@ -1,4 +1,4 @@
-"""Digits, on as many processes as there are, with trackers: FOLDER NAMES FIRST LAST [kill]."""
+"""Digits, on as many processes as there are, with trackers: FOLDER NAMES FIRST LAST --key KEY [kill]."""
 
 from __future__ import annotations
 
@@ -87,4 +87,4 @@ def main(folder, names, first, last, kill):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:] == ["kill"])
+    main(sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4]), sys.argv[7:] == ["kill"])

@@ -35,6 +35,7 @@ class Comet(Library):
             tags=list(config.tags),
             offline_directory=str(folder),
             parse_args=False,
+            log_env_details=False,
             auto_output_logging=False,
         )
         offline = {"online": False} if config.offline else {}

@@ -41,8 +41,10 @@ class SwanLab(Library):
     def arguments(self, config: TrackerConfig, folder: Path, run_id: str, *, resumed: bool) -> dict[str, Any]:
         offline = {"mode": "offline"} if config.offline else {}
         named = {"name": config.run_name, "tags": list(config.tags) or None}
-        # What is printed may hold secrets; and two libraries that both wrap the terminal leave it broken.
-        quiet = {"settings": self.library.Settings(console={"proxy_type": "none"})}
+        # The command line, a part of "runtime", and what is printed may hold secrets; and two libraries that
+        # both wrap the terminal leave it broken.
+        settings = self.library.Settings(console={"proxy_type": "none"}, probe={"runtime": False})
+        quiet = {"settings": settings}
         return {**named, **offline, **quiet, "log_dir": str(folder), "id": run_id, "resume": "allow"}
 
     def open(self, project: str, **arguments: Any) -> None:

@@ -41,8 +41,9 @@ class Wandb(Library):
     def arguments(self, config: TrackerConfig, folder: Path, run_id: str, *, resumed: bool) -> dict[str, Any]:
         offline = {"mode": "offline"} if config.offline else {}
         named = {"name": config.run_name, "tags": list(config.tags) or None}
-        # What is printed may hold secrets; and two libraries that both wrap the terminal leave it broken.
-        quiet = {"settings": self.library.Settings(console="off")}
+        # The command line, a part of "meta", and what is printed may hold secrets; and two libraries that
+        # both wrap the terminal leave it broken.
+        quiet = {"settings": self.library.Settings(console="off", x_disable_meta=True)}
         return {**named, **offline, **quiet, "dir": str(folder), "id": run_id, "resume": "allow"}
 
     def open(self, project: str, **arguments: Any) -> None:
