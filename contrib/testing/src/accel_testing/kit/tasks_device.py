@@ -212,7 +212,7 @@ def services(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def waits(arguments: Mapping[str, Any]) -> str:
-    """Train a loop; return what the host waited for from the third step on, or "".
+    """Train a loop; return what the host waited for from the second window on, or "".
 
     Runs in one process without a strategy, in float32, as a loss scaler has to wait. A device whose module
     has no `set_sync_debug_mode` cannot tell.
