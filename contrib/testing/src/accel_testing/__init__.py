@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accel_testing.conformance import conform
     from accel_testing.processes import ProcessError, run_processes
-    from accel_testing.recorder import Recorder
+    from accel_testing.recorder import Recorder, hold_to_signatures
 
-__all__ = ["ProcessError", "Recorder", "conform", "run_processes"]
+__all__ = ["ProcessError", "Recorder", "conform", "hold_to_signatures", "run_processes"]
 __version__ = "0.1.0"
 
 
@@ -21,5 +21,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from importlib import import_module
 
-    home = {"Recorder": "recorder", "conform": "conformance"}.get(name, "processes")
+    homes = {"Recorder": "recorder", "hold_to_signatures": "recorder", "conform": "conformance"}
+    home = homes.get(name, "processes")
     return getattr(import_module(f"accel_testing.{home}"), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -112,9 +113,16 @@ def _has(package: str) -> bool:
 
 
 def _has_device(name: str, package: str | None) -> bool:
+    if package is not None:
+        if importlib.util.find_spec(package) is None:
+            return False
+        try:
+            importlib.import_module(package)  # gives torch its module `name`
+        except Exception:  # a vendor's library fails in its own ways on machines without the driver
+            return False
     module = getattr(torch, name, None)
-    found = package is None or importlib.util.find_spec(package) is not None
-    return found and module is not None and bool(module.is_available())
+    with patch_environment(PYTORCH_CNDEV_BASED_MLU_CHECK="1"):  # as Accelerate asks torch_mlu
+        return module is not None and bool(module.is_available())
 
 
 def _library_check(packages: tuple[str, ...]) -> Callable[[], bool]:
@@ -196,6 +204,8 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
         return not ignore_tpu
     if is_cuda_available():
         return bool(torch.cuda.is_bf16_supported())
+    if _has_device("mlu", "torch_mlu"):
+        return bool(torch.mlu.is_bf16_supported())  # type: ignore[attr-defined]
     if _has_device("xpu", None):
         return torch.xpu.is_bf16_supported()
     if is_mps_available():

@@ -1,0 +1,109 @@
+"""The card, what it names, and nothing of torch or of the vendor."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from accel_core import Card, KwargsHandler, hooks, implements, option
+
+if TYPE_CHECKING:
+    from accel_core import RunConfig
+
+__all__ = ["MUSA", "MusaConfig", "MusaLaunch", "device_count", "probe"]
+
+VISIBLE = "MUSA_VISIBLE_DEVICES"
+RUNTIME = "libmusart.so"
+ROOT = Path("/")
+"""Root of /dev and /usr; tests use a tree of their own."""
+
+
+@frozen(kw_only=True)
+class MusaConfig(KwargsHandler):
+    """Switches of this process's torch_musa. Section `musa`."""
+
+    allow_tf32: bool | None = option(
+        None,
+        help="Let float32 matrix products and convolutions use TF32: faster, fewer mantissa bits."
+        " Unset, torch_musa lets them.",
+    )
+
+
+def probe() -> str | None:
+    """None if a Moore Threads GPU can be expected here, else why not."""
+    vendor, torch = _version("torch_musa"), _version("torch")
+    if vendor is None:
+        return "torch_musa is not installed; its wheels are at github.com/MooreThreads/torch_musa/releases"
+    if torch is None or torch.split(".")[:2] != vendor.split(".")[:2]:
+        return (
+            f"torch_musa {vendor} was built for another torch than {torch}; install the torch of its release"
+        )
+    if not any((folder / RUNTIME).exists() for folder in _libraries()):
+        return (
+            f"torch_musa is installed but the MUSA SDK's {RUNTIME} is not found;"
+            " install the SDK, then set MUSA_HOME, or LD_LIBRARY_PATH to its lib"
+        )
+    if not _nodes():
+        return "this machine or container is given no Moore Threads GPU (no /dev/mtgpu.0)"
+    if device_count() == 0:
+        return f"{VISIBLE}={os.environ[VISIBLE]!r} hides every GPU"
+    return None
+
+
+def device_count() -> int:
+    """Return the number of GPUs that a process of this environment sees."""
+    there, visible = _nodes(), os.environ.get(VISIBLE)
+    if visible is None:
+        return there
+    count = 0
+    for entry in map(str.strip, visible.split(",")):  # the first entry that is no GPU ends the list
+        if not entry.isdecimal() or int(entry) >= there:
+            break
+        count += 1
+    return count
+
+
+def _nodes() -> int:
+    return len([node for node in (ROOT / "dev").glob("mtgpu.*") if node.suffix[1:].isdecimal()])
+
+
+def _libraries() -> list[Path]:
+    listed = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    return [*listed, Path(os.environ.get("MUSA_HOME", ROOT / "usr/local/musa")) / "lib"]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class MusaLaunch:
+    """Hooks of the launcher."""
+
+    @implements(hooks.visible_devices)
+    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
+        return VISIBLE, device_count()
+
+
+MUSA = Card(
+    name="musa",
+    slot="device",
+    summary="Moore Threads GPUs, each process on one.",
+    api_version="1.0",
+    priority=100,
+    shadows=("native",),
+    distributed_type="MULTI_MUSA",
+    torch_device="musa",
+    offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
+    probe=probe,
+    verify="accel_musa.device:verify",
+    launch="accel_musa.card:MusaLaunch",
+    config="accel_musa.card:MusaConfig",
+    implementation="accel_musa.device:MusaDevice",
+)

@@ -1,0 +1,97 @@
+"""Moore Threads GPUs.
+
+The base layer runs them through `torch.musa`; here is only what it cannot know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_core import ConfigError, hooks, implements
+from accel_musa.card import VISIBLE, MusaConfig
+
+if TYPE_CHECKING:
+    from accel_core import Run, World
+
+__all__ = ["MusaDevice", "vendor", "verify"]
+
+
+def vendor() -> Any:
+    """Return torch_musa's device module; importing the library gives torch its `musa` type."""
+    import torch_musa  # noqa: F401
+
+    return torch.get_device_module("musa")
+
+
+def verify() -> str | None:
+    """None if torch can really compute on a GPU here, else why not."""
+    try:
+        musa = vendor()
+    except ImportError as error:  # torch_musa blames the current folder, whatever is missing
+        return f"torch_musa does not load: {error.__cause__ or error}"
+    if musa.is_available():
+        return None
+    return "torch_musa loads but finds no usable GPU; mthreads-gmi says whether the driver works"
+
+
+class MusaDevice:
+    """Device `musa`."""
+
+    below: Any
+
+    def __init__(self, config: MusaConfig | None, run: Run) -> None:
+        self.config = config or MusaConfig()
+        self.run = run
+        self.musa = vendor()
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        device: torch.device = self.below.select_device(world)
+        if self.config.allow_tf32 is not None:
+            _mudnn().allow_tf32 = self.config.allow_tf32
+        return device
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        # Before the S4000 (capability 2.2) torch_musa holds bfloat16 tensors, without arithmetic for them.
+        return able if self.musa.is_bf16_supported(including_emulation=False) else able - {"bf16"}
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        # Not is_backend_available: the vendor's torch says True of builds without MCCL too.
+        if "mccl" not in dist.Backend.backend_list:
+            raise ConfigError(
+                f"torch_musa {metadata.version('torch_musa')} was built without MCCL, which carries tensors"
+                " between GPUs (there is none for S80 and S3000)\n"
+                "install a build that has it, or train in one process: accel launch -n 1"
+            )
+        return {device.type: "mccl"}
+
+    @implements(hooks.profiler_activities)
+    def profiler_activities(self) -> Sequence[str]:
+        # torch's name for what torch_musa's profiler records; absent from builds without it.
+        return [it.name for it in torch.profiler.supported_activities() if it.name == "PrivateUse1"]
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {
+            "torch_musa": metadata.version("torch_musa"),
+            VISIBLE: os.environ.get(VISIBLE, "unset"),
+            "TF32 for float32": str(_mudnn().allow_tf32),
+        }
+        for index in range(self.musa.device_count()):
+            about = self.musa.get_device_properties(index)
+            report[f"MUSA {index}"] = f"{about.name}, capability {about.major}.{about.minor}"
+        return report
+
+
+def _mudnn() -> Any:
+    """Return the module in which torch_musa keeps its switches."""
+    return torch.backends.mudnn  # type: ignore[attr-defined]  # torch_musa puts it there
