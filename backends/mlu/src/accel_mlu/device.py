@@ -1,0 +1,74 @@
+"""Cambricon MLUs.
+
+The base layer runs them through `torch.mlu`; here is only what it cannot know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import hooks, implements
+from accel_mlu.card import VISIBLE, MluConfig
+
+if TYPE_CHECKING:
+    from accel_core import Run, World
+
+__all__ = ["MluDevice", "vendor", "verify"]
+
+
+def vendor() -> Any:
+    """Return torch_mlu's device module; importing the library gives torch its `mlu` type."""
+    import torch_mlu  # noqa: F401
+
+    return torch.get_device_module("mlu")
+
+
+def verify() -> str | None:
+    """None if torch can really compute on an MLU here, else why not."""
+    if vendor().is_available():
+        return None
+    return "torch_mlu loads but finds no usable MLU; cnmon says whether the driver works"
+
+
+class MluDevice:
+    """Device `mlu`."""
+
+    below: Any
+
+    def __init__(self, config: MluConfig | None, run: Run) -> None:
+        self.config = config or MluConfig()
+        self.run = run
+        self.mlu = vendor()
+
+    @implements(hooks.select_device)
+    def select_device(self, world: World) -> torch.device:
+        device: torch.device = self.below.select_device(world)
+        if self.config.allow_tf32 is not None:
+            switches: Any = torch.backends  # torch_mlu puts its own there
+            switches.mlu.matmul.allow_tf32 = switches.cnnl.allow_tf32 = self.config.allow_tf32
+        return device
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        return able if self.mlu.is_bf16_supported() else able - {"bf16"}
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        return {device.type: "cncl"}
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {
+            "torch_mlu": metadata.version("torch_mlu"),
+            VISIBLE: os.environ.get(VISIBLE, "unset"),
+        }
+        for index in range(self.mlu.device_count()):
+            about = self.mlu.get_device_properties(index)
+            report[f"MLU {index}"] = f"{about.name}, capability {about.major}.{about.minor}"
+        return report
