@@ -17,7 +17,8 @@ from accel_testing.simulated import write_distribution
 pytestmark = pytest.mark.together
 
 BACKENDS = Path(__file__).parents[2] / "backends"
-COMMUNICATION = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "hpu": "hccl", "mps": "none", "xla": "none"}
+COMMUNICATION = {"cuda": "nccl", "npu": "hccl", "musa": "mccl", "mlu": "cncl", "sdaa": "tccl"}
+COMMUNICATION |= {"xpu": "xccl", "hpu": "hccl", "mps": "none", "xla": "none"}
 STANDS_IN = ("cuda", "xpu", "mps")
 """Devices of torch's own, for which a module answers; the others have a stand-in for their library."""
 ELSEWHERE = {
@@ -65,7 +66,12 @@ def stacks() -> list[tuple[str, str]]:
 
 
 def trained(folder: Path, device: str, above: str, *options: str, levels: str = "2,3") -> str:
-    write_distribution(folder, "torch_npu", "\n", version="2.13.0", requires=())
+    for library, version in {
+        "torch_npu": "2.13.0",
+        "torch_musa": "2.13.0",
+        "torch_mlu": "1+torch2.13",
+    }.items():
+        write_distribution(folder, library, "\n", version=version, requires=())
     options += ("--accel-world", "2", "--accel-level", levels, "--accel-simulate", COMMUNICATION[device])
     options += ("--accel-stand-in", f"stands_for_{device}") if device in STANDS_IN else ()
     for setting in SETTINGS.get(above, ()):

@@ -41,6 +41,9 @@ def test_a_strategy_names_its_own_distributed_type(toy_plugin):
     [
         ("ddp", "cuda", "MULTI_GPU"),
         ("ddp", "npu", "MULTI_NPU"),
+        ("ddp", "musa", "MULTI_MUSA"),
+        ("ddp", "mlu", "MULTI_MLU"),
+        ("ddp", "sdaa", "MULTI_SDAA"),
         ("ddp", "native", "MULTI_DEVICE"),
         ("fsdp", "cuda", "FSDP"),
     ],

@@ -22,7 +22,10 @@ __all__ = ["MluDevice", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """Return torch_mlu's device module; importing the library gives torch its `mlu` type."""
+    """Return torch_mlu's device module.
+
+    Importing the library gives torch its `mlu` type.
+    """
     import torch_mlu  # noqa: F401
 
     return torch.get_device_module("mlu")

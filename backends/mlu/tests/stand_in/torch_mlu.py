@@ -17,7 +17,6 @@ mlu = simulate("mlu", communication="cncl")
 mlu.is_bf16_supported = lambda: True
 mlu.get_device_properties = lambda index: SimpleNamespace(name="Simulated MLU590", major=5, minor=0)
 mlu.memory_reserved = mlu.memory_allocated
-mlu.mem_get_info = lambda: (2**30, 2**30)
 hold_to_signatures(mlu, Path(__file__).parents[1] / "vendor.json")
 torch.backends.mlu = SimpleNamespace(matmul=SimpleNamespace())
 torch.backends.cnnl = SimpleNamespace()

@@ -23,7 +23,10 @@ __all__ = ["MusaDevice", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """Return torch_musa's device module; importing the library gives torch its `musa` type."""
+    """Return torch_musa's device module.
+
+    Importing the library gives torch its `musa` type.
+    """
     import torch_musa  # noqa: F401
 
     return torch.get_device_module("musa")

@@ -17,6 +17,5 @@ musa = simulate("musa", communication="mccl")
 musa.is_bf16_supported = lambda including_emulation: True
 musa.get_device_properties = lambda index: SimpleNamespace(name="Simulated S4000", major=2, minor=2)
 musa.memory_reserved = musa.memory_allocated
-musa.mem_get_info = lambda: (2**30, 2**30)
 hold_to_signatures(musa, Path(__file__).parents[1] / "vendor.json")
 torch.backends.mudnn = SimpleNamespace(allow_tf32=True)

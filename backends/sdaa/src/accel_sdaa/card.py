@@ -1,0 +1,70 @@
+"""The card, what it names, and nothing of torch or of the vendor."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_core import Card, hooks, implements
+
+if TYPE_CHECKING:
+    from accel_core import RunConfig
+
+__all__ = ["SDAA", "SdaaLaunch", "device_count", "probe"]
+
+VISIBLE = "SDAA_VISIBLE_DEVICES"
+NODE = "tcaicard"
+NODES = Path("/dev")
+"""Folder of device files; tests use one of their own."""
+
+
+def probe() -> str | None:
+    """None if an SDAA device can be expected here, else why not."""
+    if find_spec("torch_sdaa") is None:
+        return "torch_sdaa is not installed; Tecorigin gives it to customers"
+    if not _nodes():
+        return f"this machine or container is given no SDAA device (no {NODES}/{NODE}0)"
+    if device_count() == 0:
+        return f"{VISIBLE}={os.environ[VISIBLE]!r} hides every SDAA device"
+    return None
+
+
+def device_count() -> int:
+    """Return the number of devices that a process of this environment sees."""
+    there, visible = _nodes(), os.environ.get(VISIBLE)
+    if visible is None:
+        return there
+    # How the runtime reads another list is not published: entries beyond the devices are left out.
+    return min(there, len([entry for entry in visible.split(",") if entry.strip()]))
+
+
+def _nodes() -> int:
+    return len([node for node in NODES.glob(f"{NODE}*") if node.name.removeprefix(NODE).isdecimal()])
+
+
+class SdaaLaunch:
+    """Hooks of the launcher."""
+
+    @implements(hooks.visible_devices)
+    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
+        return VISIBLE, device_count()
+
+
+SDAA = Card(
+    name="sdaa",
+    slot="device",
+    summary="Tecorigin SDAA devices, each process on one; unverified: the vendor's source is not public.",
+    api_version="1.0",
+    priority=100,
+    # torch_sdaa can pretend that its chips are CUDA devices (torch_sdaa.utils.cuda_migrate).
+    shadows=("native", "cuda"),
+    distributed_type="MULTI_SDAA",
+    torch_device="sdaa",
+    offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
+    probe=probe,
+    verify="accel_sdaa.device:verify",
+    launch="accel_sdaa.card:SdaaLaunch",
+    implementation="accel_sdaa.device:SdaaDevice",
+)

@@ -1,0 +1,63 @@
+"""Tecorigin SDAA devices, unverified.
+
+The base layer runs them through `torch.sdaa`; here is only what it cannot know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import hooks, implements
+from accel_sdaa.card import VISIBLE
+
+if TYPE_CHECKING:
+    from accel_core import Run
+
+__all__ = ["SdaaDevice", "vendor", "verify"]
+
+
+def vendor() -> Any:
+    """Return torch_sdaa's device module.
+
+    Importing the library gives torch its `sdaa` type.
+    """
+    import torch_sdaa  # noqa: F401
+
+    return torch.get_device_module("sdaa")
+
+
+def verify() -> str | None:
+    """None if torch can really compute on an SDAA device here, else why not."""
+    if vendor().is_available():
+        return None
+    return "torch_sdaa loads but finds no usable device; teco-smi says whether the driver works"
+
+
+class SdaaDevice:
+    """Device `sdaa`."""
+
+    below: Any
+
+    def __init__(self, config: None, run: Run) -> None:
+        self.run = run
+        self.sdaa = vendor()
+
+    @implements(hooks.capabilities)
+    def capabilities(self, device: torch.device) -> frozenset[str]:
+        able: frozenset[str] = self.below.capabilities(device)
+        return able if self.sdaa.is_bf16_supported() else able - {"bf16"}
+
+    @implements(hooks.communication_backend)
+    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
+        return {device.type: "tccl"}
+
+    @implements(hooks.environment_report)
+    def environment_report(self) -> Mapping[str, str]:
+        report = {VISIBLE: os.environ.get(VISIBLE, "unset")}
+        if self.sdaa.device_count():
+            report["SDAA"] = f"{self.sdaa.device_count()} x {self.sdaa.get_device_name()}"
+        return report
