@@ -96,7 +96,8 @@ def test_a_precision_is_held_to_a_reference_of_its_own(
         if told
         else ("-k", "losses_equal or clipping_by_norm")
     )
-    found = run_kit(pytester, monkeypatch, site, "native+coarse", "--accel-level", "2", *options)
+    on = ("--accel-set", "coarse.rounded=true")
+    found = run_kit(pytester, monkeypatch, site, "native+coarse", "--accel-level", "2", *on, *options)
     red = set() if told else {"test_losses_equal_the_plain_loop", "test_clipping_by_norm"}
     assert found.names("failed") == red, describe(found)
 

@@ -77,6 +77,7 @@ COARSE = Card(
     name="coarse",
     slot="precision",
     summary="An unusual plugin: coarse.",
+    config="unusual_plugins.coarse:CoarseConfig",
     api_version="1.0",
     implementation="unusual_plugins.coarse:Coarse",
 )

@@ -5,10 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.nn.functional import linear
 
-from accel_core import hooks, implements
+from accel_core import KwargsHandler, hooks, implements, option
+
+
+@frozen(kw_only=True)
+class CoarseConfig(KwargsHandler):
+    """Options of the precision; the kit leaves them out where it trains in another."""
+
+    rounded: bool = option(False, help="Round the weights of linear layers.")
 
 
 class CoarseLinear(nn.Linear):
@@ -30,8 +38,8 @@ def context(device: torch.device):
 
 class Coarse:
     def __init__(self, config, run):
-        pass
+        self.on = config is not None and config.rounded
 
     @implements(hooks.transform_model)
     def transform_model(self, unit, model, phase):
-        return convert(model) if phase == "convert" else model
+        return convert(model) if phase == "convert" and self.on else model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import islice
@@ -86,14 +86,26 @@ def enter(
 
 
 def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
-    """Return an Accelerator under test whose collectives give up in seconds."""
+    """Return an Accelerator under test whose collectives give up in seconds.
+
+    more: other arguments. Where one replaces a plugin of the stack, its options are left out of the
+    environment: core refuses those of a plugin that is not in the run.
+    """
     from accel_core import Accelerator
 
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     handlers = [limit, *more.pop("kwargs_handlers", ())]
-    accelerator = Accelerator(**{**arguments, **more}, kwargs_handlers=handlers)
+    replaced = {arguments[name] for name in arguments.keys() & more.keys() if arguments[name] != more[name]}
+    with _without_options_of({name for name in replaced if isinstance(name, str)}):
+        accelerator = Accelerator(**{**arguments, **more}, kwargs_handlers=handlers)
     _runs.add(accelerator.run)
     return accelerator
+
+
+def _without_options_of(plugins: Collection[str]) -> AbstractContextManager[Any]:
+    sections = tuple(f"ACCEL__{name.replace('-', '_').upper()}__" for name in plugins)
+    others = {name: text for name, text in os.environ.items() if not name.startswith(sections)}
+    return patch.dict(os.environ, others, clear=True) if len(others) < len(os.environ) else nullcontext()
 
 
 def sharing(arguments: Mapping[str, Any]) -> tuple[int, bool]:

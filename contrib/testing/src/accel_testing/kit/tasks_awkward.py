@@ -109,7 +109,7 @@ def loaded(
 def _prepared(
     without: Collection[str], arguments: Mapping[str, Any], seed: int, momentum: float
 ) -> tuple[Accelerator, nn.Module, Any, Any]:
-    accelerator = make({**arguments, "mixed_precision": "no"})
+    accelerator = make(arguments, mixed_precision="no")
     model, size = awkward(without, seed), GLOBAL_BATCH // accelerator.run.topology.readers
     batches: DataLoader[Any] = DataLoader(dataset(STEPS * GLOBAL_BATCH), size)
     optimizer = awkward_optimizer(model, without, momentum)
@@ -205,7 +205,7 @@ class Parts(nn.Module):
 
 def parts_by_rank(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor] | str, dict[str, Tensor]]:
     """Train with head r on rank r, and in one loop over all rows."""
-    accelerator = make({**arguments, "mixed_precision": "no"})
+    accelerator = make(arguments, mixed_precision="no")
     topology, device, model = accelerator.run.topology, accelerator.device, Parts()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     found: dict[str, Tensor] | str

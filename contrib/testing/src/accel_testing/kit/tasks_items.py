@@ -20,7 +20,7 @@ STEPS, GLOBAL_BATCH, SCALE = 6, 24, 64.0
 
 
 def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, Any]) -> tuple[Trace, Trace]:
-    """(with an Accelerator, the plain loop over whole batches on the same device)."""
+    """(with an Accelerator, the plain loop over the same parts on the same device)."""
     scale = GradScalerKwargs(init_scale=SCALE)
     accelerator = make(arguments, gradient_accumulation_steps=accumulation, kwargs_handlers=[scale])
     topology, device, trace = accelerator.run.topology, accelerator.device, Trace()
@@ -38,20 +38,24 @@ def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, A
                 optimizer.step()
                 optimizer.zero_grad()
     trace.weights.extend(weights(model, accelerator))
-    reference = _whole(clip_norm, device, accelerator.mixed_precision)
+    parts = topology.readers * accumulation
+    reference = _by_hand(parts, clip_norm, device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace, reference
 
 
-def _whole(clip_norm: float | None, device: torch.device, precision: str) -> Trace:
+def _by_hand(parts: int, clip_norm: float | None, device: torch.device, precision: str) -> Trace:
     trace = Trace()
     model, optimizer = _parts(device, precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=precision == "fp16")
     for x, y in _batches(device):
-        cut()
-        with reference.context(precision, device):
-            output = model(x)
-        scaler.scale(cross_entropy(output.float(), y)).backward()
+        for number in range(parts):
+            cut()
+            share = _share(number, parts)
+            with reference.context(precision, device):
+                output = model(x[share])
+            loss = cross_entropy(output.float(), y[share], reduction="sum")
+            scaler.scale(loss / GLOBAL_BATCH).backward()
         if clip_norm is not None:
             scaler.unscale_(optimizer)
             trace.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())

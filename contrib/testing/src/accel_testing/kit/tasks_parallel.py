@@ -166,7 +166,7 @@ def whole(arguments: Mapping[str, Any]) -> tuple[list[float], list[float]]:
 
 def own_buffers(arguments: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
     """Export a model whose buffers differ by rank: their values and dtypes."""
-    accelerator = make({**arguments, "mixed_precision": "no"})
+    accelerator = make(arguments, mixed_precision="no")
     model = network()
     model.register_buffer("scale", torch.tensor(3.0))
     model.register_buffer("count", torch.tensor(1001))

@@ -35,7 +35,7 @@ def drawn(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], list[float]]:
 
     The first rank draws a number more than the others before the first step.
     """
-    accelerator, notes = make({**arguments, "mixed_precision": "no"}), list[float]()
+    accelerator, notes = make(arguments, mixed_precision="no"), list[float]()
     set_seed(3, device_specific=True)
     layers: dict[str, nn.Module] = {"first": nn.Linear(FEATURES, FEATURES), "one": Drawing(notes)}
     layers |= {"middle": nn.Linear(FEATURES, FEATURES), "two": Drawing(notes)}

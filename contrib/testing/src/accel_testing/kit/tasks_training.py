@@ -302,7 +302,7 @@ def own_loop(
     refuse such a loop, or train by it. by_hand: backward is the loss's own, divided by its author.
     """
     recipe = Recipe(accumulation=accumulation, batches=6, epochs=1)
-    accelerator = recipe_accelerator(recipe, {**arguments, "mixed_precision": "no"})
+    accelerator = recipe_accelerator(recipe, arguments, mixed_precision="no")
     model = network()
     model, optimizer, batches = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loader(recipe)

@@ -114,7 +114,7 @@ def test_float16_parameters_are_refused_by_name(run: Run) -> None:
 def test_sums_are_divided_by_the_items_of_the_window(
     run: Run, stack: TestedStack, accumulation: int, clip_norm: float | None
 ) -> None:
-    low = "mixed_precision" in stack.arguments  # a batch in parts rounds otherwise than in one
+    low = "mixed_precision" in stack.arguments  # sums, scaled otherwise, round otherwise
     for ours, plain in run(tasks_items.ragged, accumulation, clip_norm):
         assert_near("norms", ours.norms, plain.norms, low_precision=low)
         assert_near("weights", ours.weights, plain.weights, low_precision=low)
