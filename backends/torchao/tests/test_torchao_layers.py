@@ -8,10 +8,11 @@ import pytest
 import torch
 from float8_problem import Model, accelerator, batches, loss_of, model
 from torch import nn
+from torch.nn.utils import prune
 
 from accel_core import Accelerator, AccelError, ConfigError
-from accel_torchao import Float8Config
-from accel_torchao.conversion import _Input
+from accel_torchao import Float8Config, quantize
+from accel_torchao.conversion import _Input, convert, library_config
 from accel_torchao.layers import choose
 
 
@@ -65,7 +66,6 @@ def test_ties_frozen_weights_hooks_mode_and_attributes_are_kept() -> None:
     run = accelerator(first_and_last=True)
     prepared = run.prepare(net)
     prepared(batches(1)[0])
-    run.end_training()
     assert all(parameter is parameters[name] for name, parameter in prepared.named_parameters())
     assert prepared.head.weight is prepared.words.weight
     assert type(prepared.head).__name__ == type(prepared.block.up).__name__ == "Float8Linear"
@@ -74,15 +74,59 @@ def test_ties_frozen_weights_hooks_mode_and_attributes_are_kept() -> None:
     assert prepared.first.training
     assert calls == ["before", "after"]
     assert prepared.block.up.label == "up"
+    run.end_training()
 
 
 def test_a_model_that_is_one_layer_is_converted() -> None:
     run = accelerator(first_and_last=True)
     layer = nn.Linear(16, 16)
     prepared = run.prepare(layer)
-    run.end_training()
+    assert prepared is layer
     assert type(prepared).__name__ == "Float8Linear"
-    assert prepared.weight is layer.weight
+    run.end_training()
+
+
+def test_layers_are_ordinary_ones_after_the_run() -> None:
+    net, ids = model(), batches(1)[0]
+    net.block.up.config = "the user's own"
+    before, attributes = net(ids), {*vars(net.block.up)}
+    outputs = []
+    for _ in range(2):
+        run = accelerator()
+        outputs.append(run.prepare(net)(ids))
+        run.end_training()
+        assert type(net.block.up) is nn.Linear
+        assert {*vars(net.block.up)} == attributes
+        assert torch.equal(net(ids), before)
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], before)
+    assert net.block.up.config == "the user's own"
+
+
+def test_a_model_is_evaluated_in_inference_mode() -> None:
+    run = accelerator()
+    net, ids = run.prepare(model()), batches(1)[0]
+    with torch.inference_mode():
+        found = net(ids)
+    expected = net(ids)
+    assert expected.requires_grad
+    assert torch.equal(found, expected)
+    run.end_training()
+
+
+def test_weights_that_are_no_ordinary_parameters_stay() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    prune.l1_unstructured(net[0], "weight", amount=0.3)
+    quantize(net, "int8", only="1")
+    choice = choose(net, Float8Config(first_and_last=True))
+    assert list(choice.chosen) == ["2"]
+    assert choice.skipped == {"0": "its weight is computed by a hook", "1": "its weight is a Int8Tensor"}
+
+
+def test_options_that_a_config_overrides_are_refused() -> None:
+    for more in ({"recipe": "rowwise"}, {"pad_inner_dim": True}, {"emulate": True}):
+        with pytest.raises(ValueError, match=r"config is given, and beside it recipe.*\nset them in"):
+            Float8Config(config=library_config(Float8Config()), **more)
 
 
 def test_nothing_to_convert_is_an_error_with_each_reason() -> None:
@@ -148,10 +192,9 @@ def test_models_built_on_the_meta_device_are_converted_there() -> None:
         net = Model()
     choice = choose(net, Float8Config())
     assert list(choice.chosen) == ["block.up", "block.down"]
-    from accel_torchao.conversion import convert, library_config
-
-    made = convert(net, choice.chosen, library_config(Float8Config()), "cpu")
-    assert made.block.up.weight.is_meta
+    convert(net, choice.chosen, library_config(Float8Config()), "cpu")
+    assert type(net.block.up).__name__ == "Float8Linear"
+    assert net.block.up.weight.is_meta
 
 
 def test_the_plugin_is_named_by_its_word_and_by_its_name() -> None:

@@ -66,6 +66,20 @@ def test_a_quantised_model_is_saved_and_resumed_bit_for_bit(tmp_path: Path, sche
     assert loaded.top.weight.requires_grad
 
 
+def test_loaded_models_keep_their_ties(tmp_path: Path) -> None:
+    run = Accelerator(device="cpu")
+    net = run.prepare(quantize(model(), "int8"))
+    run.save_model(net, tmp_path, safe_serialization=False)
+    run.end_training()
+    with torch.device("meta"):
+        again = Model()
+    again = load_quantized(again, tmp_path)
+    assert again.head.weight is again.words.weight
+    assert torch.equal(again(batches(1)[0]), net(batches(1)[0]))
+    with pytest.raises(ConfigError, match="no linear layer of the Model is left"):
+        quantize(again, "int4")
+
+
 def test_another_scheme_is_refused_and_nothing_touched(tmp_path: Path) -> None:
     run, _, _ = stepped(Adapted("int8"))
     run.save_state(tmp_path / "state")

@@ -48,6 +48,11 @@ class Float8Config(KwargsHandler):
     )
 
     def __attrs_post_init__(self) -> None:
+        if self.config is not None and (self.recipe != RECIPES[0] or self.pad_inner_dim or self.emulate):
+            raise ValueError(
+                "fp8_torchao.config is given, and beside it recipe, pad_inner_dim or emulate, which it has"
+                "\nset them in the config, or leave it out"
+            )
         for name in ("only", "skip"):
             try:
                 re.compile(getattr(self, name) or "")

@@ -1,9 +1,9 @@
-"""Conversion of linear layers to torchao's, and what a layer keeps in it."""
+"""Conversion of linear layers to torchao's, in place, and back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,34 +66,48 @@ def try_recipe(library: Any, device: torch.device, asked: str) -> None:
         ) from error
 
 
-def convert(model: nn.Module, chosen: Mapping[str, nn.Linear], library: Any, kind: str) -> nn.Module:
-    """Replace the chosen layers in all places of the model, and return the model.
+def convert(
+    model: nn.Module, chosen: Mapping[str, nn.Linear], library: Any, kind: str
+) -> list[Callable[[], None]]:
+    """Have the chosen layers compute in float8; the functions returned undo it.
 
-    Parameters, hooks, training mode, and attributes of a layer go on. Weights that are gathered in float8
-    (`enable_fsdp_float8_all_gather`) become new parameters, except tied ones: those would come apart.
+    A layer stays the same object, with its parameters, hooks, training mode and attributes. Weights that are
+    gathered in float8 (`enable_fsdp_float8_all_gather`) become new parameters, for good. Tied ones do not:
+    those would come apart.
 
     kind: the device type whose autocast casts the input.
     """
     tied: set[Tensor] = _tied(model) if library.enable_fsdp_float8_all_gather else set()
-    new: dict[nn.Module, nn.Module] = {}
+    whole = replace(library, enable_fsdp_float8_all_gather=False)
+    undo: list[Callable[[], None]] = []
     for name, layer in chosen.items():
-        whole = replace(library, enable_fsdp_float8_all_gather=False)
-        new[layer] = _keeping(layer, _convert_layer(layer, whole if layer.weight in tied else library))
+        converted = _convert_layer(layer, whole if layer.weight in tied else library)
+        undo.append(_become(layer, converted))
         checks = kind != "cpu" and not library.emulate
-        new[layer].register_forward_pre_hook(_Input(name, kind, checks=checks), with_kwargs=True)
-    for module in list(model.modules()):
-        for key, child in module._modules.items():
-            if child in new:
-                module._modules[key] = new[child]
-    return new.get(model, model)
+        hook = layer.register_forward_pre_hook(_Input(name, kind, checks=checks), with_kwargs=True)
+        undo.append(hook.remove)
+    return undo
 
 
-def _keeping(layer: nn.Linear, converted: nn.Linear) -> nn.Linear:
-    old, weight = vars(layer), layer.weight
-    vars(converted).update({key: value for key, value in old.items() if key != "_parameters"})
-    if converted.weight is not weight:
-        vars(converted.weight).update(vars(weight))
-    return converted
+def _become(layer: nn.Linear, converted: nn.Linear) -> Callable[[], None]:
+    """Give a layer the class and the settings of the converted one."""
+    plain = vars(nn.Linear(1, 1, device="meta"))
+    settings = {key: value for key, value in vars(converted).items() if key not in plain}
+    before = {key: value for key, value in vars(layer).items() if key in settings}
+    layer.__class__ = type(converted)
+    vars(layer).update(settings)
+    if converted.weight is not layer.weight:
+        vars(converted.weight).update(vars(layer.weight))
+        layer.weight = converted.weight
+        return lambda: None
+
+    def undo() -> None:
+        layer.__class__ = nn.Linear
+        for key in settings:
+            vars(layer).pop(key, None)
+        vars(layer).update(before)
+
+    return undo
 
 
 def _tied(model: nn.Module) -> set[Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from accel_torchao.config import Float8Config
@@ -47,6 +48,10 @@ def _unfit(layer: nn.Linear) -> str:
         return f"a {type(layer).__name__}, whose own forward would be lost"
     if "forward" in vars(layer):
         return "its forward was replaced on this instance"
+    if "weight" not in layer._parameters:
+        return "its weight is computed by a hook"
+    if is_traceable_wrapper_subclass(layer.weight):
+        return f"its weight is a {type(layer.weight).__name__}"
     if not layer.weight.is_floating_point():
         return f"its weight is {layer.weight.dtype}"
     return ""

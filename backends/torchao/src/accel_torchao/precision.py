@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from accel_core import ConfigError, hooks, implements
 from accel_torchao.config import Float8Config
 from accel_torchao.conversion import convert, library_config, try_recipe
 from accel_torchao.layers import Choice, choose
+from accel_torchao.scales import compute_scales_in, drop_scales
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +37,7 @@ class Float8:
         self.run = run
         self._library: Any = None
         self._choices: WeakKeyDictionary[Unit, list[Choice]] = WeakKeyDictionary()
+        self._undo: WeakKeyDictionary[Unit, list[Callable[[], None]]] = WeakKeyDictionary()
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -52,6 +53,7 @@ class Float8:
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "post" and self.config.gathers:
             self._require_gathered(unit, model)
+            compute_scales_in(model)
         if phase != "convert":
             return model
         choice = choose(model, self.config)
@@ -64,7 +66,15 @@ class Float8:
             )
         library = self._checked_library()
         self._choices.setdefault(unit, []).append(choice)
-        return convert(model, choice.chosen, library, self.run.device.type)
+        undo = convert(model, choice.chosen, library, self.run.device.type)
+        self._undo.setdefault(unit, []).extend(undo)
+        return model
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        """Give the layers back as they were: a later run may ask for another precision."""
+        for undo in self._undo.pop(unit, ()):
+            undo()
 
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
@@ -72,17 +82,13 @@ class Float8:
         if not options.enabled:
             return None
         kind = self.run.device.type
-        return partial(torch.autocast, kind, dtype=torch.bfloat16, cache_enabled=options.cache_enabled)
+        return partial(_contexts, kind, cache_enabled=options.cache_enabled)
 
     @implements(hooks.after_step)
     def after_step(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
-        if applied and self.config.gathers:
-            self._compute_scales(unit)
-
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
         if self.config.gathers:
-            self._compute_scales(unit)
+            for model in unit.models:
+                drop_scales(model)
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:
@@ -90,7 +96,7 @@ class Float8:
         chosen = [name or "the model" for choice in choices for name in choice.chosen]
         skipped = [pair for choice in choices for pair in choice.skipped.items()]
         return [
-            f"float8 ({self.config.recipe}): {', '.join(chosen)}",
+            f"float8 ({'config' if self.config.config else self.config.recipe}): {', '.join(chosen)}",
             *(f"not float8: {name or 'the model'}: {reason}" for name, reason in skipped),
         ]
 
@@ -112,10 +118,12 @@ class Float8:
                     "use strategy fsdp (version 2), or leave all_gather out"
                 )
 
-    def _compute_scales(self, unit: Unit) -> None:
-        """Compute the scales of the gathered weights in one reduction. Collective."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-        for model in unit.models:
-            precompute_float8_dynamic_scale_for_fsdp(model)
+
+@contextmanager
+def _contexts(kind: str, *, cache_enabled: bool | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # torchao's tensors have no operations there
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=cache_enabled))
+        yield

@@ -79,7 +79,11 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
     state: dict[str, Tensor] = {}
     for file in files:
         state.update(torch.load(file, weights_only=True))
-    model.load_state_dict(state, assign=True)
+    ties = _ties(model)
+    model.load_state_dict(state, assign=True)  # which gives each name a parameter of its own
+    for first, others in ties:
+        for module, key in others:
+            setattr(module, key, model.get_parameter(first))
     _freeze(model)
     return model
 
@@ -119,10 +123,24 @@ def _layers(model: nn.Module, only: str | None, skip: str | None) -> dict[str, n
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
-        and count[module.weight] == 1
+        and count.get(module.weight) == 1
+        and not bool(is_traceable_wrapper_subclass(module.weight))
         and (only is None or re.fullmatch(only, name))
         and not (skip is not None and re.fullmatch(skip, name))
     }
+
+
+def _ties(model: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
+    """Return each tied parameter: its first name, and the other places that hold it."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    places = [(first, [name.rpartition(".") for name in others]) for first, *others in names.values()]
+    return [
+        (first, [(model.get_submodule(path), key) for path, _, key in others])
+        for first, others in places
+        if others
+    ]
 
 
 def _freeze(model: nn.Module) -> None:
