@@ -194,6 +194,15 @@ def test_folders_are_referenced_and_files_are_copied(notes, tmp_path):
         tracker.log_artifact(tmp_path / "gone")
 
 
+def test_a_folder_that_vanishes_while_it_is_described_costs_no_training(notes, tmp_path, monkeypatch, caplog):
+    def rglob(folder, pattern):
+        raise FileNotFoundError("weights.bin")
+
+    monkeypatch.setattr(Path, "rglob", rglob)
+    started(notes()).log_artifact(tmp_path)
+    assert "an artifact could not be logged: FileNotFoundError: weights.bin" in warnings(caplog)[0]
+
+
 @pytest.mark.parametrize("project", ["", "  ", None])
 def test_a_project_without_a_name_is_refused(notes, project):
     with pytest.raises(ConfigError, match=r"the project is .*\ngive init_trackers a name"):

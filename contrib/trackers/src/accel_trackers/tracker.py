@@ -150,9 +150,13 @@ class LibraryTracker:
         if not place.exists():
             raise AccelError(f"log_artifact: there is nothing at {place}\ngive it a file or a folder")
         if place.is_dir():
-            self._attempt("an artifact", self.library.log_reference, name or place.name, described(place))
+            self._attempt("an artifact", self._refer, name or place.name, place)
         else:
             self._attempt("an artifact", self.library.log_file, place, name or place.name)
+
+    def _refer(self, name: str, folder: Path) -> None:
+        # Files may vanish while they are counted, as those of a checkpoint that is no longer kept.
+        self.library.log_reference(name, described(folder))
 
     # -- the library's run -----------------------------------------------------------------------
 
