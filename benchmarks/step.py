@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from functools import cache
+from tempfile import mkdtemp
 
 from arena import Contender, Row, contest, median, rounds, serve, table, worked
 
@@ -22,6 +24,10 @@ FULL = "full"
 """A step with everything, as a share of the plain loop's: AdamW, clipping, a cosine schedule."""
 DDP = "ddp"
 """The check of ddp in `optimizer.step()`, on the first of two ranks."""
+RECORD = "record"
+"""A step of a run that keeps its record, beyond one of a run without a project folder."""
+RECORD_LOOPS = 10
+"""Loops that are measured as one, so that each has several samples."""
 
 
 def measure(peers: str | None, count: int = 40) -> list[Row]:
@@ -34,6 +40,9 @@ def measure(peers: str | None, count: int = 40) -> list[Row]:
         figures = rounds(contenders, FULL, count)
         found = [median(figures, name) for name in ("raw", "accelerate", "fabric", "ours")]
         rows.append(Row("a step of AdamW with clip and scheduler, over plain", *found, "≤ 1.05", "of it"))
+        figures = rounds({"ours": contenders["ours"]}, RECORD, count)
+        what = "a step with a project folder, over one without"
+        rows.append(Row(what, None, None, None, median(figures, "ours"), "≤ 1 µs", "µs"))
     ranks = Contender(DDP, sys.executable, "step.py", ranks=2)
     try:
         ranks.answers()
@@ -83,10 +92,24 @@ def raw(size: int, clip: bool, full: bool = False) -> Callable[[], None]:
     return run
 
 
-def ours(size: int, clip: bool, full: bool = False) -> Callable[[], None]:
+def ours(size: int, clip: bool, full: bool = False, **options) -> Callable[[], None]:
     from accel_core import Accelerator
 
-    return _accelerated(Accelerator(cpu=True, gradient_accumulation_steps=size), clip, full)
+    return _accelerated(Accelerator(cpu=True, gradient_accumulation_steps=size, **options), clip, full)
+
+
+@cache
+def record_cost() -> Callable[[], float]:
+    """What the record adds to a step, in two runs of one process."""
+    without, with_record = ours(1, False), ours(1, False, project_dir=mkdtemp())
+
+    def figure() -> float:
+        before, mine, after = (
+            sum(worked(loop) for _ in range(RECORD_LOOPS)) for loop in (without, with_record, without)
+        )
+        return (mine - (before + after) / 2) / (STEPS * RECORD_LOOPS)
+
+    return figure
 
 
 def accelerate(size: int, clip: bool, full: bool = False) -> Callable[[], None]:
@@ -192,7 +215,8 @@ def contend(name: str) -> None:
             return mine / ((before + after) / 2)
         return mine if make is raw else mine - (before + after) / 2
 
-    serve({case: lambda case=case: figure(case) for case in (*CASES, FULL)})
+    cases = {case: lambda case=case: figure(case) for case in (*CASES, FULL)}
+    serve({**cases, RECORD: lambda: record_cost()()} if name == "ours" else cases)  # noqa: PLW0108  late
 
 
 if __name__ == "__main__":

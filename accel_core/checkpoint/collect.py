@@ -197,7 +197,8 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 def _run_state(run: Run) -> dict[str, Any]:
     """Plugin -> its state of the whole run; of the main process, whose file has it."""
     saving = run.hooks.implementations("save_run_state") if run.world.rank == 0 else []
-    return {one.plugin: encode(dict(one.call()), f"run.{one.plugin}") for one in saving}
+    states = {one.plugin: dict(one.call()) for one in saving}
+    return {plugin: encode(state, f"run.{plugin}") for plugin, state in states.items() if state}
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:

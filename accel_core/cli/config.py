@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ import click
 
 from accel_core.cli import Group
 from accel_core.cli.terminal import say, table
-from accel_core.config.convert import flat, shown
 from accel_core.config.jsonschema import whole_schema
 from accel_core.config.resolve import Resolved, find_file, load, outside
 from accel_core.config.sections import Sections
@@ -62,7 +61,7 @@ def show(file: str | None, as_json: bool) -> None:
     from accel_core.launch.plan import Launch
 
     resolved = _load(file)
-    rows, notes = list(_rows(resolved)), [*resolved.notes, *Launch(resolved, discover()).doubts()]
+    rows, notes = list(resolved.rows()), [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         values = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
         print(json.dumps({"file": resolved.file, "values": values, "notes": notes}, indent=1))
@@ -75,15 +74,6 @@ def show(file: str | None, as_json: bool) -> None:
 
 def _load(file: str | None) -> Resolved:
     return load(file=file, discovery=discover(), environment=outside())
-
-
-def _rows(resolved: Resolved) -> Iterator[tuple[str, Any, str]]:
-    values, origins = shown(resolved.config), resolved.origins
-    for path, value in flat(values | values.pop("plugins")):
-        given = path
-        while given and given not in origins:  # a mapping that is one option has one origin
-            given = given.rpartition(".")[0]
-        yield path, value, origins.get(given, "default")
 
 
 @config.command()

@@ -19,7 +19,7 @@ from typing import Any, Final
 from attrs import NOTHING, evolve, field, frozen
 
 from accel_core.config import sources
-from accel_core.config.convert import plain, shown
+from accel_core.config.convert import flat, plain, shown
 from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables
 from accel_core.config.sources import (
     WORKER_CONFIG_VARIABLE,
@@ -87,6 +87,15 @@ class Resolved:
         whole: dict[str, Any] = shown(self.config)
         del whole["launch"]  # says how workers are started, and differs between machines
         return whole
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted path, value as JSON, origin) of each option; secrets are masked."""
+        values, origins = shown(self.config), self.origins
+        for path, value in flat(values | values.pop("plugins")):
+            given = path
+            while given and given not in origins:  # a mapping that is one option has one origin
+                given = given.rpartition(".")[0]
+            yield path, value, origins.get(given, "default")
 
     def digest(self) -> str:
         """Return a short hash of `tree`."""

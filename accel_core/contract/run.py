@@ -9,7 +9,7 @@ from accel_core.contract.unit import UnitRun
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -59,6 +59,9 @@ class Run(UnitRun, Protocol):
 
     def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
         """Remember what `prepare` returns."""
+
+    def use_step(self, step: Callable[..., bool]) -> None:
+        """Have optimizers call this at a boundary."""
 
     def use_strategy(self, alias: str) -> None:
         """Have later calls of `prepare` that name no strategy use this one."""

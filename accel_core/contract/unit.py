@@ -70,7 +70,11 @@ class UnitRun(Protocol):
     """Parameter -> its unit and its name in it (`ParameterIndex`)."""
     accumulation: Any
     """The innermost `accumulate` that is entered."""
+    step: Callable[..., bool]
+    """The call of an optimizer's `step` at a boundary: (unit, optimizer, closure)."""
     trackers: Any
+    record: Any
+    """The record that the run keeps of itself."""
     loaders: list[Any]
     """Dataloaders that `prepare` returned."""
     apart: list[nn.Module]

@@ -233,6 +233,8 @@ class PreparedLoader(DataLoader[Any]):
             batches = dispatched(self._run, progress, batches, pin=pin)
         if self._move is not None:
             batches = self._move(batches)
+        done = progress.count + progress.start // plan.units_per_round - skipped
+        batches = self._run.record.reads(batches, self, done)
         return self._hand_out(batches, progress)
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:

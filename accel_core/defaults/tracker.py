@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import json
-import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from torch import Tensor
-
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
+from accel_core.defaults.lines import LineFile
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,13 +29,13 @@ class JsonLines:
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
-        self._file: io.FileIO | None = None
+        self._file: LineFile | None = None
 
     @property
     def tracker(self) -> Path:
         """The file's path."""
         assert self._file is not None
-        return Path(str(self._file.name))
+        return self._file.path
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -53,47 +47,22 @@ class JsonLines:
     def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         _refuse(options, "init_kwargs")
         path = Path(str(self.run.config.project.logging_dir), f"{project}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = io.FileIO(path, "a+")
-        if self._file.tell() and _last_byte(self._file) != b"\n":  # a full disk cut the last run's line
-            self._file.write(b"\n")
-        self._write(run=self.run.run_id, project=project, config=config)
+        self._file = LineFile(path)
+        self._file.write(run=self.run.run_id, project=project, config=config)
 
     @implements(hooks.log)
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         _refuse(options, "log_kwargs")
-        self._write(step=step, values=values)
+        assert self._file is not None
+        self._file.write(step=step, values=values)
 
     @implements(hooks.run_ended)
     def run_ended(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, **record: Any) -> None:
-        assert self._file is not None
-        line = json.dumps({"time": round(time.time(), 3), **_plain(record)}, ensure_ascii=False)
-        self._file.write(f"{line}\n".encode())
-
 
 def _refuse(options: Mapping[str, Any], where: str) -> None:
     if options:
         given = ", ".join(options)
         raise ConfigError(f"{where}: tracker jsonl has no options, but was given {given}\nleave them out")
-
-
-def _last_byte(file: io.FileIO) -> bytes:
-    file.seek(-1, io.SEEK_END)
-    return file.read(1)
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to JSON's: tensors to nested lists, unknown objects to text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return _plain(value.tolist()) if isinstance(value, (Tensor, np.ndarray, np.generic)) else str(value)

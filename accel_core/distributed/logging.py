@@ -60,6 +60,8 @@ class MultiProcessAdapter(_Adapter):
                 more = {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1}  # the caller's line
                 text = f"[RANK {rank}] {msg}"
                 self.logger.log(level, text, *args, **more)
+                if level >= logging.WARNING:
+                    _put_on_record(str(msg), args)
             if in_order:
                 _wait()
 
@@ -69,6 +71,11 @@ class MultiProcessAdapter(_Adapter):
         if key not in _warned:
             _warned.add(key)
             self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+
+def _put_on_record(msg: str, args: tuple[object, ...]) -> None:
+    for run in live():
+        run.record.warn(msg % args if args else msg)
 
 
 def _wait() -> None:

@@ -84,6 +84,8 @@ class Assembly:
         self._strategies: dict[str, PluginHooks] = {}
         self._upper = [self._instance(c, c.name) for c in (*run.stack.extensions, *run.stack.trackers)]
         self._upper += [self._guest(tracker) for tracker in trackers]
+        self.plugins["run_record"] = run.record
+        self._upper.append(self._binder.register(run.record, name="run_record", slot="tracker"))
 
     def hooks_of(self, alias: str) -> Hooks:
         """Return the hooks with strategy `alias`, which is made on first use."""

@@ -37,8 +37,10 @@ from accel_core.runtime.assembly import (
 from accel_core.runtime.exit import end_runs
 from accel_core.runtime.join import agree_on_run, join_world, leave_world
 from accel_core.runtime.parameters import ParameterIndex
+from accel_core.runtime.record import RunRecord
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
+from accel_core.training.step import step as apply_step
 from accel_core.training.step_state import StepState
 
 if TYPE_CHECKING:
@@ -113,6 +115,8 @@ class Run:
         """Micro-batches of the windows of units made from now on."""
         self.checkpoints = CheckpointSession(self)
         self._profile_is_used = False
+        self.step: Callable[..., bool] = apply_step
+        """The call of an optimizer's `step` at a boundary."""
         self.environment: list[str] = []
         try:
             self.environment_notes = apply_launch_environment(self)
@@ -123,6 +127,8 @@ class Run:
 
     def _join(self, trackers: Sequence[GeneralTracker]) -> None:
         """Plugins, the device and the process group."""
+        self.run_id = self.world.run_id or uuid.uuid4().hex
+        self.record = RunRecord(self)
         self._assembly = Assembly(self, trackers)
         self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
         check_refusals(self)
@@ -130,7 +136,6 @@ class Run:
         self.hooks.set_affinity(self.world)
         check_device(self)
         self.mark_step = self.hooks.step("mark_step")
-        self.run_id = self.world.run_id or uuid.uuid4().hex
         if self.world.size > 1:
             self.group, self.world = join_world(self)
             try:
@@ -289,6 +294,8 @@ class Run:
             self.units.remove(other)
         self.optimizers.extend(optimizers)
         self.trained = [trained for trained in self.units if trained.optimizers]
+        if self.trained:
+            self.record.begin_unit()
 
     def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
         """Remember what `prepare` returns."""
@@ -310,6 +317,10 @@ class Run:
     def reconfigure(self, **changes: Any) -> None:
         """Change the config from now on: of steps and of objects prepared later."""
         self.config = evolve(self.config, **changes)
+
+    def use_step(self, step: Callable[..., bool]) -> None:
+        """Have optimizers call this at a boundary, in the place of `accel_core.training.step.step`."""
+        self.step = step
 
     def use_device(self, device: torch.device) -> None:
         """Put what is prepared from now on onto this device."""

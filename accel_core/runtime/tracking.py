@@ -114,12 +114,14 @@ class Trackers:
         """Hand the values to each tracker of this rank."""
         if not self._loggers or self.run.ended:
             self._require_start()
+            self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device
             return
         if options:
             self._check(options, "log_kwargs")
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
+        self.run.record.log(read, step)
         for name, log in self._loggers:
             log(dict(read), step, options.get(name, {}))
 

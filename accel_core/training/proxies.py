@@ -38,7 +38,7 @@ class PreparedOptimizer(Optimizer):
         """Apply the gradients, at the boundary of a window."""
         unit = self.unit
         if unit.window.boundary:
-            self.__dict__["applied"] = step.step(unit, self.optimizer, closure)
+            self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
         else:
             unit.window.note_backward()  # maybe the loss's own
 

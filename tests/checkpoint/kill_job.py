@@ -40,7 +40,10 @@ class Job:
         self.numbered = "numbered" in how
         self.target = None if self.numbered else self.folder / "latest"
         project = ProjectConfiguration(
-            project_dir=str(folder), automatic_checkpoint_naming=self.numbered, total_limit=1
+            project_dir=str(folder),
+            automatic_checkpoint_naming=self.numbered,
+            total_limit=1,
+            record_every=0,
         )
         self.accelerator = Accelerator(device="cpu", project_config=project)
         model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))

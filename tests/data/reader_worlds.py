@@ -86,6 +86,7 @@ def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_
             mark_step=mark_step,
             units=[],
             active_loaders=[],
+            record=SimpleNamespace(reads=lambda batches, loader, done: batches),
             collectives=lambda dim="world": control,
         )
 

@@ -1,0 +1,224 @@
+"""The record that a run keeps of itself: what ran, how it went, its checkpoints and restarts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from accel_core.contract import hooks
+from accel_core.contract.hooks import implements
+from accel_core.defaults.lines import LineFile
+from accel_core.runtime.explain import explain
+from accel_core.runtime.sampling import Reads, StepSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accel_core.contract.run import Run
+    from accel_core.contract.state import Json
+    from accel_core.data.loader import PreparedLoader
+
+__all__ = ["RunRecord"]
+
+FOLDER: Final = "records"
+"""In the project's folder."""
+GIT: Final = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+GIT_SECONDS: Final = 2.0
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _harmless(method: M) -> M:
+    """Make a method do nothing once the record is off, and end the record where it fails."""
+
+    @wraps(method)
+    def call(self: RunRecord, *arguments: Any) -> None:
+        if self.active:
+            try:
+                method(self, *arguments)
+            except Exception as error:  # whatever it is, training goes on
+                self.fail(error)
+
+    return call  # type: ignore[return-value]
+
+
+class RunRecord:
+    """Write `project_dir/records/START-RUN.jsonl`, on the main process.
+
+    The file is made for the first event. A run that loads a checkpoint goes on in the file that the
+    checkpoint names. An error ends the record with one warning, and never the training.
+    active: whether this rank keeps a record.
+    """
+
+    def __init__(self, run: Run) -> None:
+        project = run.config.project
+        self.run = run
+        self.active = run.world.rank == 0 and bool(project.record_every) and _is_local(project.project_dir)
+        started = time.strftime("%Y%m%d-%H%M%S")
+        self._name = f"{started}-{re.sub('[^0-9A-Za-z]+', '', run.run_id)[:8]}"
+        self._file: LineFile | None = None
+        self._early: list[dict[str, Any]] = []
+        """Lines from before the first event of training: a checkpoint may still name the file."""
+        self._first_step = 0
+        self._saved_at: tuple[int, float] | None = None
+        self.sampler = StepSampler(run, project.record_every, self._sample, self.fail)
+
+    @_harmless
+    def begin_unit(self) -> None:
+        """Sample the first step of the units that the run has now."""
+        self.sampler.begin()
+
+    def reads(self, batches: Iterator[Any], loader: PreparedLoader, done: int) -> Iterator[Any]:
+        """Return an iterator over the same batches that the record can time, after `done` others."""
+        return Reads(batches, loader, done, self.sampler) if self.active else batches
+
+    @_harmless
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Note values that the program logs. Tensors are copied without waiting for the device."""
+        copied, done = _nested(values, self.sampler.copied), self.sampler.count
+        self.sampler.when_copied(lambda: self._write("log", step=done, given=step, values=copied))
+
+    @_harmless
+    def warn(self, text: str) -> None:
+        """Note a warning."""
+        self._write("warning", early=True, text=text)
+
+    def fail(self, error: Exception) -> None:
+        """End the record, with a warning."""
+        if self.active:
+            self.active = False
+            self.sampler.stop()
+            text = f"the run's record ends, and training goes on: {type(error).__name__}: {error}"
+            warnings.warn(text, stacklevel=2)
+
+    # -- what is written --------------------------------------------------------------------------
+
+    @_harmless
+    def _sample(self, values: Mapping[str, Any]) -> None:
+        self._write("step", **values)
+
+    def _write(self, kind: str, *, early: bool = False, **fields: Any) -> None:
+        """Write a line. early: it may wait until the first line that may not."""
+        if self._file is None and early:
+            self._early.append({"kind": kind, **fields})
+            return
+        if self._file is None:
+            self._file = self._opened()
+            for line in ({"kind": "run", **self._heading()}, *self._early):
+                self._file.write(**line)
+        self._file.write(kind=kind, **fields)
+
+    def _opened(self) -> LineFile:
+        """Open the file; another one beside it, if a process that lives writes to it."""
+        folder, number = Path(str(self.run.config.project.project_dir), FOLDER), 1
+        while True:
+            file = LineFile(folder / f"{self._name}{f'-{number}' if number > 1 else ''}.jsonl")
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                number += 1
+            else:
+                return file
+
+    def _heading(self) -> dict[str, Any]:
+        run = self.run
+        stack = {chosen.name: chosen.record.origin for chosen in run.stack.members()}
+        module = sys.modules.get(f"torch.{run.device.type}")
+        name = getattr(module, "get_device_name", str)(run.device)
+        return {
+            "run": run.run_id,
+            "step": self._first_step,
+            "script": sys.argv[0],
+            "explain": explain(run).splitlines(),
+            "config": [*run.resolved.rows()],
+            "notes": [*run.resolved.notes, *run.stack.notes],
+            "versions": {"python": platform.python_version(), "torch": _torch_version(), **stack},
+            "git": _git_state(),
+            "processes": run.world.size,
+            "host": platform.node(),
+            "device": {"type": run.device.type, "name": name},
+            "mesh": None if run.mesh is None else {dim.name: dim.size for dim in run.mesh.dims},
+        }
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    @implements(hooks.tracking_started)
+    @_harmless
+    def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._write("settings", early=True, project=project, values=config)
+
+    @implements(hooks.save_run_state)
+    def save_run_state(self) -> Mapping[str, Json]:
+        if not self.active:
+            return {}
+        self._saved_at = self.sampler.count, time.perf_counter()
+        self.sampler.mark("other")
+        return {"name": self._name, "step": self.sampler.count}
+
+    @implements(hooks.load_run_state)
+    @_harmless
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        self._first_step = int(state["step"])
+        self.sampler.move_to(self._first_step)
+        if self._file is not None:
+            self._write("restart", step=self.sampler.count)
+        elif re.fullmatch(r"[\w-]+", state["name"]):  # it becomes a path
+            self._name = state["name"]
+
+    @implements(hooks.checkpoint_committed)
+    @_harmless
+    def checkpoint_committed(self, folder: Path, step: int | None) -> None:
+        begun, since = self._saved_at or (-1, 0.0)
+        waited = begun == self.sampler.count  # else it was written while training went on
+        if waited:
+            self.sampler.mark("checkpoint")
+        seconds = round(time.perf_counter() - since, 6) if waited else None
+        self._write("checkpoint", step=begun, folder=os.fspath(folder), seconds=seconds)
+
+    @implements(hooks.run_ended)
+    @_harmless
+    def run_ended(self) -> None:
+        self.sampler.end()
+        if self._file is not None or self._early:
+            self._write("end", step=self.sampler.count)
+        if self._file is not None:
+            self._file.close()
+        self.active = False
+
+
+def _is_local(folder: str | None) -> bool:
+    return folder is not None and "://" not in folder
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _git_state() -> str | None:
+    """Return the commit of the working folder, with "-dirty" where files differ; None outside of git."""
+    try:
+        found = subprocess.run(  # noqa: S603  the command is ours
+            GIT, capture_output=True, text=True, timeout=GIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or a repository too large to ask
+        return None
+    return found.stdout.strip() or None
+
+
+def _nested(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _nested(inner, change) for key, inner in value.items()}
+    return change(value)

@@ -1,0 +1,322 @@
+"""Samples of steps: time, loss and rates of every n-th step, whose hooks are timed for that step alone."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from accel_core.training import step
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_core.contract.run import Run
+    from accel_core.contract.unit import StepOutput, Unit
+    from accel_core.data.loader import PreparedLoader
+
+__all__ = ["Reads", "StepSampler"]
+
+CLOSE: Final = 0.05
+"""Least seconds between two of the first MANY samples, so that short steps stay cheap."""
+MANY: Final = 1000
+FAR: Final = 1.0
+"""Least seconds between two later samples."""
+MEMORY_SECONDS: Final = 1.0
+"""Seconds between two looks at the memory, which some devices take long to answer."""
+
+
+class StepSampler:
+    """Count optimizer steps of the run's first optimizer, and sample the first and every n-th of them.
+
+    The hooks of a sampled step are replaced for that step by ones that note the time around them. On a
+    device with events the times are the device's, read once it has come so far: nothing waits.
+    count: steps that are done.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        every: int,
+        write: Callable[[Mapping[str, Any]], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.run, self.count = run, 0
+        self._every, self._write, self._fail = every, write, fail
+        self._next = -1
+        self._samples = 0
+        self._last = (-math.inf, 0)
+        """When, and at which step, the last sample was taken."""
+        self._looked = -MEMORY_SECONDS
+        self._marks: list[tuple[str, Any]] | None = None
+        """(what ended, when) in the step that is sampled; None in any other."""
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._noted: list[tuple[str, Unit, Any]] = []
+        """(name, unit, value) of what passed by in that step."""
+        self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._has_events: bool | None = None
+        self._events_have_times = True
+        self._records_graph: Callable[[], bool] = bool
+        self.reads: Callable[[], Reads | None] = bool  # type: ignore[assignment]  # none yet
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Count steps from now on; sample the first one."""
+        self.run.use_step(self._step)
+        if self._marks is not None or not self.count:
+            self._arm()
+
+    def move_to(self, count: int) -> None:
+        """Take this as the number of steps that are done."""
+        self.count, self._last = count, (time.perf_counter(), count)
+        self._arm()
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._release()
+        self.run.use_step(step.step)
+
+    def end(self) -> None:
+        """Write what the device still has to finish: the one place that waits for it."""
+        self._release()
+        for event, _ in self._waiting:
+            event.synchronize()
+        self._write_finished()
+
+    def _step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Stand in for `step.step`: the same, counted."""
+        if self._marks is not None:
+            self.mark("other")
+        applied = step.step(unit, optimizer, closure)
+        if self._marks is not None:
+            self.mark("optimizer")
+        if optimizer is self.run.optimizers[0][1].optimizer:
+            self.count += 1
+            if self._marks is not None or self.count == self._next:
+                try:
+                    self._turn(unit, optimizer, applied)
+                except Exception as error:  # whatever it is, training goes on
+                    self._fail(error)
+        return applied
+
+    def _turn(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+        """End the sample of a step, or begin that of the next."""
+        if self._marks is not None:
+            self._finish(unit, optimizer, applied)
+        if self.count == self._next:
+            self._arm()
+
+    # -- a sample ---------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Sample the next step, unless the last sample was a moment ago."""
+        self._release()
+        done = self.count + 1
+        self._next = (done // self._every + 1) * self._every - 1
+        pause = CLOSE if self._samples < MANY else FAR
+        if time.perf_counter() - self._last[0] < pause:
+            return
+        for unit in self.run.units:
+            plain = unit.steps.backward or (lambda unit, loss, boundary, options: loss.backward(**options))
+            self._replace(unit.steps, "backward", partial(self._backward, plain))
+            whole = partial(self._forward_backward, unit.steps.forward_backward)
+            self._replace(unit.steps, "forward_backward", whole)
+            clip = unit.steps.clip_grad_norm or (lambda _, *arguments: clip_grad_norm_(*arguments))
+            self._replace(unit.steps, "clip_grad_norm", partial(self._clip, clip))
+        self._marks = [("", self._now())]
+
+    def _replace(self, steps: Any, hook: str, timed: Callable[..., Any]) -> None:
+        self._replaced.append((steps, hook, getattr(steps, hook)))
+        setattr(steps, hook, timed)
+
+    def _release(self) -> None:
+        """Bind the hooks again as they were."""
+        while self._replaced:
+            steps, hook, plain = self._replaced.pop()
+            setattr(steps, hook, plain)
+        self._marks, self._noted = None, []
+
+    def mark(self, ended: str) -> None:
+        """Note in a sampled step that something has ended now."""
+        if self._marks is not None:
+            try:
+                if self._events() and self._records_graph():  # for replays, which none of this belongs to
+                    self._release()
+                else:
+                    self._marks.append((ended, self._now()))
+            except Exception as error:  # whatever it is, training goes on
+                self._fail(error)
+
+    def _note(self, name: str, unit: Unit, value: Any) -> None:
+        if self._marks is not None:
+            try:
+                self._noted.append((name, unit, self.copied(value)))
+            except Exception as error:  # whatever it is, training goes on
+                self._fail(error)
+
+    def _backward(self, plain: Callable[..., None], unit: Unit, loss: Any, *rest: Any) -> None:
+        self.mark("forward")
+        plain(unit, loss, *rest)
+        self.mark("backward")
+        self._note("loss", unit, loss)
+
+    def _forward_backward(self, plain: Callable[..., StepOutput], unit: Unit, *rest: Any) -> StepOutput:
+        self.mark("other")
+        output = plain(unit, *rest)
+        self.mark("forward_backward")
+        if output.valid and not rest[-1]:
+            self._noted.clear()  # its micro-batches', if these passed by
+            self._note("loss", unit, output.loss)
+        return output
+
+    def _clip(self, plain: Callable[..., Any], unit: Unit, *rest: Any) -> Any:
+        norm = plain(unit, *rest)
+        self._note("grad_norm", unit, norm)
+        return norm
+
+    def _finish(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+        """Put the sample of the step that has ended together."""
+        now = time.perf_counter()
+        since, before = self._last
+        seconds = (now - since) / (self.count - before) if math.isfinite(since) else None
+        self._last, self._samples = (now, self.count), self._samples + 1
+        values = {"step": self.count, "seconds": seconds, **self._progress(unit, seconds)}
+        values["lr"] = self.copied(optimizer.param_groups[0]["lr"])
+        if not applied:
+            values["skipped"] = True
+        if now - self._looked >= MEMORY_SECONDS:
+            self._looked, values["memory"] = now, self._memory()
+        items = None if unit.window.items is None else self.copied(unit.window.items)
+        marks, noted = self._marks or [], self._noted
+        self._release()
+        self.when_copied(
+            lambda: self._write({**values, "split": self._split(marks), **_passed(noted, items)})
+        )
+
+    def _progress(self, unit: Unit, seconds: float | None) -> dict[str, Any]:
+        reads = self.reads() or None
+        if reads is None:
+            return {}
+        samples = reads.loader.total_batch_size
+        rate = samples * unit.window.size / seconds if samples and seconds else None
+        return {"samples_per_second": rate, **reads.place()}
+
+    def _memory(self) -> dict[str, int]:
+        unit = 1 if sys.platform == "darwin" else 1024
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {**self.run.hooks.memory_stats(self.run.device), "host_peak": host}
+
+    # -- values of the device, which nothing waits for --------------------------------------------
+
+    def copied(self, value: Any) -> Any:
+        """Return a number, or a copy of a tensor of one element that is whole once an event has passed.
+
+        None for any other tensor, and for one on a device without events.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.numel() != 1 or hasattr(value, "to_local"):
+            return None
+        if value.device.type == "cpu":
+            return value.item()
+        return value.detach().to("cpu", non_blocking=True) if self._events() else None
+
+    def when_copied(self, write: Callable[[], None]) -> None:
+        """Write now, or once the device has done all that it was given by now."""
+        if self._events():
+            event = torch.Event(self.run.device)
+            event.record()
+            self._waiting.append((event, write))
+            self._write_finished()
+        else:
+            write()
+
+    def _write_finished(self) -> None:
+        while self._waiting and self._waiting[0][0].query():
+            self._waiting.popleft()[1]()
+
+    def _now(self) -> Any:
+        if not (self._events() and self._events_have_times):
+            return time.perf_counter()
+        event = torch.Event(self.run.device, enable_timing=True)
+        event.record()
+        return event
+
+    def _split(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
+        """Return the seconds of a step by what they went to, once the device has done it."""
+        split: dict[str, float] = {}
+        for (_, begun), (ended, at) in pairwise(marks):
+            try:
+                seconds = at - begun if isinstance(at, float) else begun.elapsed_time(at) / 1000
+            except RuntimeError:  # events without times: the next samples are by the clock
+                self._events_have_times = False
+                return {}
+            split[ended] = round(split.get(ended, 0.0) + seconds, 7)
+        return split
+
+    def _events(self) -> bool:
+        """Return whether the device has events."""
+        if self._has_events is None:
+            device = self.run.device
+            self._has_events = device.type != "cpu" and self.run.mark_step is None
+            try:
+                if self._has_events:
+                    torch.Event(device, enable_timing=True).record()
+                    module = torch.get_device_module(device)
+                    self._records_graph = getattr(module, "is_current_stream_capturing", bool)
+            except Exception:  # devices without events say so in any way
+                self._has_events = False
+        return self._has_events
+
+
+class Reads:
+    """The batches of one loop over a prepared loader, counted, and timed in a sampled step."""
+
+    def __init__(
+        self, batches: Iterator[Any], loader: PreparedLoader, done: int, sampler: StepSampler
+    ) -> None:
+        self.loader, self.count = loader, done
+        self._batches, self._sampler = iter(batches), sampler
+        self._self = weakref.ref(self)  # workers end with the loop, and its iterators
+        try:
+            self.total: int | None = len(loader)
+        except TypeError:  # an iterable dataset without length
+            self.total = None
+
+    def place(self) -> dict[str, int | None]:
+        """Return the epoch, counted from 0, the batches of it that are read, and all."""
+        return {"epoch": self.loader.epoch, "batch": self.count, "batches": self.total}
+
+    def __iter__(self) -> Reads:
+        return self
+
+    def __next__(self) -> Any:
+        self._sampler.mark("other")
+        batch = next(self._batches)
+        self._sampler.mark("data")
+        self._sampler.reads = self._self
+        self.count += 1
+        return batch
+
+
+def _passed(noted: list[tuple[str, Unit, Any]], items: Any) -> dict[str, Any]:
+    """Return the last gradient norm, and the loss of this process: of its micro-batches, a unit each."""
+    losses: dict[str, float] = {}
+    norms = {name: float(value) for name, _, value in noted if name == "grad_norm" and value is not None}
+    for name, unit, value in noted:
+        if name == "loss" and value is not None:
+            losses[unit.name] = losses.get(unit.name, 0.0) + float(value) / (float(items) if items else 1.0)
+    if len(losses) == 1:
+        return {**norms, "loss": next(iter(losses.values()))}
+    return {**norms, "losses": losses} if losses else norms

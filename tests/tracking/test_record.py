@@ -1,0 +1,284 @@
+"""A run with a project folder keeps a record of itself, which costs it nothing but a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_core import Accelerator, ProjectConfiguration
+from accel_core.runtime import sampling
+from accel_testing import ProcessError, run_processes
+
+
+def records(folder):
+    paths = sorted((folder / "records").glob("*.jsonl"))
+    texts = [path.read_text() for path in paths]
+    return [[json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()] for text in texts]
+
+
+def of_kind(record, kind):
+    return [line for line in record if line["kind"] == kind]
+
+
+@pytest.fixture(autouse=True)
+def _each_step_is_slow_enough(monkeypatch):
+    monkeypatch.setattr(sampling, "CLOSE", 0.0)
+
+
+def train(folder, steps, *, every=1, accumulation=1, resume=None, die_at=None, save_at=None, config=None):
+    """Train a line, log each step's loss, and return the losses."""
+    sampling.CLOSE = 0.0  # in a process of its own too
+    torch.manual_seed(0)
+    project = ProjectConfiguration(project_dir=str(folder), record_every=every)
+    accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=accumulation)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = 64 * accumulation * accelerator.num_processes * 2
+    loader = DataLoader(TensorDataset(torch.randn(rows, 3)), 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.init_trackers("line", config)
+    losses, window = [], []
+    if resume is not None:
+        accelerator.load_state(resume)
+        losses = [None] * 5
+    while len(losses) < steps:
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                loss = model(inputs).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            window.append(loss.item())
+            if not accelerator.sync_gradients:
+                continue
+            losses.append(sum(window) / len(window))
+            window = []
+            accelerator.log({"loss": loss}, step=len(losses))
+            if len(losses) == save_at:
+                accelerator.save_state(folder / "saved")
+            if len(losses) == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if len(losses) >= steps:
+                break
+    accelerator.end_training()
+    return losses
+
+
+@pytest.mark.together
+def test_the_main_process_records_what_ran_and_each_logged_loss(tmp_path):
+    losses = run_processes(train, tmp_path, 30)[0]
+    (record,) = records(tmp_path)
+
+    head = record[0]
+    assert head["kind"] == "run"
+    assert head["processes"] == 2
+    assert head["explain"][0].endswith("rank 0 of 2 on cpu")
+    assert ["project.project_dir", str(tmp_path), "ProjectConfiguration(...)"] in head["config"]
+    assert head["versions"]["torch"] == torch.__version__
+    logged = of_kind(record, "log")
+    assert [line["step"] for line in logged] == [line["given"] for line in logged] == list(range(1, 31))
+    assert [line["values"]["loss"] for line in logged] == losses
+    assert [line["loss"] for line in of_kind(record, "step")] == losses
+    assert record[-1]["kind"] == "end"
+
+
+def test_a_sample_says_where_the_time_of_its_step_went(tmp_path):
+    losses = train(tmp_path, 8, accumulation=2, save_at=4)
+    (record,) = records(tmp_path)
+
+    steps = of_kind(record, "step")
+    assert [line["loss"] for line in steps] == pytest.approx(losses)
+    for line in steps:
+        assert {"data", "forward", "backward", "optimizer"} <= set(line["split"])
+        assert min(line["split"].values()) >= 0
+        assert line["lr"] == 0.1
+        assert line["grad_norm"] > 0
+    assert [line["batch"] for line in steps] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert steps[1]["samples_per_second"] == pytest.approx(4 / steps[1]["seconds"])
+    assert steps[0]["memory"]["host_peak"] > 0
+    assert "checkpoint" in steps[4]["split"]
+    (checkpoint,) = of_kind(record, "checkpoint")
+    assert (checkpoint["step"], checkpoint["folder"]) == (4, str(tmp_path / "saved"))
+    assert checkpoint["seconds"] > 0
+
+
+def test_the_first_and_every_tenth_step_are_sampled_and_no_other_is_touched(tmp_path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (unit,) = accelerator.run.units
+    touched = []
+    for _ in range(30):
+        touched.append(unit.steps.backward is not None)
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    (record,) = records(tmp_path)
+
+    assert [line["step"] for line in of_kind(record, "step")] == [1, 10, 20, 30]
+    assert [number for number, is_touched in enumerate(touched, 1) if is_touched] == [1, 10, 20, 30]
+
+
+def test_short_steps_are_sampled_less_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "CLOSE", 1e9)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(30):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    accelerator.end_training()
+
+    assert [line["step"] for line in of_kind(records(tmp_path)[0], "step")] in ([], [1])
+
+
+def killed(folder):
+    train(folder, 12, save_at=5, die_at=8)
+
+
+def test_a_killed_run_goes_on_in_the_same_record(tmp_path):
+    whole = train(tmp_path / "whole", 12)
+    with pytest.raises(ProcessError):
+        run_processes(killed, tmp_path, world=1)
+    train(tmp_path, 12, resume=tmp_path / "saved")
+    (record,) = records(tmp_path)
+
+    assert [line["step"] for line in of_kind(record, "run")] == [0, 5]
+    assert [line["step"] for line in of_kind(record, "log")] == [*range(1, 9), *range(6, 13)]
+    assert [line["values"]["loss"] for line in of_kind(record, "log")][8:] == whole[5:]
+    assert [line["step"] for line in of_kind(record, "step")][-1] == 12
+
+
+def test_a_process_that_still_writes_keeps_its_record_to_itself(tmp_path):
+    first, second = (Accelerator(cpu=True, project_dir=tmp_path) for _ in range(2))
+    first.init_trackers("a")
+    first.log({"x": 1})
+    first.save_state(tmp_path / "saved")
+    second.load_state(tmp_path / "saved")
+    second.init_trackers("b")
+    second.log({"x": 2})
+    first.end_training()
+    second.end_training()
+
+    values = [[line["values"]["x"] for line in of_kind(record, "log")] for record in records(tmp_path)]
+    assert sorted(values) == [[1], [2]]
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/tmp/elsewhere", "a/b"])
+def test_a_checkpoint_names_no_file_elsewhere(tmp_path, name):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path / "project")
+    accelerator.run.record.load_run_state({"name": name, "step": 3})
+    accelerator.init_trackers("a")
+    accelerator.log({"x": 1})
+    accelerator.end_training()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["project"]
+    assert of_kind(records(tmp_path / "project")[0], "run")[0]["step"] == 3
+
+
+def test_no_secret_is_recorded(tmp_path, monkeypatch):
+    secret = "sk-no-one-may-read-this"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    monkeypatch.setattr("sys.argv", ["train.py", "--token", secret])
+    train(tmp_path, 2, config={"api_key": secret, "nested": {"password": secret}, "lr": 0.5})
+    (path,) = (tmp_path / "records").iterdir()
+
+    assert secret not in path.read_text()
+    assert of_kind(records(tmp_path)[0], "settings")[0]["values"]["lr"] == 0.5
+
+
+def test_a_record_that_cannot_be_written_is_one_warning(tmp_path):
+    (tmp_path / "records").touch()  # no folder can be made there
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = train(tmp_path, 20)
+
+    assert len(losses) == 20
+    (only,) = [str(one.message) for one in told if "record" in str(one.message)]
+    assert only.startswith("the run's record ends, and training goes on: FileExistsError")
+
+
+def test_a_disk_that_fills_up_is_one_warning(tmp_path, monkeypatch):
+    from accel_core.defaults import lines
+
+    plain, writes = lines.LineFile.write, []
+
+    def full(self, **fields):
+        writes.append(fields)
+        if len(writes) > 5:
+            raise OSError(28, "No space left on device")
+        plain(self, **fields)
+
+    monkeypatch.setattr(lines.LineFile, "write", full)
+    with pytest.warns(UserWarning, match="No space left") as told:
+        assert len(train(tmp_path, 20)) == 20
+    assert len(told) == 1
+    assert len(writes) == 6
+
+
+def test_an_option_turns_it_off(tmp_path):
+    train(tmp_path, 3, every=0)
+
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_run_without_a_project_folder_has_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Accelerator(cpu=True).end_training()
+
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_warnings_are_recorded(tmp_path):
+    from accel_core import get_logger
+
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    get_logger("somebody").warning("%d of %s", 3, "many")
+    accelerator.end_training()
+
+    assert [line["text"] for line in of_kind(records(tmp_path)[0], "warning")] == ["3 of many"]
+
+
+def waits_on_a_device(folder):
+    """How often the host waits for the device in each step, without and with a record."""
+    from accel_testing.simulated.device import simulate
+
+    sampling.CLOSE = 0.0
+    module = simulate("sim")
+    found = []
+    for project in (None, folder):
+        accelerator = Accelerator(device="sim", project_dir=project)
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.init_trackers("a")
+        inputs, waits = torch.ones(1, 2).to("sim"), []
+        for _ in range(12):
+            before = module.waits
+            loss = model(inputs).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss})
+            waits.append(module.waits - before)
+        found.append(waits)
+        accelerator.end_training()
+    return found
+
+
+@pytest.mark.together
+def test_the_device_is_not_waited_for(tmp_path):
+    ((without, recording),) = run_processes(waits_on_a_device, tmp_path, world=1)
+
+    assert recording == without
+    (record,) = records(tmp_path)
+    assert [line["step"] for line in of_kind(record, "step")] == [1, 10]
