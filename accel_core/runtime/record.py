@@ -1,4 +1,4 @@
-"""The record that a run keeps of itself: what ran, how it went, its checkpoints and restarts."""
+"""The record that a run keeps of itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 def _harmless(method: M) -> M:
-    """Make a method do nothing once the record is off, and end the record where it fails."""
+    """Make a method end the record where it fails, and do nothing afterwards."""
 
     @wraps(method)
     def call(self: RunRecord, *arguments: Any) -> None:
@@ -68,7 +68,7 @@ class RunRecord:
         self._name = f"{started}-{re.sub('[^0-9A-Za-z]+', '', run.run_id)[:8]}"
         self._file: LineFile | None = None
         self._early: list[dict[str, Any]] = []
-        """Lines from before the first event of training: a checkpoint may still name the file."""
+        """Lines that wait for the first event: a checkpoint may still name the file."""
         self._first_step = 0
         self._saved_at: tuple[int, float] | None = None
         self.sampler = StepSampler(run, project.record_every, self._sample, self.fail)
@@ -79,12 +79,12 @@ class RunRecord:
         self.sampler.begin()
 
     def reads(self, batches: Iterator[Any], loader: PreparedLoader, done: int) -> Iterator[Any]:
-        """Return an iterator over the same batches that the record can time, after `done` others."""
+        """Return the same batches, timed in sampled steps. done: batches before them."""
         return Reads(batches, loader, done, self.sampler) if self.active else batches
 
     @_harmless
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Note values that the program logs. Tensors are copied without waiting for the device."""
+        """Note values that the program logs, without waiting for the device."""
         copied, done = _nested(values, self.sampler.copied), self.sampler.count
         self.sampler.when_copied(lambda: self._write("log", step=done, given=step, values=copied))
 
@@ -208,7 +208,10 @@ def _torch_version() -> str:
 
 
 def _git_state() -> str | None:
-    """Return the commit of the working folder, with "-dirty" where files differ; None outside of git."""
+    """Return the commit of the working folder, or None.
+
+    It ends in "-dirty" where files differ.
+    """
     try:
         found = subprocess.run(  # noqa: S603  the command is ours
             GIT, capture_output=True, text=True, timeout=GIT_SECONDS, check=False

@@ -319,7 +319,7 @@ class Run:
         self.config = evolve(self.config, **changes)
 
     def use_step(self, step: Callable[..., bool]) -> None:
-        """Have optimizers call this at a boundary, in the place of `accel_core.training.step.step`."""
+        """Have optimizers call this at a boundary."""
         self.step = step
 
     def use_device(self, device: torch.device) -> None:

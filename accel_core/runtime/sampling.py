@@ -1,4 +1,4 @@
-"""Samples of steps: time, loss and rates of every n-th step, whose hooks are timed for that step alone."""
+"""Samples of steps: time, loss and rates of every n-th step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["Reads", "StepSampler"]
 
 CLOSE: Final = 0.05
-"""Least seconds between two of the first MANY samples, so that short steps stay cheap."""
+"""Least seconds between two of the first MANY samples."""
 MANY: Final = 1000
 FAR: Final = 1.0
 """Least seconds between two later samples."""
 MEMORY_SECONDS: Final = 1.0
-"""Seconds between two looks at the memory, which some devices take long to answer."""
+"""Seconds between two looks at the memory, which may take long."""
 
 
 class StepSampler:
-    """Count optimizer steps of the run's first optimizer, and sample the first and every n-th of them.
+    """Count steps of the run's first optimizer; sample the first and every n-th.
 
     The hooks of a sampled step are replaced for that step by ones that note the time around them. On a
     device with events the times are the device's, read once it has come so far: nothing waits.
@@ -220,8 +220,9 @@ class StepSampler:
     # -- values of the device, which nothing waits for --------------------------------------------
 
     def copied(self, value: Any) -> Any:
-        """Return a number, or a copy of a tensor of one element that is whole once an event has passed.
+        """Return the number in a tensor of one element, or a copy on its way.
 
+        The copy is whole once the device has done all that it was given by now.
         None for any other tensor, and for one on a device without events.
         """
         if not isinstance(value, torch.Tensor):
@@ -281,7 +282,7 @@ class StepSampler:
 
 
 class Reads:
-    """The batches of one loop over a prepared loader, counted, and timed in a sampled step."""
+    """The batches of one loop, counted, and timed in a sampled step."""
 
     def __init__(
         self, batches: Iterator[Any], loader: PreparedLoader, done: int, sampler: StepSampler
@@ -311,7 +312,7 @@ class Reads:
 
 
 def _passed(noted: list[tuple[str, Unit, Any]], items: Any) -> dict[str, Any]:
-    """Return the last gradient norm, and the loss of this process: of its micro-batches, a unit each."""
+    """Return the last gradient norm, and this process's loss of each unit."""
     losses: dict[str, float] = {}
     norms = {name: float(value) for name, _, value in noted if name == "grad_norm" and value is not None}
     for name, unit, value in noted:
