@@ -98,6 +98,8 @@ class RunRecord:
         if self.active:
             self.active = False
             self.sampler.stop()
+            if self._file is not None:
+                self._file.close()
             text = f"the run's record ends, and training goes on: {type(error).__name__}: {error}"
             warnings.warn(text, stacklevel=2)
 
@@ -128,8 +130,10 @@ class RunRecord:
             except BlockingIOError:
                 file.close()
                 number += 1
-            else:
-                return file
+                continue
+            except OSError:  # a file system without locks
+                pass
+            return file
 
     def _heading(self) -> dict[str, Any]:
         run = self.run
