@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -119,11 +119,13 @@ class Float8:
                 )
 
 
+def _contexts(kind: str, *, cache_enabled: bool | None) -> AbstractContextManager[Any]:
+    autocast = torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=cache_enabled)
+    return _outside_inference(autocast) if torch.is_inference_mode_enabled() else autocast
+
+
 @contextmanager
-def _contexts(kind: str, *, cache_enabled: bool | None) -> Iterator[None]:
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # torchao's tensors have no operations there
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=cache_enabled))
+def _outside_inference(context: AbstractContextManager[Any]) -> Iterator[None]:
+    # torchao's tensors have no operations in inference mode.
+    with torch.inference_mode(False), torch.no_grad(), context:
         yield
