@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,7 @@ class MusaConfig(KwargsHandler):
     """Switches of this process's torch_musa. Section `musa`."""
 
     allow_tf32: bool | None = option(
-        None,
-        help="Let float32 matrix products and convolutions use TF32: faster, fewer mantissa bits."
-        " Unset, torch_musa lets them.",
+        None, help="Let float32 matrix products and convolutions use TF32; torch_musa does if this is unset."
     )
 
 
@@ -59,12 +58,11 @@ def device_count() -> int:
     there, visible = _nodes(), os.environ.get(VISIBLE)
     if visible is None:
         return there
-    count = 0
-    for entry in map(str.strip, visible.split(",")):  # the first entry that is no GPU ends the list
-        if not entry.isdecimal() or int(entry) >= there:
-            break
-        count += 1
-    return count
+    # The first entry that is not a GPU ends the list.
+    listed = takewhile(
+        lambda entry: entry.isdecimal() and int(entry) < there, map(str.strip, visible.split(","))
+    )
+    return len([*listed])
 
 
 def _nodes() -> int:
