@@ -206,10 +206,10 @@ class ProjectConfiguration(Remembering):
         help="How many saved states are kept; unset: all.",
     )
     iteration: int = option(0, minimum=0, help="Number of the next saved state.")
+    save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
     record_every: int = option(
         10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
     )
-    save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
 
 
 def host_and_port(place: str, nodes: int) -> tuple[str, int]:
