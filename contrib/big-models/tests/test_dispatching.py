@@ -314,6 +314,26 @@ def test_compiled_blocks_are_one_graph_each(folder, want):
         torch.testing.assert_close(target(ids()), want)
 
 
+WITHOUT_COMPILER = """
+import sys
+from big_model_problems import ids, model
+from accel_big_models import offload
+target = offload(model(), "disk", device="cpu", mapped=False)
+target(ids())
+print("torch._dynamo" in sys.modules)
+import torch
+assert torch.equal(torch.compile(target, backend="eager")(ids()), model()(ids()))
+"""
+
+
+def test_streaming_imports_no_compiler_before_something_is_compiled():
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+
+    assert done.stdout == "False\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 def test_streaming_holds_two_blocks_and_what_is_outside_of_them(folder):
     target = streamed(folder)
     target(ids())

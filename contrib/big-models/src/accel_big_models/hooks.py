@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import (
-    _disable_dynamo,  # unlike torch.compiler.disable, imports no compiler before it is needed
-)
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, imports no compiler at once
 
 from accel_big_models.engine import Engine, Group
 from accel_core import ops
 
 __all__ = ["Enter", "attach", "detach", "enters_of"]
+
+
+def _outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a hook out of graphs.
+
+    Torch's own way imports the compiler, 110 MB and seconds, with the first call. Nothing is compiled while
+    nobody else has imported it.
+    """
+    apart = _disable_dynamo(hook)
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (apart if "torch._dynamo" in sys.modules else hook)(*args, **kwargs)
+
+    return call
 
 
 class Enter:
@@ -42,7 +57,7 @@ class Enter:
         self.local = threading.local()
         """The device of the inputs of a thread's current forward."""
 
-    @_disable_dynamo
+    @_outside_graphs
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.root and self.engine is not None:
             self.engine.leave_all()
@@ -68,7 +83,7 @@ class Leave:
     def __init__(self, enter: Enter) -> None:
         self.enter = enter
 
-    @_disable_dynamo
+    @_outside_graphs
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         engine, group = self.enter.engine, self.enter.group
         if engine is not None and group is not None:
