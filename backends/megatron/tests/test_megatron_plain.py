@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,73 @@ def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
     assert len(found) == 1
     assert found[0].startswith("True megatron: 2 parameter(s) were frozen")
     assert "(0.weight)" in found[0]
+
+
+EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda weight: weight.detach().fill_(0.5),
+    "data": lambda weight: weight.data.fill_(0.5),
+}
+
+
+def edited(distributed: bool) -> dict[str, list[torch.Tensor]]:
+    """Of each edit of a layer: weights in float32 before it, saved after it, after two steps; and live."""
+    found = {}
+    ours = accelerator(mixed_precision="bf16", use_distributed_optimizer=distributed)
+    for name, edit in EDITS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+        model, optimizer = ours.prepare(model, optimizer)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            ours.backward(model(torch.ones(2, 4)).square().sum(), model=model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def weights(model: Any = model) -> torch.Tensor:
+            return torch.cat([each.flatten() for _, each in ours.iter_weights(model, dtype=torch.float32)])
+
+        step()
+        states = [weights()]
+        for parameter in ours.unwrap_model(model)[0].parameters():
+            edit(parameter)
+        states.append(weights())
+        optimizer.param_groups[0]["lr"] = 0.0
+        step()
+        step()
+        states.append(weights())
+        live = [each.detach().float().flatten() for each in ours.unwrap_model(model).parameters()]
+        found[name] = [*states, torch.cat(live)]
+        optimizer.param_groups[0]["lr"] = 0.01
+        step()
+        live = [each.detach().float().flatten() for each in ours.unwrap_model(model).parameters()]
+        assert torch.equal(torch.cat(live), weights().bfloat16().float())  # forward follows
+    return found
+
+
+def replaced() -> str:
+    ours = accelerator(mixed_precision="bf16")
+    model = nn.Linear(4, 4)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = ours.unwrap_model(model).weight
+    weight.data = torch.full_like(weight.data, 0.5)
+    ours.backward(model(torch.ones(2, 4)).square().sum())
+    with pytest.raises(AccelError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_weight_in_16_bits_whose_memory_was_replaced_is_refused() -> None:
+    (said,) = run_processes(replaced, world=1)
+    assert "a weight of shape [4, 4] was replaced" in said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_next_step_and_the_next_save_start_from_edited_weights_in_16_bits(distributed: bool) -> None:
+    for found in run_processes(edited, distributed, timeout=250):
+        for name, (before, saved, after, live) in found.items():
+            wanted = torch.cat([torch.full((20,), 0.5), before[20:]])  # the rest keeps its masters' digits
+            assert torch.equal(saved, wanted), name
+            assert torch.equal(after, wanted), name
+            assert torch.equal(live, wanted.bfloat16().float()), name

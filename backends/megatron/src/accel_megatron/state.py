@@ -58,6 +58,8 @@ class MegatronState:
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
         """Leaves of weights; of a stepped parameter its master, in boxes."""
         engine, stepper = self.engines[unit], self.steppers.get(unit)
+        if stepper is not None:
+            stepper.edits.take_over()
         held: dict[str, list[Any]] = {}
         stepped = {} if stepper is None else {each.parameter: each for each in stepper.stepped()}
         for parameter, pieces in engine.chunks.shard_map.items():

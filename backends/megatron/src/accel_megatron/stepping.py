@@ -10,6 +10,7 @@ from attrs import define
 
 from accel_core import AccelError, ConfigError
 from accel_megatron import settings
+from accel_megatron.edits import Edits
 from accel_megatron.library import quiet
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class Stepper:
             parameter.requires_grad_(parameter in groups)
         self.unit, self.trained = unit, frozenset(map(id, self._training()))
         self.make(run, plugin, groups)
+        held = set(unit.named_parameters().values())  # nobody else can edit what is split over ranks
+        self.edits = Edits(each for each in self.stepped() if each.parameter in held)
 
     def make(self, run: Run, plugin: MegatronLMPlugin, groups: Mapping[nn.Parameter, int]) -> None:
         """Wrap the chunks, and make the optimizer of them. Collective."""
@@ -157,6 +160,7 @@ class Stepper:
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
         self._refuse_unfrozen()
+        self.edits.take_over()
         finite = self.prepare()
         limit = self.clipping if self.max_norm is None else self.max_norm
         if finite:
@@ -164,6 +168,7 @@ class Stepper:
                 self._clip(limit)
             self.follow()
             self.inner.step_with_ready_grads()
+            self.edits.note()
         self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
         return finite
@@ -238,6 +243,7 @@ class Stepper:
         for _ in range(how.use_distributed_optimizer + how.overlap_param_gather):
             for chunk in self.chunks.run:
                 chunk.start_param_sync(force_sync=True)
+        self.edits.note()
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
