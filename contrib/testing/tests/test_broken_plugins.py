@@ -122,6 +122,7 @@ PROCESSES = {
     },
     "leaves-workers": {
         "test_a_failure_ends_all_workers_with_its_exit_code",
+        "test_a_traceback_is_shown_once",
         "test_a_launcher_that_is_stopped_leaves_no_worker",
     },
     "loses-exit-codes": {"test_a_failure_ends_all_workers_with_its_exit_code"},
