@@ -200,7 +200,7 @@ def _check_invariance(
 
 
 def _by_step(losses: list[float], steps: int) -> list[float]:
-    """Return the mean of each step: a strategy that owns the schedule has one loss per window."""
+    """Return the mean of each step; some strategies give one loss per window."""
     size = len(losses) // steps
     return [sum(losses[at : at + size]) / size for at in range(0, len(losses), size)]
 
