@@ -314,8 +314,12 @@ def _for_model(
 
 
 def _check_items(items: Tensor | float) -> None:
-    # The values of a tensor are not read: the device would have to be waited for.
-    if not isinstance(items, torch.Tensor) and not 0 <= items < float("inf"):
+    if isinstance(items, torch.Tensor):
+        # The value on a device is not read: it would have to be waited for.
+        is_number = items.numel() == 1 and (items.device.type != "cpu" or 0 <= items.item() < float("inf"))
+    else:
+        is_number = 0 <= items < float("inf")
+    if not is_number:
         raise AccelError(
             f"items={items!r}: gradients are to be divided by how many items there are\n"
             "give the number of items of this micro-batch, 0 or more, such as of tokens that count"

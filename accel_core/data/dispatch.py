@@ -77,8 +77,12 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         CollectiveError: on those ranks.
     """
     reader, number, following = run.topology.reader, progress.count, run.topology.readers
+    dealt = 0
     while following:
-        current = _receive(run) if rounds is None else _read(run, rounds)
+        # Ranks in different loops would deal out a mixture: the words of their calls differ.
+        operation = f"the next batch (dispatch_batches), round {dealt} of epoch {progress.epoch}"
+        dealt += 1
+        current = _receive(run, operation) if rounds is None else _read(run, rounds, operation)
         following = current.following
         progress.drawn = progress.drawn if current.drawn is None else current.drawn
         if reader >= len(current.batches):
@@ -93,21 +97,21 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         yield _unpacked(*batch, pin=pin) if rounds is None else batch
 
 
-def _read(run: Run, rounds: Iterator[Round]) -> Round:
+def _read(run: Run, rounds: Iterator[Round], operation: str) -> Round:
     try:
         current = next(rounds, Round())
         message = _packed(current)
-    except Exception as error:  # a dataset may raise anything, and the other ranks wait to be told
+    except BaseException as error:  # Ctrl-C too: the other ranks wait to be told
         # A worker's error carries its traceback in its text: the last line says what it was.
         told = "".join(traceback.format_exception_only(error)).strip()
-        _send(run, _packed(Round(failure=told.splitlines()[-1])))
+        _send(run, _packed(Round(failure=told.splitlines()[-1])), operation)
         raise
-    _send(run, message)
+    _send(run, message, operation)
     return current
 
 
-def _receive(run: Run) -> Round:
-    memory = _send(run, None).numpy().data
+def _receive(run: Run, operation: str) -> Round:
+    memory = _send(run, None, operation).numpy().data
     start = _LENGTH + int.from_bytes(memory[:_LENGTH], "little")
     current: Round = pickle.loads(memory[_LENGTH:start])  # noqa: S301 - of our own rank
     if current.failure is not None:
@@ -164,6 +168,6 @@ class _Pickler(pickle.Pickler):
         return len(self.tensors) - 1
 
 
-def _send(run: Run, message: Tensor | None) -> Tensor:
-    with collective_call(run, "world", "the next batch (dispatch_batches)", None, objects=True) as call:
+def _send(run: Run, message: Tensor | None, operation: str) -> Tensor:
+    with collective_call(run, "world", operation, None, objects=True) as call:
         return call.one_payload(message, SOURCE)

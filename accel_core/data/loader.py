@@ -267,6 +267,7 @@ class PreparedLoader(DataLoader[Any]):
                 _remove(active, self)
                 raise
             finally:
+                self._skipped = 0
                 cursor.leave(progress, finished=finished)
                 for window, position in windows.items():
                     window.end_loop(position)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from accel_core.data.loader import PreparedLoader
+from accel_core.errors import ConfigError
 
 __all__ = ["skip_first_batches"]
 
@@ -23,6 +24,8 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     does not skip on top. A prepared loader of map-style data does not read what
     it skips.
     """
+    if num_batches < 0:
+        raise ConfigError(f"skip_first_batches: {num_batches} batches cannot be left out\ngive 0 or more")
     if isinstance(loader, PreparedLoader):
         view = copy.copy(loader)
         view._skip = num_batches
@@ -41,7 +44,13 @@ class _SkipsOnce:
 
     def __iter__(self) -> Iterator[Any]:
         self._skipped, self._skip = self._skip, 0
-        return islice(super().__iter__(), self._skipped, None)  # type: ignore[misc]
+        return self._to_the_end(islice(super().__iter__(), self._skipped, None))  # type: ignore[misc]
+
+    def _to_the_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from batches
+        finally:
+            self._skipped = 0
 
     def __len__(self) -> int:
         whole: int = super().__len__()  # type: ignore[misc]

@@ -285,12 +285,14 @@ def collective_call(
         current_operation.set(call)
         yield call
     finally:
-        try:
-            torch._C._set_grad_enabled(enabled)
+        try:  # Ctrl-C may come behind each call
             if collecting:
                 gc.enable()
         finally:
-            current_operation.set(before)
+            try:
+                torch._C._set_grad_enabled(enabled)
+            finally:
+                current_operation.set(before)
 
 
 def _summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, rea
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from accel_core import Accelerator, AccelError, Topology, skip_first_batches
+from accel_core import Accelerator, AccelError, ConfigError, Topology, skip_first_batches
 from accel_core.data.loader import prepare_loader
 from accel_core.data.position import Progress
 from accel_core.data.shuffling import Shuffle, preserve_rng
@@ -163,8 +163,20 @@ def test_training_goes_on_from_each_step_of_an_epoch_as_if_nothing_had_happened(
 def test_the_length_of_a_loader_that_skips_is_that_of_what_it_gives():
     for loader in (prepared(numbers(12))[0], numbers(12)(0)):
         skipping = skip_first_batches(loader, 4)
-        assert len(skipping) == len(list(skipping)) == len(skipping) == 2
-        assert len(list(skipping)) == len(skipping) == len(loader) == 6
+        assert len(skipping) == len(list(skipping)) == 2
+        assert len(skipping) == len(list(skipping)) == len(loader) == 6
+
+
+def test_the_length_of_a_loader_that_skips_holds_inside_its_loop():
+    for loader in (prepared(numbers(12))[0], numbers(12)(0)):
+        skipping = skip_first_batches(loader, 4)
+        assert [len(skipping) for _ in skipping] == [2, 2]
+
+
+def test_less_than_no_batches_cannot_be_skipped():
+    for loader in (prepared(numbers(12))[0], numbers(12)(0)):
+        with pytest.raises(ConfigError, match="give 0 or more"):
+            skip_first_batches(loader, -1)
 
 
 # -- the current iteration -----------------------------------------------------------------------

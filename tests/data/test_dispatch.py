@@ -269,6 +269,63 @@ def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers):
     assert reader[0] == other[0] == another[0]
 
 
+class Interrupted(Stream):
+    """Ctrl-C comes while its sixth sample is read, once."""
+
+    came = False
+
+    def __iter__(self):
+        yield from range(5)
+        if not Interrupted.came:
+            Interrupted.came = True
+            raise KeyboardInterrupt
+        yield from range(5, 9)
+
+
+def interrupted():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Interrupted(9), 1))
+    try:
+        for _ in loader:
+            pass
+    except BaseException as error:
+        return type(error), str(error)
+    finally:
+        accelerator.end_training()
+    return "it did not fail"
+
+
+@pytest.mark.together
+def test_ctrl_c_where_it_is_read_is_told_to_all_ranks():
+    reader, other = run_processes(interrupted)
+    assert reader[0] is KeyboardInterrupt
+    assert other[0] is CollectiveError
+    assert "rank 0, which reads for all, has failed with KeyboardInterrupt" in other[1]
+
+
+def leaving_for_the_next_epoch():
+    """Rank 0 leaves the loop alone, and begins the next."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(8), 1))
+    try:
+        for _ in range(2):
+            for _ in loader:
+                if accelerator.process_index == 0:
+                    break
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return "it did not fail"
+
+
+@pytest.mark.together
+def test_a_rank_that_begins_the_next_epoch_alone_is_named():
+    for message in run_processes(leaving_for_the_next_epoch):
+        assert "rank 0: the next batch (dispatch_batches), round 0 of epoch 1" in message
+        assert "rank 1: the next batch (dispatch_batches), round 1 of epoch 0" in message
+
+
 def leaving():
     """Rank 1 leaves the loop alone, and gathers."""
     accelerator = Accelerator(cpu=True)

@@ -383,7 +383,11 @@ def interrupted(script, scenario, at) -> list[str]:
     except KeyboardInterrupt:
         with contextlib.suppress(CheckpointError):  # one that has not begun says so
             script.accelerator.wait_for_checkpoint()
-    return check(script, f"interrupted in {interruption.where} (place {at})")
+    on = gc.isenabled() and torch.is_grad_enabled()
+    left = [] if on else [f"{interruption.where}: the garbage collector or gradients are left off"]
+    gc.enable()
+    torch.set_grad_enabled(True)
+    return left + check(script, f"interrupted in {interruption.where} (place {at})")
 
 
 def places(script, scenario) -> int:

@@ -55,7 +55,10 @@ def test_an_evaluation_in_between_leaves_a_windows_items_alone(accelerator_of):
     assert_near(model.parameters(), reference.parameters())
 
 
-@pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
+NO_NUMBERS = [-1, float("nan"), float("inf"), torch.tensor(-2.0), torch.tensor(torch.nan), torch.ones(2)]
+
+
+@pytest.mark.parametrize("items", NO_NUMBERS, ids=str)
 def test_items_that_are_no_number_of_items_are_refused(accelerator, items):
     model = accelerator.prepare(nn.Linear(1, 1))
     with pytest.raises(AccelError, match="0 or more"):
