@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from accel_megatron.stepping import Stepped
+    from accel_megatron.stepped import Stepped
 
 __all__ = ["Edits"]
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from accel_core import Run, TensorTemplate, Unit
     from accel_megatron.engine import Engine
     from accel_megatron.shard_map import Piece
-    from accel_megatron.stepping import Stepped, Stepper
+    from accel_megatron.stepped import Stepped
+    from accel_megatron.stepping import Stepper
 
 __all__ = ["MegatronState"]
 

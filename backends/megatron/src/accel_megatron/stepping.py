@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import define
 
 from accel_core import AccelError, ConfigError
 from accel_megatron import settings
 from accel_megatron.edits import Edits
 from accel_megatron.library import quiet
+from accel_megatron.stepped import Stepped
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_megatron.building import Chunks
     from accel_megatron.config import MegatronLMPlugin
 
-__all__ = ["Stepped", "Stepper", "why_unsupported"]
+__all__ = ["Stepper", "why_unsupported"]
 
 _KINDS: Final = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
@@ -45,39 +45,6 @@ def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | Non
     if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
         return f"{name} with amsgrad or maximize has no equal in megatron-core\nleave them out"
     return None
-
-
-@define(eq=False)
-class Stepped:
-    """A parameter's elements that this rank steps: from `begin` on, flattened.
-
-    key: the tensor that the optimizer keeps state under. group: the key's, of that optimizer.
-    """
-
-    parameter: nn.Parameter
-    key: Tensor
-    begin: int
-    optimizer: Any
-    group: dict[str, Any]
-
-    @property
-    def elements(self) -> Tensor:
-        """One dimension.
-
-        A view of the live storage, the float32 master where there is one.
-        """
-        return self.key.detach().view(-1)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Of the key, possibly none yet."""
-        found: dict[str, Any] = self.optimizer.state.get(self.key, {})
-        return found
-
-    @property
-    def counts_by_group(self) -> bool:
-        """True if `step` is kept per group, as transformer-engine's and apex's do."""
-        return not type(self.optimizer).__module__.startswith("torch.optim")
 
 
 class Stepper:
