@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
@@ -126,12 +125,14 @@ class RunRecord:
         while True:
             file = LineFile(folder / f"{self._name}{f'-{number}' if number > 1 else ''}.jsonl")
             try:
+                import fcntl
+
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.close()
                 number += 1
                 continue
-            except OSError:  # a file system without locks
+            except (ImportError, OSError):  # Windows, or a file system without locks
                 pass
             return file
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 import weakref
@@ -213,9 +212,13 @@ class StepSampler:
         return {"samples_per_second": rate, **reads.place()}
 
     def _memory(self) -> dict[str, int]:
+        memory = dict(self.run.hooks.memory_stats(self.run.device))
+        try:
+            import resource
+        except ImportError:  # Windows
+            return memory
         unit = 1 if sys.platform == "darwin" else 1024
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {**self.run.hooks.memory_stats(self.run.device), "host_peak": host}
+        return {**memory, "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
     # -- values of the device, which nothing waits for --------------------------------------------
 

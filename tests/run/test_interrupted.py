@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
-from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
+from accel_core import Accelerator, CheckpointError, LocalSGD, ProjectConfiguration, skip_first_batches
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.target import SaveTarget
 from accel_core.checkpoint.weights import _alone as saving_alone
@@ -37,7 +37,10 @@ class Script:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder = folder
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+        project = ProjectConfiguration(project_dir=str(folder / "project"), record_every=1)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16", project_config=project
+        )
         module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         self.model, self.optimizer, self.scheduler, self.loader, self.stream = self.accelerator.prepare(
