@@ -27,15 +27,17 @@ Factory = Callable[[], AbstractContextManager[Any]]
 
 
 def attach(
-    model: nn.Module, factory: Factory | None, outputs_to_fp32: str | None
+    model: nn.Module, factory: Factory | None, device: str, *, outputs_to_fp32: bool
 ) -> Callable[[], None] | None:
     """Enter `factory()` around each forward of `model`; return a function to undo it.
 
-    outputs_to_fp32: a device type; outputs under its autocast are converted to float32. None: no outputs are.
+    device: its type. outputs_to_fp32: convert outputs under its autocast to float32.
     """
     if factory is None:
         return None
     before, forward = model.__dict__.get("forward"), _function(model)
+
+    has_autocast = torch.amp.is_autocast_available(device)
 
     # Compilers skip frames of torch's own code: this one is ours, whatever class the model is of.
     def compilable(*args: Any, **kwargs: Any) -> Any:
@@ -47,10 +49,18 @@ def attach(
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     @wraps(forward)
     def under_contexts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with factory():
-            output = compilable(self, *args, **kwargs)
-            if outputs_to_fp32 is not None and torch.is_autocast_enabled(outputs_to_fp32):
-                output = converted(output)
+        state = _autocast_state(device) if has_autocast else None
+        try:
+            with factory():
+                output = compilable(self, *args, **kwargs)
+                if outputs_to_fp32 and has_autocast and torch.is_autocast_enabled(device):
+                    output = converted(output)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, which may come within torch's own exit
+            if state is not None:
+                _put_back(device, *state)
+            raise
         return output
 
     under_contexts.__name__ = "forward"  # by this name a pickle finds the class's method
@@ -63,6 +73,26 @@ def attach(
                 model.__dict__["forward"] = before
 
     return detach
+
+
+def _autocast_state(device: str) -> tuple[bool, torch.dtype, bool, int]:
+    """Return whether autocast is on, its dtype, whether it caches, and how deep it is nested."""
+    level = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    cached = torch.is_autocast_cache_enabled()
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cached, level
+
+
+def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool, level: int) -> None:
+    """Leave autocast as it was; copies of weights that it has cached are dropped."""
+    while torch.autocast_increment_nesting() > level:
+        torch.autocast_decrement_nesting()
+        torch.autocast_decrement_nesting()
+    torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(cached)
 
 
 def _function(model: nn.Module) -> Callable[..., Any]:

@@ -183,8 +183,8 @@ def _finish_model(unit: Unit, number: int, before: Named) -> None:
     unit.renamed[inner] = {**_renamed(before, inner), **unit.renamed.get(inner, {})}
     attach_gradient_transforms(unit, number)
     unit.use_stream(unit.stream or fork(unit))
-    converted = run.device.type if run.config.autocast.outputs_to_fp32 else None
-    detach = attach(inner, forward_context(unit, hooks.autocast(unit)), converted)
+    context = forward_context(unit, hooks.autocast(unit))
+    detach = attach(inner, context, run.device.type, outputs_to_fp32=run.config.autocast.outputs_to_fp32)
     if detach is not None:
         unit.detach.append(detach)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.amp import autocast_mode
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
@@ -330,10 +331,10 @@ def test_what_is_left_by_return_break_or_close_is_as_if_it_had_not_been(script, 
 
 
 class Interruption:
-    """Ctrl-C at the n-th place in core's code where the interpreter looks for signals."""
+    """Ctrl-C at the n-th place in core's (or other) code where the interpreter looks for signals."""
 
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.count, self.where = at, 0, ""
+    def __init__(self, at: int | None = None, code: str = CORE) -> None:
+        self.at, self.count, self.where, self.code = at, 0, "", code
 
     def __enter__(self):
         self.outer = sys.gettrace()
@@ -344,7 +345,7 @@ class Interruption:
         sys.settrace(self.outer)
 
     def call(self, frame, event, argument):
-        if not frame.f_code.co_filename.startswith(CORE):
+        if not frame.f_code.co_filename.startswith(self.code):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         looked = [looks(frame)]  # not so where a generator is resumed by an exception
@@ -423,6 +424,20 @@ def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_lo
         problems += [interruption.where] * (inside is None or accelerator.run.accumulation is not None)
         accelerator.run.units[0].begin_anew()
     assert not problems
+
+
+def test_ctrl_c_within_torchs_own_autocast_leaves_it_off(script):
+    batch = torch.ones(2, 3)
+    for at in count(1):
+        interruption = Interruption(at, autocast_mode.__file__)
+        with contextlib.suppress(KeyboardInterrupt), interruption:
+            script.model(batch)
+        if not interruption.where:
+            break
+        assert not torch.is_autocast_enabled("cpu"), interruption.where
+        assert torch.autocast_increment_nesting() == 1, interruption.where
+        torch.autocast_decrement_nesting()
+    assert at > 10
 
 
 def test_after_ctrl_c_at_any_place_of_a_step_of_all_ranks_no_operation_is_under_way(script):
