@@ -60,6 +60,9 @@ def test_an_optimizer_may_come_before_its_model(capsys):
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     assert not torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+    assert not optimizer.step_was_skipped
 
 
 def test_an_optimizer_of_no_prepared_model_steps_and_is_saved(tmp_path):

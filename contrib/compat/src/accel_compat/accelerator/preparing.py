@@ -123,7 +123,7 @@ class Preparing(accel_core.Accelerator):
     def _settle(self, proxy: AcceleratedOptimizer, made: PreparedOptimizer) -> None:
         """Let the proxy that the program holds be the one that the run knows."""
         proxy.__class__ = AcceleratedOptimizer
-        proxy.optimizer, proxy.unit = made.optimizer, made.unit
+        vars(proxy).update(vars(made))
         known = self.run.optimizers
         known[:] = [(given, proxy if each is made else each) for given, each in known]
         self._loose = [each for each in self._loose if each is not proxy]
