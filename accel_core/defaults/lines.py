@@ -1,4 +1,4 @@
-"""Files of JSON lines, whose every line is whole."""
+"""Files of JSON lines, of which a kill cuts the last one at most."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["LineFile"]
 class LineFile:
     """Append lines to a file, which is made with its folder if it does not exist.
 
-    Each line is one write of the operating system: readers and a kill see whole lines. What is not finite
-    is "NaN", "Infinity" or "-Infinity", as JSON has no such numbers.
+    Each line is one write of the operating system. A kill, or a full disk, may cut the last one between two
+    pages of memory; the next run begins a line of its own. What is not finite is "NaN", "Infinity" or
+    "-Infinity", as JSON has no such numbers.
 
     Raises OSError where the file cannot be written.
     """
