@@ -280,10 +280,11 @@ def _alone(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has it too
-        del _handles[key]
-        os.close(handle)
+        if _handles.get(key) == handle:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked process has it too
+            del _handles[key]
+            os.close(handle)
 
 
 def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool) -> None:

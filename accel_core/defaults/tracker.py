@@ -23,8 +23,7 @@ __all__ = ["JsonLines"]
 class JsonLines:
     """Write `logging_dir/PROJECT.jsonl`: one line per run and per `log`.
 
-    A run that is resumed appends. Each line is one write of the operating system: readers and a kill
-    see whole lines. What is not finite is "NaN", "Infinity" or "-Infinity", as JSON has no such numbers.
+    A run that is resumed appends; see `LineFile`.
     """
 
     def __init__(self, config: Any, run: Run) -> None:
