@@ -173,25 +173,33 @@ def follow(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
 
     The returned function ends it.
     """
-    watched: list[tuple[DistributedDataParallel, dict[str, Any], Callable[[], None]]] = []
+    watched: list[tuple[DistributedDataParallel, dict[str, Any], set[Tensor], bool, Callable[[], None]]] = []
     count = 0
+
+    def find() -> int:
+        models = [model for model in unit.wrapped if isinstance(model, DistributedDataParallel)]
+        watched[:] = [
+            (model, model.__dict__, model.late, model.static_graph, model.reducer._check_reducer_finalized)
+            for model in models
+        ]
+        return len(unit.wrapped)
 
     def check(optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         nonlocal count
         if (len(args) > 1 and args[1] is not None) or (kwargs and kwargs.get("closure") is not None):
             return _checked(check, *args, **kwargs or {})  # the closure has yet to compute the gradients
         if count != len(unit.wrapped):
-            models = [model for model in unit.wrapped if isinstance(model, DistributedDataParallel)]
-            watched[:] = [(model, model.__dict__, model.reducer._check_reducer_finalized) for model in models]
-            count = len(unit.wrapped)
-        for model, state, check_finished in watched:
-            last, state["last"] = state["last"], None
-            if state["static_graph"]:
+            count = find()
+        for model, state, late, is_static, check_finished in watched:
+            last = state["last"]
+            if is_static:
                 state["awaited"] = ["none"] * len(state["awaited"])
-            if state["late"] or (last is not None and last != _READY):
+            if last is not None:
+                state["last"] = None
+            if late or (last is not None and last != _READY):
                 if not unit.is_in_no_sync:
                     model.refuse(last)
-                state["late"].clear()
+                late.clear()
             try:
                 check_finished()
             except RuntimeError as error:
