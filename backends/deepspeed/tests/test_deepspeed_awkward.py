@@ -196,7 +196,9 @@ def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     device = SimpleNamespace(synchronize=lambda: gradient.copy_(arrived))
     monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: device)
     parameter = SimpleNamespace(requires_grad=True, grad=gradient)
-    module: Any = SimpleNamespace(parameters=lambda: [parameter])
+    module: Any = SimpleNamespace(
+        parameters=lambda: [parameter], named_parameters=lambda: [("weight", parameter)]
+    )
     engine = SimpleNamespace(module=module, optimizer=None, allreduce_gradients=None)
 
     Gradients(engine, 0.0, fixed=False).clamp(4.0)
