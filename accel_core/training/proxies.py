@@ -39,6 +39,8 @@ class PreparedOptimizer(Optimizer):
         unit = self.unit
         if unit.window.boundary:
             self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
+        elif closure is not None and unit.window.size > 1:
+            step.refuse_closure(unit)
         else:
             unit.window.note_backward()  # maybe the loss's own
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -243,15 +243,20 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     unit.step_state.note_edited()
 
 
+def refuse_closure(unit: Unit) -> NoReturn:
+    """Raise AccelError for a closure in a window of several micro-batches."""
+    raise AccelError(
+        f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
+        " micro-batches: it would step with the last one's alone\n"
+        "give it the whole batch without accumulate, or an optimizer that needs no closure"
+    )
+
+
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
     unit.window.note_backward()
     if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
-        raise AccelError(
-            f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
-            " micro-batches: it would step with the last one's alone\n"
-            "give it the whole batch without accumulate, or an optimizer that needs no closure"
-        )
+        refuse_closure(unit)
     state, steps = unit.step_state, unit.steps
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
