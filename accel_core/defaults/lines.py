@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
+import os
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,27 +30,27 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = io.FileIO(path, "a+")
-        self.is_new = not self._file.tell()
-        if not self.is_new and self._last_byte() != b"\n":  # a full disk cut the last run's line
-            self._file.write(b"\n")
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        self._file = os.open(path, flags, 0o666)
+        self.close = weakref.finalize(self, os.close, self._file)
+        """Close the file; it closes by itself with the last reference."""
+        size = os.fstat(self._file).st_size
+        self.is_new = not size
+        if size and self._byte(size - 1) != b"\n":  # a kill or a full disk cut the last run's line
+            os.write(self._file, b"\n")
 
     def fileno(self) -> int:
         """Return the number of the open file."""
-        return self._file.fileno()
+        return self._file
 
     def write(self, **fields: Any) -> None:
         """Append a line: the seconds since 1970 under "time", and any values by name."""
         line = json.dumps({"time": round(time.time(), 3), **_plain(fields)}, ensure_ascii=False)
-        self._file.write(f"{line}\n".encode())
+        os.write(self._file, f"{line}\n".encode())
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _last_byte(self) -> bytes:
-        self._file.seek(-1, io.SEEK_END)
-        return self._file.read(1)
+    def _byte(self, at: int) -> bytes:
+        os.lseek(self._file, at, os.SEEK_SET)
+        return os.read(self._file, 1)
 
 
 def _plain(value: Any) -> Any:

@@ -49,7 +49,11 @@ def attach(
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     @wraps(forward)
     def under_contexts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = _autocast_state(device) if has_autocast else None
+        if has_autocast:  # no function of ours: it would be compiled
+            level = torch.autocast_increment_nesting()
+            torch.autocast_decrement_nesting()
+            cached = torch.is_autocast_cache_enabled()
+            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         try:
             with factory():
                 output = compilable(self, *args, **kwargs)
@@ -58,8 +62,8 @@ def attach(
         except Exception:
             raise
         except BaseException:  # Ctrl-C, which may come within torch's own exit
-            if state is not None:
-                _put_back(device, *state)
+            if has_autocast:
+                _put_back(device, enabled, dtype, cached, level)
             raise
         return output
 
@@ -73,14 +77,6 @@ def attach(
                 model.__dict__["forward"] = before
 
     return detach
-
-
-def _autocast_state(device: str) -> tuple[bool, torch.dtype, bool, int]:
-    """Return whether autocast is on, its dtype, whether it caches, and how deep it is nested."""
-    level = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    cached = torch.is_autocast_cache_enabled()
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cached, level
 
 
 def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool, level: int) -> None:
