@@ -44,7 +44,12 @@ class LineFile:
         return self._file
 
     def write(self, **fields: Any) -> None:
-        """Append a line: the seconds since 1970 under "time", and any values by name."""
+        """Append a line: the seconds since 1970 under "time", and any values by name.
+
+        Raises ValueError once the file is closed: its number may be another file's by then.
+        """
+        if not self.close.alive:
+            raise ValueError(f"{self.path} is closed")
         line = json.dumps({"time": round(time.time(), 3), **_plain(fields)}, ensure_ascii=False)
         os.write(self._file, f"{line}\n".encode())
 

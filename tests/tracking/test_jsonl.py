@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from accel_core import Accelerator, ConfigError
+from accel_core.defaults.lines import LineFile
 
 
 @pytest.fixture
@@ -130,3 +131,14 @@ def test_options_it_does_not_have_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match="init_kwargs: tracker jsonl has no options, but was given dir"):
         accelerator.init_trackers("project", init_kwargs={"jsonl": {"dir": 1}})
     accelerator.end_training()
+
+
+def test_a_closed_file_writes_into_no_other_file_that_has_its_number(tmp_path):
+    lines = LineFile(tmp_path / "lines.jsonl")
+    lines.close()
+    with (tmp_path / "other").open("wb") as other:
+        assert other.fileno() == lines.fileno()
+        with pytest.raises(ValueError, match="is closed"):
+            lines.write(loss=1.0)
+
+    assert not (tmp_path / "other").read_bytes()
