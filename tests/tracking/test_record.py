@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import warnings
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, ProjectConfiguration
+from accel_core import Accelerator, GradScalerKwargs, ProjectConfiguration
 from accel_core.runtime import sampling
 from accel_testing import ProcessError, run_processes
 
@@ -109,6 +110,24 @@ def test_a_sample_says_where_the_time_of_its_step_went(tmp_path):
     (checkpoint,) = of_kind(record, "checkpoint")
     assert (checkpoint["step"], checkpoint["folder"]) == (4, str(tmp_path / "saved"))
     assert checkpoint["seconds"] > 0
+
+
+def test_a_step_that_was_skipped_for_overflow_says_so(tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=1)
+    scaler = GradScalerKwargs(init_scale=1.0)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", project_config=project, kwargs_handlers=[scaler]
+    )
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for rows in (torch.ones(2, 3), torch.full((2, 3), math.inf), torch.ones(2, 3)):
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+    (record,) = records(tmp_path)
+    assert ["skipped" in line for line in of_kind(record, "step")] == [False, True, False]
 
 
 def test_the_first_and_every_tenth_step_are_sampled_and_no_other_is_touched(tmp_path):
