@@ -113,6 +113,17 @@ def test_what_cannot_be_here_is_refused_with_the_reason() -> None:
         quantize(model(), "float8_dynamic")
 
 
+def test_memory_that_runs_out_is_not_the_schemes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchao import quantization
+
+    def run_out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(quantization, "quantize_", run_out)
+    with pytest.raises(torch.OutOfMemoryError, match=r"tried to allocate 2\.00 GiB"):
+        quantize(model(), "int8")
+
+
 def test_quantisation_aware_training_around_a_run() -> None:
     """As docs say: torchao's prepare step, ordinary training, its convert step."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_

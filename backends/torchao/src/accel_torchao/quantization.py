@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core import ConfigError
+from accel_core import ConfigError, is_out_of_memory
 
 if TYPE_CHECKING:
     import os
@@ -35,7 +35,8 @@ def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: st
         skip: pattern of the whole names of layers to leave.
 
     Raises:
-        ConfigError: no such scheme, no layer is left to quantise, or torchao cannot do it here.
+        ConfigError: no such scheme, no layer is left to quantise, or torchao cannot do it here. An error of
+            memory that runs out stays as it is.
     """
     config = _config(scheme)
     chosen = _layers(model, only, skip)
@@ -51,6 +52,8 @@ def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: st
     try:
         quantize_(model, config, filter_fn=lambda module, name: module in layers)
     except (ImportError, AssertionError, RuntimeError, NotImplementedError) as error:
+        if is_out_of_memory(error):  # another scheme would find no more
+            raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"quantize: scheme {scheme!r} cannot be used here: {type(error).__name__}: {reason}\n"
