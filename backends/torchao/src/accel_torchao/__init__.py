@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_torchao.config import Float8Config
-    from accel_torchao.quantization import load_quantized, quantize
+    from accel_torchao.quantization import load_quantized, quantize, quantizer
 
-__all__ = ["Float8Config", "load_quantized", "quantize"]
+__all__ = ["Float8Config", "load_quantized", "quantize", "quantizer"]
 __version__ = "0.1.0"
 
 

@@ -15,8 +15,10 @@ from accel_core import ConfigError, is_out_of_memory
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
-__all__ = ["SCHEMES", "load_quantized", "quantize"]
+__all__ = ["SCHEMES", "load_quantized", "quantize", "quantizer"]
 
 SCHEMES = ("int8", "int8_dynamic", "int4", "int4_dynamic", "float8", "float8_dynamic")
 """Weights only, or activations too, quantised in each forward ("dynamic")."""
@@ -38,6 +40,26 @@ def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: st
         ConfigError: no such scheme, no layer is left to quantise, or torchao cannot do it here. An error of
             memory that runs out stays as it is.
     """
+    return quantizer(model, scheme, only=only, skip=skip)("", model)
+
+
+def quantizer(
+    model: nn.Module, scheme: Any, *, only: str | None = None, skip: str | None = None
+) -> Callable[[str, nn.Module], nn.Module]:
+    """Return a function that quantises one block of a model: (name, block) -> block.
+
+    accel-big-models loads with it: `load(model, checkpoint, plan, convert=quantizer(model, "int8"))` reads a
+    block, quantises it on its device and keeps it there, so that only one block has weights of full size.
+
+    Args:
+        model: with shapes and ties; on the meta device it needs no memory.
+        scheme: see `quantize`.
+        only: see `quantize`.
+        skip: see `quantize`.
+
+    Raises:
+        ConfigError: as `quantize` does.
+    """
     config = _config(scheme)
     chosen = _layers(model, only, skip)
     if not chosen:
@@ -46,11 +68,19 @@ def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: st
             f" (only {only!r}, skip {skip!r})\n"
             "give patterns of whole names of named_modules(), and untie the weights of layers to quantise"
         )
-    from torchao.quantization import quantize_
-
     layers = set(chosen.values())
+
+    def convert(name: str, block: nn.Module) -> nn.Module:
+        if not layers.isdisjoint(block.modules()):
+            _quantize(block, config, scheme, layers)
+        return block
+
+    return convert
+
+
+def _quantize(block: nn.Module, config: Any, scheme: Any, layers: AbstractSet[nn.Module]) -> None:
     try:
-        quantize_(model, config, filter_fn=lambda module, name: module in layers)
+        _library().quantize_(block, config, filter_fn=lambda module, name: module in layers)
     except (ImportError, AssertionError, RuntimeError, NotImplementedError) as error:
         if is_out_of_memory(error):  # another scheme would find no more
             raise
@@ -59,8 +89,7 @@ def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: st
             f"quantize: scheme {scheme!r} cannot be used here: {type(error).__name__}: {reason}\n"
             f"choose another: {', '.join(SCHEMES)}"
         ) from error
-    _freeze(model)
-    return model
+    _freeze(block)
 
 
 def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:

@@ -23,7 +23,7 @@ from accel_big_models.tenants import Tenant
 from accel_big_models.writing import write_blocks
 from accel_core import ConfigError
 
-__all__ = ["arrange"]
+__all__ = ["READERS", "arrange"]
 
 READERS: Final = 4
 """Threads that read weights; more of them take longer on common disks."""
@@ -93,8 +93,8 @@ def _made(tenant: Tenant) -> Tensor | None:
                 tenant.source = InMemory(pinned(values, tenant.device), values.dtype)
             return None
         if tenant.source is None:
-            moved = tenant.tensor.detach().to(tenant.device)
-            return None if tenant.tensor.device == tenant.device else moved
+            same = tenant.tensor.device == tenant.device
+            return None if same else tenant.tensor.detach().to(tenant.device)
         return values_of(tenant.source).detach().to(tenant.device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 
 from accel_big_models.arranging import arrange
 from accel_big_models.checkpoints import open_checkpoint, with_dtype
+from accel_big_models.converting import convert_blocks, unchanged_on_error
 from accel_big_models.planning import plan_from_map
 from accel_big_models.sources import Source, values_of
 from accel_big_models.tenants import Tenant, tenants_of
@@ -21,6 +23,7 @@ from accel_core import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
+    from accel_big_models.converting import Convert
     from accel_big_models.plans import Plan
 
 __all__ = ["load"]
@@ -35,6 +38,7 @@ def load(
     mapped: bool = True,
     skip_keys: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
+    convert: Convert | None = None,
 ) -> nn.Module:
     """Load a checkpoint's weights to the places of a plan, and dispatch the model.
 
@@ -53,12 +57,17 @@ def load(
             where a mapped one ends the process.
         skip_keys: see `dispatch`.
         progress: called with the bytes that are loaded and those of all.
+        convert: `convert(name, block)` gets each block of the plan with its weights on its device, and
+            returns it, or the module that takes its place. What it makes, such as quantised weights, stays
+            there; one block at a time has its weights as the checkpoint has them. Tied weights must stay
+            as they are, and the plan places all of the model where it is computed.
 
     Returns:
         The model.
 
     Raises:
         CheckpointError: a file is damaged or cut, names or shapes differ; names the file and the weights.
+        ConfigError: the plan or what `convert` did cannot be; names the block or the weight.
     """
     sources = open_checkpoint(checkpoint, mapped=mapped)
     chosen = plan if plan is not None else plan_from_map(model, {"": "cpu"})
@@ -74,7 +83,11 @@ def load(
                 chosen.dtype if chosen.dtype and tenant.tensor.is_floating_point() else tenant.tensor.dtype
             )
             tenant.source = with_dtype(sources[name], dtype)
-    arrange(model, chosen, tenants, None, mapped=mapped, skip_keys=skip_keys, progress=progress)
+    with unchanged_on_error(model) if convert is not None else nullcontext():
+        if convert is not None:
+            tenants = convert_blocks(model, chosen, tenants, convert, progress)
+            progress = None
+        arrange(model, chosen, tenants, None, mapped=mapped, skip_keys=skip_keys, progress=progress)
     return model
 
 
