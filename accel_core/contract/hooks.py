@@ -419,7 +419,10 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
 
 @spec("owner")
 def grad_scaler(unit: Unit) -> GradScaler | None:
-    """Return the unit's loss scaler, or None. Called once, when the unit is bound."""
+    """Return the unit's loss scaler, or None.
+
+    A precision that scales the loss answers: with the device's own scaler, if it has one.
+    """
 
 
 @spec("owner", per_step=True)

@@ -130,7 +130,8 @@ class Float16(_Autocast):
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
-        return GradScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
+        options = self.run.config.grad_scaler.to_kwargs()
+        return self.below.grad_scaler(unit) or GradScaler(self.run.device.type, **options)
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:

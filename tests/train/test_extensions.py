@@ -63,6 +63,15 @@ NO_HALF = """
     def capabilities(self, device):
         return self.below.capabilities(device) - {"fp16"}
 """
+SCALER = """
+    @implements(hooks.select_device)
+    def select_device(self, world):
+        return torch.device("cpu")
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit):
+        return torch.amp.GradScaler("cpu", init_scale=2.0)
+"""
 ENGINE = """
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit, loaders):
@@ -211,6 +220,20 @@ def test_so_does_a_strategy_that_only_prepare_names(accelerator_with):
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", strategy="single")
     with pytest.raises(ConfigError, match="which strategy 'toy' cannot do"):
         accelerator.prepare(net(), strategy="toy")
+    accelerator.end_training()
+
+
+# -- grad_scaler -----------------------------------------------------------------------------------
+
+
+def test_a_device_brings_the_loss_scaler_that_sees_its_overflow(toy_plugin, monkeypatch):
+    source = TOY.replace("METHODS", SCALER).replace("NAME", "chip").replace("SLOT", "device")
+    toy_plugin("chip", "device", source=source.replace("OFFERS", repr({"fp16"})))
+    monkeypatch.setenv("ACCEL__DEVICE", "chip")
+    accelerator = Accelerator(mixed_precision="fp16")
+    accelerator.prepare(net())
+
+    assert accelerator.run.units[0].scaler.get_scale() == 2.0
     accelerator.end_training()
 
 

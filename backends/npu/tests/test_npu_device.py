@@ -7,6 +7,7 @@ that `pip install --no-deps --target FOLDER torch_npu` has filled.
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,29 @@ from typing import Any
 import pytest
 import torch
 
+from accel_core import RunConfig
 from accel_npu import NpuConfig, device
 from accel_npu.device import NpuDevice
 
 DEVICE = torch.device("cpu")  # only handed through
+
+
+class Scaler:
+    """torch_npu.npu.amp.GradScaler, as far as the plugin uses it."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        enabled: bool = True,
+    ) -> None:
+        self.init_scale, self.dynamic = init_scale, dynamic
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.dynamic = state_dict["dynamic"]
 
 
 class Chip:
@@ -27,6 +47,7 @@ class Chip:
     def __init__(self, *, bf16: bool = True, infinite: bool = True) -> None:
         self.bf16 = bf16
         self.utils = SimpleNamespace(is_support_inf_nan=lambda: infinite)
+        self.amp = SimpleNamespace(GradScaler=Scaler)
         self.compile_modes: list[bool] = []
         self.matmul, self.conv = SimpleNamespace(), SimpleNamespace()
 
@@ -42,10 +63,12 @@ class Chip:
 
 def plugin(monkeypatch: pytest.MonkeyPatch, chip: Chip, config: NpuConfig | None = None) -> NpuDevice:
     monkeypatch.setattr(device, "vendor", lambda: chip)
-    run: Any = SimpleNamespace()
+    run: Any = SimpleNamespace(config=RunConfig(mixed_precision="fp16"))
     made = NpuDevice(config, run)
     made.below = SimpleNamespace(
-        select_device=lambda _: DEVICE, capabilities=lambda _: frozenset({"bf16", "fp16"})
+        select_device=lambda _: DEVICE,
+        capabilities=lambda _: frozenset({"bf16", "fp16"}),
+        grad_scaler=lambda _: None,
     )
     return made
 
@@ -55,8 +78,40 @@ def test_bf16_depends_on_the_chip(monkeypatch: pytest.MonkeyPatch, chip: bool, a
     assert plugin(monkeypatch, Chip(bf16=chip)).capabilities(DEVICE) == able
 
 
-def test_fp16_is_withdrawn_where_overflow_saturates_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plugin(monkeypatch, Chip(infinite=False)).capabilities(DEVICE) == {"bf16"}
+def test_the_vendors_scaler_is_used_where_overflow_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit: Any = SimpleNamespace()
+    saturating, infinite = plugin(monkeypatch, Chip(infinite=False)), plugin(monkeypatch, Chip())
+
+    assert isinstance(saturating.grad_scaler(unit), Scaler)
+    assert infinite.grad_scaler(unit) is None  # which leaves it to the precision
+
+
+def test_the_vendors_scaler_takes_the_state_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit: Any = SimpleNamespace()
+    scaler: Any = plugin(monkeypatch, Chip(infinite=False)).grad_scaler(unit)
+    ours = torch.amp.GradScaler("cpu")
+    ours.scale(torch.ones(()))
+
+    scaler.load_state_dict(ours.state_dict())
+
+    assert scaler.dynamic is True
+
+
+def test_a_strategy_with_a_scaler_of_its_own_is_refused_where_overflow_saturates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own: Any = SimpleNamespace(strategy="own", hooks=SimpleNamespace(grad_scaler=lambda _: None))
+    stepped = [torch.optim.SGD([torch.zeros(1)])]
+
+    assert (
+        "strategy 'own' has its own"
+        in plugin(monkeypatch, Chip(infinite=False)).refuse_unit(own, [], stepped)[0]
+    )
+    assert not plugin(monkeypatch, Chip()).refuse_unit(own, [], stepped)
+
+
+def test_compilation_is_the_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plugin(monkeypatch, Chip()).compile_options() == {"backend": "npu"}
 
 
 def test_switches_are_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +190,18 @@ def test_torch_npu_has_the_switches() -> None:
 @source
 def test_torch_npu_calls_its_collectives_hccl() -> None:
     assert "'hccl'" in ast.dump(tree("_init/registry/distributed.py"))
+
+
+@source
+def test_torch_npus_scaler_is_the_stand_in() -> None:
+    (scaler,) = (
+        node
+        for node in tree("npu/amp/grad_scaler.py").body
+        if isinstance(node, ast.ClassDef) and node.name == "GradScaler"
+    )
+    made = next(node for node in scaler.body if getattr(node, "name", "") == "__init__")
+    assert isinstance(made, ast.FunctionDef)
+    assert [argument.arg for argument in made.args.args] == list(
+        inspect.signature(Scaler.__init__).parameters
+    )
+    assert "'dynamic'" in ast.dump(scaler)

@@ -6,7 +6,7 @@ The base layer runs them through `torch.npu`; here is only what it cannot know.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,11 @@ from accel_npu.config import NpuConfig
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
 
-    from accel_core import Run, World
+    from accel_core import Run, Unit, World
 
 __all__ = ["NpuDevice", "vendor", "verify"]
 
@@ -61,9 +64,35 @@ class NpuDevice:
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
-        if not self.npu.utils.is_support_inf_nan():  # no loss scaler of torch sees an overflow that saturates
-            able -= {"fp16"}
         return able if self.npu.is_bf16_supported() else able - {"bf16"}
+
+    @implements(hooks.compile_options)
+    def compile_options(self) -> Mapping[str, Any]:
+        return {"backend": "npu"}  # torchair, which torch_npu brings
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> GradScaler | None:
+        scaler: GradScaler | None = self.below.grad_scaler(unit)
+        return (
+            _saturating(self.npu)(**self.run.config.grad_scaler.to_kwargs()) if self._saturates() else scaler
+        )
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        if not (self._saturates() and optimizers):
+            return ()
+        if isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler):
+            return ()
+        reason = (
+            "fp16: overflow saturates on this NPU, which torch_npu's loss scaler alone sees; strategy"
+            f" {unit.strategy!r} has its own\nuse mixed_precision bf16 or 'no', or strategy ddp"
+        )
+        return [reason]
+
+    def _saturates(self) -> bool:
+        return self.run.config.mixed_precision == "fp16" and not self.npu.utils.is_support_inf_nan()
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
@@ -79,3 +108,15 @@ class NpuDevice:
         for index in range(self.npu.device_count()):
             report[f"NPU {index}"] = self.npu.get_device_name(index)
         return report
+
+
+def _saturating(npu: Any) -> Any:
+    """Return torch_npu's loss scaler, which sees overflow in a status flag: gradients stay finite there."""
+
+    class Scaler(npu.amp.GradScaler):  # type: ignore[misc]
+        """Takes the state of torch's too."""
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict({"dynamic": True, **state})
+
+    return Scaler
