@@ -62,6 +62,30 @@ def test_bf16_and_fp8_depend_on_the_chip(cuda: Recorder, chip: tuple[int, int], 
     assert cuda.calls == [("get_device_capability", (DEVICE,))]
 
 
+@pytest.mark.parametrize(
+    ("chip", "able"), [("gfx942:sramecc+:xnack-", {"bf16", "fp16", "fp8"}), ("gfx90a", {"bf16", "fp16"})]
+)
+def test_fp8_depends_on_amds_chip(
+    cuda: Recorder, monkeypatch: pytest.MonkeyPatch, chip: str, able: set[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    cuda.answers("get_device_properties", SimpleNamespace(gcnArchName=chip))
+
+    assert plugin().capabilities(DEVICE) == able
+
+
+@pytest.mark.parametrize(("chip", "usable"), [("gfx90a:xnack-", True), ("gfx1100", False)])
+def test_a_chip_of_amd_that_torch_has_no_code_for_is_told(
+    cuda: Recorder, monkeypatch: pytest.MonkeyPatch, chip: str, usable: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    cuda.answers("is_available", answer=True)
+    cuda.answers("get_device_properties", SimpleNamespace(gcnArchName=chip))
+    cuda.answers("get_arch_list", ["gfx90a", "gfx942"])
+
+    assert (verify() is None) == usable
+
+
 def test_nccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
@@ -85,6 +109,19 @@ def test_switches_are_set_when_the_device_is_selected() -> None:
 
     assert run.select_device(World()) == DEVICE
     assert settings() == ("high", True, True, True)
+
+
+def test_products_of_16_bits_add_up_as_asked() -> None:
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    try:
+        plugin(CudaConfig(reduced_precision_reduction=False)).select_device(World())
+
+        assert products.allow_bf16_reduced_precision_reduction is False
+        assert products.allow_fp16_reduced_precision_reduction is False
+    finally:
+        products.allow_bf16_reduced_precision_reduction = before[0]
+        products.allow_fp16_reduced_precision_reduction = before[1]
 
 
 def test_switches_nobody_named_stay_as_they_were() -> None:

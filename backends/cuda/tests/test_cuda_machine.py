@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cuda_machine import Machine
 
+from accel_core import World
 from accel_core.plugins.discovery import discover
 from accel_cuda import CudaConfig, machine
 
@@ -68,7 +69,11 @@ def test_the_build_of_torch_is_read_from_its_files(
 
 @pytest.mark.parametrize(
     ("build", "reason"),
-    [(None, "torch is not installed"), ("hip", "ROCm build"), ("cpu", "CPU build; install one with CUDA")],
+    [
+        (None, "torch is not installed"),
+        ("hip", "ROCm build, but the amdgpu driver is not loaded"),
+        ("cpu", "CPU build; install one with CUDA"),
+    ],
 )
 def test_a_torch_without_cuda_is_the_reason(
     built: Machine, monkeypatch: pytest.MonkeyPatch, build: str | None, reason: str
@@ -108,19 +113,104 @@ def test_the_drivers_version_is_read(built: Machine) -> None:
     assert machine.driver_version() == "550.54.15"
 
 
+@pytest.fixture
+def rocm(built: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with a torch for ROCm."""
+    monkeypatch.setattr(machine, "torch_build", lambda: "hip")
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    return built
+
+
+def test_amds_gpus_are_usable_under_a_torch_for_rocm(rocm: Machine) -> None:
+    rocm.amd(2)
+
+    assert machine.probe() is None
+
+
+def test_a_container_that_was_given_no_gpu_of_amd_is_told_so(rocm: Machine) -> None:
+    rocm.amd(2, given=0)
+
+    assert "is given no GPU" in (machine.probe() or "")
+
+
+def test_hidden_gpus_of_amd_are_told_with_the_variables(
+    rocm: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rocm.amd(2)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+
+    assert machine.probe() == "ROCR_VISIBLE_DEVICES='0' and HIP_VISIBLE_DEVICES='1' hides every GPU"
+
+
+@pytest.mark.parametrize(
+    ("variables", "counted"),
+    [
+        ({}, ("CUDA_VISIBLE_DEVICES", 4)),
+        ({"CUDA_VISIBLE_DEVICES": "0,2"}, ("CUDA_VISIBLE_DEVICES", 2)),
+        ({"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, ("HIP_VISIBLE_DEVICES", 1)),
+        ({"HIP_VISIBLE_DEVICES": "0,9,1"}, ("HIP_VISIBLE_DEVICES", 1)),
+        ({"ROCR_VISIBLE_DEVICES": "2,GPU-deadbeefdeadbeef"}, ("CUDA_VISIBLE_DEVICES", 2)),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,2"}, ("HIP_VISIBLE_DEVICES", 1)),
+    ],
+)
+def test_gpus_of_amd_are_counted_as_hip_counts_them(
+    rocm: Machine, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], counted: tuple[str, int]
+) -> None:
+    rocm.amd(4)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config: Any = None
+
+    assert machine.CudaLaunch().visible_devices(config) == counted
+
+
+@pytest.mark.parametrize(
+    ("models", "driver", "lacking"),
+    [
+        (("NVIDIA GeForce RTX 4090",) * 2, "545.23.08", True),
+        (("NVIDIA GeForce RTX 4090",) * 2, "550.40.07", False),
+        (("NVIDIA GeForce RTX 4090",), "545.23.08", False),
+        (("NVIDIA H200",) * 2, "545.23.08", False),
+    ],
+)
+def test_gpus_whose_driver_claims_access_between_them_that_they_lack(
+    built: Machine, models: tuple[str, ...], driver: str, lacking: bool
+) -> None:
+    built.driver(driver).models(*models)
+
+    assert machine.lacks_peer_access() is lacking
+
+
+def test_several_processes_record_what_nccl_waits_for_and_avoid_what_hangs(built: Machine) -> None:
+    built.driver("545.23.08").models("NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 4080")
+    config: Any = SimpleNamespace(plugins={})
+
+    assert machine.CudaLaunch().launch_environment(config, World(size=2)) == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "variables"),
     [
         (None, {}),
         (CudaConfig(), {}),
         (CudaConfig(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        (CudaConfig(expandable_segments=True), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (CudaConfig(expandable_segments=False), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}),
     ],
 )
-def test_determinism_sets_what_cublas_reads(options: CudaConfig | None, variables: dict[str, str]) -> None:
+def test_options_set_what_libraries_read_when_they_are_first_used(
+    options: CudaConfig | None, variables: dict[str, str]
+) -> None:
     config: Any = SimpleNamespace(plugins={} if options is None else {"cuda": options})
-    world: Any = None
 
-    assert machine.CudaLaunch().launch_environment(config, world) == variables
+    assert machine.CudaLaunch().launch_environment(config, World()) == variables
 
 
 def test_card_config_and_launch_class_import_no_torch() -> None:

@@ -28,4 +28,10 @@ class CudaConfig(KwargsHandler):
     deterministic: bool | None = option(
         None, help="Let cuDNN and cuBLAS use algorithms that give the same result each time only."
     )
+    reduced_precision_reduction: bool | None = option(
+        None, help="Let products of 16-bit matrices add up in 16 bits: faster, less exact."
+    )
+    expandable_segments: bool | None = option(
+        None, help="Let the allocator grow its segments: less memory is lost where sizes vary."
+    )
     numa_affinity: bool = option(False, help="Pin each process to the CPUs nearest its GPU.")

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaDevice", "verify"]
 
-SWITCHES: Final = ("tf32", "cudnn_benchmark", "deterministic")
+SWITCHES: Final = ("tf32", "cudnn_benchmark", "deterministic", "reduced_precision_reduction")
+FP8_OF_AMD: Final = ("gfx94", "gfx95", "gfx120")
+"""Chips of which torch tests fp8.
+
+evaluate_platform_supports_fp8 in torch/testing/_internal/common_cuda.py.
+"""
 _live: WeakSet[CudaDevice] = WeakSet()
 
 
@@ -34,11 +39,25 @@ def verify() -> str | None:
             f"torch {torch.__version__} finds no usable GPU (driver {machine.driver_version()});"
             " nvidia-smi says whether the driver works and is new enough for this torch"
         )
+    if torch.version.hip:
+        return _verify_amd()
     major, minor = torch.cuda.get_device_capability()
     built_for = [arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))]
     if built_for and not any(_runs(arch, major, minor) for arch in built_for):
         return f"this torch was built for {', '.join(built_for)}, the GPU is an sm_{major}{minor}"
     return None
+
+
+def _verify_amd() -> str | None:
+    chip, built_for = _gfx(), torch.cuda.get_arch_list()
+    if built_for and chip not in built_for:
+        return f"this torch was built for {', '.join(built_for)}, the GPU is a {chip}"
+    return None
+
+
+def _gfx(device: torch.device | int = 0) -> str:
+    """Return the name of an AMD chip: gfx90a of gfx90a:sramecc+:xnack-."""
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
 
 
 def _runs(architecture: str, major: int, minor: int) -> bool:
@@ -68,6 +87,8 @@ class CudaDevice:
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
+        if torch.version.hip:
+            return able if _gfx(device).startswith(FP8_OF_AMD) else able - {"fp8"}
         chip = torch.cuda.get_device_capability(device)
         # Older chips only emulate bf16, slower than fp32.
         since = {"bf16": (8, 0), "fp8": (8, 9)}
@@ -75,7 +96,7 @@ class CudaDevice:
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        if not dist.is_nccl_available():
+        if not dist.is_nccl_available():  # true of a torch with RCCL too, under the same name
             raise ConfigError(
                 f"torch {torch.__version__} was built without NCCL, which carries tensors between GPUs\n"
                 "set process_group.backend: gloo (slow), or train in one process: accel launch -n 1"
@@ -95,11 +116,14 @@ class CudaDevice:
             "CUDA of torch": str(torch.version.cuda),
             machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
         }
+        if torch.version.hip:
+            report["ROCm of torch"] = torch.version.hip
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
                 about = torch.cuda.get_device_properties(index)
                 memory = about.total_memory / 2**30
-                report[f"GPU {index}"] = f"{about.name}, sm_{about.major}{about.minor}, {memory:.1f} GiB"
+                chip = _gfx(index) if torch.version.hip else f"sm_{about.major}{about.minor}"
+                report[f"GPU {index}"] = f"{about.name}, {chip}, {memory:.1f} GiB"
         return report
 
     @implements(hooks.run_ended)
@@ -127,5 +151,9 @@ def _set_switches(config: CudaConfig) -> None:
         cudnn.allow_tf32 = config.tf32
     if config.cudnn_benchmark is not None:
         cudnn.benchmark = config.cudnn_benchmark
+    if config.reduced_precision_reduction is not None:
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = config.reduced_precision_reduction
+        products.allow_fp16_reduced_precision_reduction = config.reduced_precision_reduction
     if config.deterministic is not None:
         cudnn.deterministic = config.deterministic

@@ -1,4 +1,7 @@
-"""The machine's GPUs, from files and the environment; no torch, no CUDA library."""
+"""The machine's GPUs, from files and the environment; no torch, no CUDA library.
+
+Those of a torch for ROCm, which calls its devices `cuda` too, are in `rocm`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_core import hooks, implements
+from accel_cuda import rocm
 
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["CudaLaunch", "driver_version", "gpu_count", "probe", "torch_build"]
+__all__ = ["CudaLaunch", "driver_version", "gpu_count", "lacks_peer_access", "probe", "torch_build"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROOT = Path("/")
@@ -27,7 +31,7 @@ def probe() -> str | None:
     if build is None:
         return "torch is not installed"
     if build == "hip":
-        return "torch is a ROCm build; the native device plugin runs its GPUs"
+        return rocm.probe(ROOT)
     if build != "cuda":
         return "torch is a CPU build; install one with CUDA (pytorch.org/get-started)"
     if driver_version() is None:
@@ -80,16 +84,36 @@ def gpu_count() -> int:
     return count
 
 
+def lacks_peer_access() -> bool:
+    """Return True if the driver claims access between GPUs that they lack.
+
+    Several GeForce RTX 40 before driver 550.40.07: NCCL hangs over P2P and InfiniBand (NVIDIA/nccl#1080).
+    """
+    files = (ROOT / "proc/driver/nvidia/gpus").glob("*/information")
+    models = [file.read_text() for file in files]
+    parts = [int(part) for part in re.findall(r"\d+", driver_version() or "")]
+    return len(models) > 1 and any("RTX 40" in model for model in models) and [0] < parts < [550, 40, 7]
+
+
 class CudaLaunch:
     """Hooks of the launcher, and of the run before torch's first CUDA call."""
 
     @implements(hooks.visible_devices)
     def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return VISIBLE, gpu_count()
+        return (rocm.visible(), rocm.gpu_count(ROOT)) if torch_build() == "hip" else (VISIBLE, gpu_count())
 
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        options = config.plugins.get("cuda")
+        options, wanted = config.plugins.get("cuda"), dict[str, str]()
         if getattr(options, "deterministic", False):
-            return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS reads it when it is first used
-        return {}
+            wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it is first used
+        expandable = getattr(options, "expandable_segments", None)
+        if expandable is not None:
+            # The name that every torch since 2.8 reads, when it first allocates.
+            wanted["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"
+        if world.size > 1:
+            # What a collective was waiting for when it timed out: a file a rank (torch's flight recorder).
+            wanted |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+            if lacks_peer_access():
+                wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+        return wanted

@@ -111,7 +111,10 @@ class NpuDevice:
 
 
 def _saturating(npu: Any) -> Any:
-    """Return torch_npu's loss scaler, which sees overflow in a status flag: gradients stay finite there."""
+    """Return torch_npu's class of loss scalers.
+
+    They see overflow in a status flag of the chip; gradients stay finite.
+    """
 
     class Scaler(npu.amp.GradScaler):  # type: ignore[misc]
         """Takes the state of torch's too."""
