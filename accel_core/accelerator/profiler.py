@@ -30,7 +30,7 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
     recorder = profiler.profile(
         activities=[_activity(name) for name in names],
         schedule=schedule,
-        on_trace_ready=_Ready(options, run.world.rank),
+        on_trace_ready=_Ready(options, run),
         **{name: getattr(options, name) for name in _SETTINGS},
     )
     with recorder:
@@ -54,8 +54,8 @@ class _Ready:
     Of several cycles the later ones are `profile_RANK_1.json` and so on.
     """
 
-    def __init__(self, options: ProfileKwargs, rank: int) -> None:
-        self.options, self.rank, self.cycles = options, rank, count()
+    def __init__(self, options: ProfileKwargs, run: Run) -> None:
+        self.options, self.run, self.cycles = options, run, count()
 
     def __call__(self, recorder: Any) -> None:
         if self.options.on_trace_ready is not None:
@@ -64,4 +64,6 @@ class _Ready:
             cycle = next(self.cycles)
             folder = Path(self.options.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            recorder.export_chrome_trace(str(folder / f"profile_{self.rank}{f'_{cycle}' * bool(cycle)}.json"))
+            path = folder / f"profile_{self.run.world.rank}{f'_{cycle}' * bool(cycle)}.json"
+            recorder.export_chrome_trace(str(path))
+            self.run.record.note_profile(path)

@@ -90,7 +90,12 @@ class RunRecord:
     @_harmless
     def warn(self, text: str) -> None:
         """Note a warning."""
-        self._write("warning", early=True, text=text)
+        self._write("warning", early=True, step=self.sampler.count, text=text)
+
+    @_harmless
+    def note_profile(self, path: Path) -> None:
+        """Note a trace that the profiler has written."""
+        self._write("profile", early=True, step=self.sampler.count, path=os.fspath(path.absolute()))
 
     def fail(self, error: Exception) -> None:
         """End the record, with a warning."""
@@ -151,6 +156,7 @@ class RunRecord:
             "versions": {"python": platform.python_version(), "torch": _torch_version(), **stack},
             "git": _git_state(),
             "processes": run.world.size,
+            "restarts": run.world.restart_count,
             "host": platform.node(),
             "device": {"type": run.device.type, "name": name},
             "mesh": None if run.mesh is None else {dim.name: dim.size for dim in run.mesh.dims},

@@ -197,11 +197,16 @@ class StepSampler:
         if now - self._looked >= MEMORY_SECONDS:
             self._looked, values["memory"] = now, self._memory()
         items = None if unit.window.items is None else self.copied(unit.window.items)
+        together = None if items is None else self.copied(unit.step_state.items)
         marks, noted = self._marks or [], self._noted
         self._release()
-        self.when_copied(
-            lambda: self._write({**values, "split": self._split(marks), **_passed(noted, items)})
-        )
+
+        def write() -> None:
+            if together is not None and seconds:
+                values["items_per_second"] = float(together) / seconds
+            self._write({**values, "split": self._split(marks), **_passed(noted, items)})
+
+        self.when_copied(write)
 
     def _progress(self, unit: Unit, seconds: float | None) -> dict[str, Any]:
         reads = self.reads() or None

@@ -184,7 +184,8 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     state.unscaled.clear()
     if unit.window.items is not None:
         state.refuse_edited(unit.window, unit.named_parameters())
-        unit.hooks.reduce_gradients(unit, _items_of_all_ranks(unit.run, unit.window.items))
+        items = state.note_items(_items_of_all_ranks(unit.run, unit.window.items))
+        unit.hooks.reduce_gradients(unit, items)
     elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
     state.note_reduced(unit.optimizers)

@@ -11,7 +11,7 @@ from attrs import define, field
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.contract.bound import Steps
@@ -37,6 +37,7 @@ class StepState:
     undivided: (window's number, versions) of gradients that are still to be divided by the window's items.
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
+    items: of all ranks, in the window that was reduced last, where items are counted.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
     """
@@ -47,6 +48,7 @@ class StepState:
     unscaled: set[Optimizer] = field(factory=set)
     undivided: tuple[int, Versions] | None = None
     counted_in: dict[Optimizer, int] = field(factory=dict)
+    items: Tensor | None = None
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
 
@@ -68,6 +70,11 @@ class StepState:
                     self.counted_in.setdefault(optimizer, window.number - 1)
                     continue
             self.counted_in[optimizer] = window.number
+
+    def note_items(self, items: Tensor) -> Tensor:
+        """Keep all ranks' items of the window that is reduced; return them."""
+        self.items = items
+        return items
 
     def begin_window(self) -> None:
         """Forget what was done to the gradients of a window that ended without a step."""

@@ -45,6 +45,7 @@ PLUGINS = {
         "trackio",
         "wandb",
     },
+    "accel-report": {"report", "watch"},
     "accel-context-parallel": {"cp"},
     "accel-big-models": {"dispatched", "estimate"},
     "accel-testing": {"plugins-check", "plugins-new"},

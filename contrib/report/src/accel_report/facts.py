@@ -1,0 +1,117 @@
+"""Facts of runs in words, notes on their curves, and differences between them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_report.records import Record
+
+__all__ = ["about", "differences", "duration", "memory_text", "notes", "rate", "traces"]
+
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def about(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Return rows of facts: what, and its value in each run."""
+    columns = [_about(record) for record in records]
+    names = {name: None for column in columns for name in column}
+    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
+
+
+def _about(record: Record) -> dict[str, str]:
+    head = record.head
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
+    memory = {name: max(point.value for point in points) for name, points in record.memory().items()}
+    rows = {
+        "run": head.get("run"),
+        "script": head.get("script"),
+        "started": started,
+        "took": duration(record.last - record.began) + ("" if record.ended else ", has not ended"),
+        "steps": f"{record.done}",
+        "starts": f"{len(record.starts)}",
+        "stack": (head.get("explain") or [""])[0],
+        "processes": f"{head.get('processes')} on {head.get('host')}",
+        "device": " ".join(dict.fromkeys(f"{value}" for value in head.get("device", {}).values())),
+        "commit": head.get("git") or "not in a git repository",
+        "versions": ", ".join(f"{name} {version}" for name, version in head.get("versions", {}).items()),
+        "most memory": ", ".join(f"{memory_text(value)} {name}" for name, value in memory.items()),
+        "checkpoints": f"{len(record.of('checkpoint'))}",
+    }
+    return {name: str(value) for name, value in rows.items() if value}
+
+
+def notes(record: Record) -> list[str]:
+    """Return what one must know to read the curves rightly."""
+    found = []
+    if record.torn:
+        found.append(f"{record.name}: {record.torn} line(s) of the record are cut, and left out.")
+    if record.redone:
+        steps = ", ".join(str(step) for _, step in record.resumed_at)
+        found.append(
+            f"{record.name} went on from step {steps}: {record.redone} line(s) of steps that were done"
+            " again gave way to the later ones."
+        )
+    odd = sum(not _finite(point.value) for points in record.curves().values() for point in points)
+    if odd:
+        found.append(f"{record.name}: {odd} value(s) are not finite, and gaps in the curves.")
+    return found
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0
+
+
+def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Return options and settings that are not the same in all runs."""
+    columns = [_settings(record) for record in records]
+    names = sorted({name for column in columns for name in column})
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _settings(record: Record) -> dict[str, str]:
+    head = record.head
+    found = {path: json.dumps(value) for path, value, _ in head.get("config", [])}
+    found |= {f"settings.{name}": _text(value) for name, value in record.settings.get("values", {}).items()}
+    found |= {f"versions.{name}": str(version) for name, version in head.get("versions", {}).items()}
+    facts = {"commit": head.get("git"), "processes": head.get("processes"), "mesh": head.get("mesh")}
+    return {**found, **{name: _text(value) for name, value in {**facts, **_device(head)}.items()}}
+
+
+def _device(head: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"device.{name}": value for name, value in head.get("device", {}).items()}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def traces(record: Record) -> list[tuple[str, str]]:
+    """Return (path, link) of each profiler trace."""
+    paths = dict.fromkeys(str(line["path"]) for line in record.of("profile"))
+    return [(path, Path(path).absolute().as_uri()) for path in paths]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as 2 h 05 min."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 60} min {whole % 60:02} s" if whole >= 60 else f"{seconds:.1f} s"
+
+
+def memory_text(size: float) -> str:
+    """Return bytes in a unit that suits them."""
+    for unit, word in UNITS:
+        if size >= unit:
+            return f"{size / unit:.1f} {word}"
+    return f"{size:.0f} B"
+
+
+def rate(value: float) -> str:
+    """Return a rate in few digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,167 @@
+"""Blocks of text and small curves of a record, for a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from accel_report.curve import curve, spark
+from accel_report.facts import about, differences, duration, memory_text, notes, rate
+from accel_report.records import Point, Record
+
+__all__ = ["console", "events", "lines", "loss_of", "losses", "memory", "rates", "shares", "state", "summary"]
+
+PIPE_WIDTH: Final = 80
+
+
+def console() -> Console:
+    """Return the console of this process's output: 80 columns in a pipe."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(highlight=False, width=None if is_terminal else PIPE_WIDTH)
+
+
+def summary(records: Sequence[Record], width: int) -> RenderableType:
+    """Return what `accel report` prints."""
+    parts: list[RenderableType] = []
+    for record in records:
+        parts += [Rule(Text(record.name, "bold"), align="left")]
+        parts += [lines(about([record])), losses(record, width, 8), rates(record, width)]
+        parts += [time_by_phase(record, width), memory(record), events(record, 8)]
+        parts += [Text(note, "yellow") for note in notes(record)]
+    found = differences(records)
+    if found:
+        parts += [Rule(Text("differences of settings", "bold"), align="left")]
+        parts.append(lines(found, ["", *(record.name for record in records)]))
+    return Group(*parts)
+
+
+def lines(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> RenderableType:
+    """Return rows as a table without borders: a name, and its values."""
+    grid = Table(box=None, show_header=bool(head), padding=(0, 2, 0, 0), pad_edge=False)
+    rows = list(rows)
+    for at in range(len(rows[0]) if rows else 0):
+        grid.add_column(Text(head[at]) if head else "", style="cyan" if at == 0 else "", overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
+
+
+def loss_of(record: Record) -> tuple[str, list[Point]]:
+    """Return the loss and its name; without a loss the first curve."""
+    curves = record.curves()
+    named = [name for name in curves if "loss" in name.lower()]
+    name = next(iter([*named, *curves]), "")
+    return name, curves.get(name, [])
+
+
+def losses(record: Record, width: int, height: int) -> RenderableType:
+    """Return the loss as a curve with its scale."""
+    name, points = loss_of(record)
+    values = [point.value for point in points]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Text("no loss is recorded yet", "dim")
+    scale = [f"{max(finite):.4g}", *[""] * (height - 2), f"{min(finite):.4g}"]
+    margin = max(map(len, scale))
+    text = Text(f"{name}: {values[0]:.4g} -> {values[-1]:.4g}, steps {points[0].x:g} to {points[-1].x:g}\n")
+    for label, line in zip(scale, curve(values, width - margin - 1, height), strict=True):
+        text.append(f"{label:>{margin}} ", "dim").append(f"{line}\n", "blue")
+    return text
+
+
+def rates(record: Record, width: int) -> RenderableType:
+    """Return a small curve of each other measured value, with its last one."""
+    words = {
+        "lr": "learning rate",
+        "grad_norm": "gradient norm",
+        "samples_per_second": "samples a second",
+        "items_per_second": "items a second",
+        "seconds": "seconds of a step",
+    }
+    curves = record.curves()
+    bars = max(8, width - 36)
+    rows = [
+        (words[name], spark([point.value for point in curves[name]], bars), _short(name, curves[name]))
+        for name in words
+        if name in curves
+    ]
+    return lines(rows)
+
+
+def _short(name: str, points: list[Point]) -> str:
+    last = points[-1].value
+    return rate(last) if "second" in name and name != "seconds" else f"{last:.4g}"
+
+
+def time_by_phase(record: Record, width: int) -> RenderableType:
+    """Return where the time went: a bar for each phase."""
+    spent = record.time_by_phase()
+    total, longest = math.fsum(spent.values()), max(spent.values(), default=0.0)
+    bars = max(8, width - 40)
+    return lines(
+        (
+            phase.replace("_", " and "),
+            "█" * round(bars * seconds / longest),
+            duration(seconds),
+            f"{seconds / total:.0%}",
+        )
+        for phase, seconds in sorted(spent.items(), key=lambda item: -item[1])
+    )
+
+
+def shares(record: Record) -> str:
+    """Return where the time went, in a line."""
+    spent = record.time_by_phase()
+    total = math.fsum(spent.values())
+    parts = (
+        f"{phase.replace('_', ' and ')} {seconds / total:.0%}"
+        for phase, seconds in sorted(spent.items(), key=lambda item: -item[1])
+        if seconds >= total / 200
+    )
+    return f"time: {', '.join(parts)}" if spent else ""
+
+
+def memory(record: Record) -> RenderableType:
+    """Return the memory of the main process and its device: last, and most."""
+    rows = [
+        (name, memory_text(points[-1].value), f"most {memory_text(max(point.value for point in points))}")
+        for name, points in record.memory().items()
+    ]
+    return lines([(f"memory: {name}", *rest) for name, *rest in rows])
+
+
+def events(record: Record, most: int) -> RenderableType:
+    """Return the last checkpoints, restarts and warnings."""
+    return lines(list(_events(record))[-most:])
+
+
+def _events(record: Record) -> Iterator[tuple[str, str]]:
+    found = [(at, f"goes on from step {step}") for at, step in record.resumed_at]
+    for line in record.events:
+        if line["kind"] == "checkpoint":
+            waited = "" if line["seconds"] is None else f", {line['seconds']:.2g} s"
+            found.append((line["time"], f"checkpoint of step {line['step']}: {line['folder']}{waited}"))
+        elif line["kind"] == "warning":
+            found.append((line["time"], f"warning: {line['text']}"))
+        elif line["kind"] == "profile":
+            found.append((line["time"], f"profile: {line['path']}"))
+    for at, text in sorted(found):
+        yield time.strftime("%H:%M:%S", time.localtime(at)), text
+
+
+def state(record: Record, now: float) -> str:
+    """Return whether the run goes on: ended, or when it last wrote."""
+    if record.ended:
+        return f"ended after {duration(record.last - record.began)}"
+    silent = now - record.last
+    return f"runs for {duration(now - record.began)}" + (
+        f", nothing new for {duration(silent)}" if silent > 60 else ""
+    )

@@ -1,0 +1,31 @@
+"""Records of real runs, which several tests read."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from report_job import train
+
+from accel_testing import ProcessError, run_processes
+
+
+@pytest.fixture(scope="session")
+def resumed(tmp_path_factory):
+    """The folder of a run that was killed at step 15, resumed from step 10 and ended at step 30; its losses.
+
+    On two processes where a strategy for that is installed.
+    """
+    folder = tmp_path_factory.mktemp("resumed")
+    world = 2 if importlib.util.find_spec("accel_ddp") else 1
+    with pytest.raises(ProcessError):
+        run_processes(train, folder, 15, world=world)
+    after = run_processes(train, folder, None, True, world=world)[0]
+    return folder, after
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The folder of a run with another learning rate, and its losses."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run_processes(train, folder, None, False, 0.05, world=1)[0]

@@ -1,0 +1,173 @@
+"""The page holds all it needs, and a browser draws what was recorded, in dark and in light."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+
+from accel_report.commands import report
+from accel_report.page import _curve, page
+from accel_report.records import Point, Record
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SETTINGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom")
+SETTINGS += ("--virtual-time-budget=8000", "--enable-logging=stderr")
+WATCH = (
+    "<script>window.errors = []; addEventListener('error', (e) => errors.push(String(e.message)));</script>"
+)
+LOOK = """<script>
+const style = (element, what) => getComputedStyle(element)[what];
+const found = {
+  errors, loaded: performance.getEntriesByType("resource").map((each) => each.name),
+  ground: style(document.body, "backgroundColor"),
+  card: style(document.querySelector(".card"), "backgroundColor"),
+  inks: [...document.querySelectorAll("h1, h2, h3, th, td, summary, .note")]
+    .map((each) => style(each, "color")),
+  axes: [...document.querySelectorAll(".xtick text, .ytick text")].map((each) => style(each, "fill")),
+  lines: [...document.querySelectorAll(".js-line")].map((each) => style(each, "stroke")),
+  drawn: {},
+};
+for (const plot of document.querySelectorAll(".plot[data-name]"))
+  found.drawn[plot.dataset.name] = plot.data.map(({ x, y }) => ({ x: [...x], y: [...y] }));
+control("smoothing").value = 0.9;
+control("log").checked = true;
+control("axis").value = "t";
+control("controls").dispatchEvent(new Event("input"));
+document.querySelector("#legend button").click();
+found.after = document.querySelector(".plot[data-name='loss']").data.length;
+const place = document.createElement("pre");
+place.id = "found";
+place.textContent = JSON.stringify(found);
+document.body.append(place);
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def html(resumed, whole, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "of runs" / "report.html"
+    done = CliRunner().invoke(
+        report, [str(resumed[0]), str(whole[0]), "-o", str(path)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    return path.read_text("utf-8")
+
+
+def data(html):
+    return json.loads(
+        re.search(r'<script type="application/json" id="runs">(.*?)</script>', html, re.DOTALL)[1]
+    )
+
+
+def test_the_page_has_each_logged_loss_of_a_run(html, whole):
+    first, second = data(html)
+
+    assert second["curves"]["logged loss"]["x"] == list(range(1, 31))
+    assert second["curves"]["logged loss"]["y"] == list(whole[1].values())
+    assert first["curves"]["logged loss"]["x"] == list(range(1, 31))
+    assert [mark["kind"] for mark in first["marks"]].count("checkpoint") == 1
+    assert [mark["kind"] for mark in first["marks"]].count("restart") == 1
+    assert len(first["lives"]) == 2
+
+
+def test_the_page_says_what_ran_what_differs_and_what_was_warned(html):
+    for text in ("settings.lr", "ten are done", "profile_0.json", "explain()", "Differences of settings"):
+        assert text in html
+    assert "sk-secret" not in html
+
+
+def test_the_page_asks_no_server_for_anything(html):
+    around = html.replace(html[html.index("<script>") :], "")
+
+    assert not re.search(r'(src|href)="(?!file:)', around)
+    assert "@import" not in around
+
+
+def test_no_text_of_a_record_becomes_markup():
+    record = Record("a.jsonl", "</script><b>x</b>")
+    evil = "<img src=x onerror=alert(1)></script>"
+    record.add(
+        {
+            "kind": "run",
+            "time": 1.0,
+            "step": 0,
+            "script": evil,
+            "explain": [evil],
+            "config": [[evil, evil, evil]],
+        }
+    )
+    record.add({"kind": "warning", "time": 2.0, "step": 1, "text": evil})
+    record.add({"kind": "log", "time": 2.0, "step": 1, "given": None, "values": {evil: 1.0}})
+
+    html = page([record])
+    assert "<img" not in html.replace(html[html.rindex("<script>") :], "").partition("plotly.js")[0]
+    assert data(html)[0]["name"] == "</script><b>x</b>"
+
+
+def test_a_long_curve_keeps_its_peaks():
+    points = [Point(step, step, float(step), 1.0) for step in range(100_000)]
+    points[54_321] = Point(54_321, 54_321, 54_321.0, 99.0)
+    points[12_345] = Point(12_345, 12_345, 12_345.0, float("nan"))
+    curve = _curve(points, 0.0)
+
+    assert len(curve["x"]) <= 4000
+    assert (54_321, 99.0) in zip(curve["x"], curve["y"], strict=True)
+    assert (12_345, None) in zip(curve["x"], curve["y"], strict=True)
+
+
+# -- in a browser --------------------------------------------------------------------------------------
+
+
+def seen(html, folder, scheme):
+    """What a browser shows of the page: 0 is dark, 1 is light."""
+    path = folder / "page.html"
+    path.write_text(html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{LOOK}</body>"), "utf-8")
+    options = (f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}")
+    done = subprocess.run(
+        [BROWSER, *SETTINGS, *options, path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)
+    text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]
+    return json.loads(text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+def contrast(ink, ground):
+    """WCAG's ratio of the luminances of two colours, such as rgb(1, 2, 3)."""
+
+    def luminance(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(ink), luminance(ground)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize(("scheme", "is_dark"), [(0, True), (1, False)], ids=["dark", "light"])
+def test_a_browser_draws_each_logged_loss_without_an_error_and_readably(
+    html, whole, tmp_path, scheme, is_dark
+):
+    found = seen(html, tmp_path, scheme)
+
+    assert found["errors"] == []
+    assert found["loaded"] == []
+    first, second = found["drawn"]["logged loss"]
+    assert second["y"] == list(whole[1].values())
+    assert first["x"] == second["x"] == list(range(1, 31))
+    assert {"loss", "lr", "grad_norm", "samples_per_second", "items_per_second"} <= set(found["drawn"])
+    assert found["after"] == 2  # one run, as it is and smoothed
+
+    assert (contrast(found["ground"], "rgb(0, 0, 0)") < 2) == is_dark
+    assert min(contrast(ink, found["ground"]) for ink in found["inks"]) >= 4.5
+    assert len(found["axes"]) > 20
+    assert min(contrast(ink, found["card"]) for ink in found["axes"]) >= 4.5
+    assert min(contrast(ink, found["card"]) for ink in found["lines"]) >= 3

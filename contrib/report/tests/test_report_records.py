@@ -1,0 +1,172 @@
+"""A record is read as one run, however often it was started, and says what it could not read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from accel_core import AccelError
+from accel_report.facts import differences, notes
+from accel_report.records import Record, Tail, find, read
+
+
+def lines(*added):
+    head = {"kind": "run", "time": 100.0, "step": 0, "config": [["a", 1, "default"]]}
+    return [head, *({"time": 100.0 + at, **line} for at, line in enumerate(added, 1))]
+
+
+def sample(step, **values):
+    return {"kind": "step", "step": step, **values}
+
+
+def record_of(*added):
+    record = Record("a.jsonl", "a")
+    for line in lines(*added):
+        record.add(line)
+    return record
+
+
+def write(folder, name, *added, rest=""):
+    path = folder / "records" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines(*added)) + rest)
+    return path
+
+
+def values(record, name):
+    return [(point.step, point.value) for point in record.curves()[name]]
+
+
+def test_a_run_that_was_killed_and_resumed_has_one_curve_of_each_step_once(resumed):
+    folder, after = resumed
+    (record,) = read([folder])
+
+    logged = dict(values(record, "logged loss"))
+    assert list(logged) == list(range(1, 31))
+    assert {step: logged[step] for step in after} == after
+    assert [step for step, _ in values(record, "loss")] == list(range(1, 31))
+    assert len(record.starts) == 2
+    assert record.redone >= 5
+    assert record.ended
+    assert record.done == 30
+
+
+def test_a_sample_has_the_items_of_all_ranks_a_second(resumed):
+    (record,) = read([resumed[0]])
+
+    items, samples = dict(values(record, "items_per_second")), dict(values(record, "samples_per_second"))
+    assert items == pytest.approx(samples)  # each item is a sample here
+    assert len(items) > 20
+
+
+def test_a_record_names_its_profiles_and_the_steps_of_its_warnings(resumed):
+    (record,) = read([resumed[0]])
+
+    (profile,) = record.of("profile")
+    assert json.loads(Path(profile["path"]).read_text())["traceEvents"]
+    (warning,) = record.of("warning")
+    assert (warning["text"], warning["step"]) == ("ten are done", 10)
+    assert [start["restarts"] for start in record.starts] == [0, 0]
+
+
+def test_later_values_win_after_a_state_was_loaded_again():
+    record = record_of(
+        sample(1, loss=3.0), sample(2, loss=2.0), sample(3, loss=9.0), {"kind": "restart", "step": 1}
+    )
+    record.add({"time": 110.0, **sample(2, loss=1.0)})
+
+    assert values(record, "loss") == [(1, 3.0), (2, 1.0)]
+    assert record.redone == 2
+    (note,) = notes(record)
+    assert "went on from step 1: 2 line(s)" in note
+
+
+def test_a_cut_last_line_is_left_out_and_said(tmp_path):
+    write(tmp_path, "a.jsonl", sample(1, loss=3.0), rest='{"time": 1, "kind": "st')
+    (record,) = read([tmp_path])
+
+    assert values(record, "loss") == [(1, 3.0)]
+    assert "1 line(s) of the record are cut" in notes(record)[0]
+
+
+def test_a_line_that_is_still_being_written_waits(tmp_path):
+    path = write(tmp_path, "a.jsonl", rest='{"time": 103.0, "kind": "step", ')
+    tail = Tail(path)
+    assert tail.read().steps == []
+    with path.open("a") as file:
+        file.write('"step": 1, "loss": 3.0}\n')
+
+    assert values(tail.read(), "loss") == [(1, 3.0)]
+    assert tail.record.torn == 0
+
+
+def test_values_that_are_not_finite_are_kept_and_counted():
+    record = record_of(sample(1, loss="NaN"), sample(2, loss="Infinity"), sample(3, loss=1.0))
+
+    (_, nan), (_, infinite), last = values(record, "loss")
+    assert math.isnan(nan)
+    assert infinite == math.inf
+    assert last == (3, 1.0)
+    assert "2 value(s) are not finite" in notes(record)[0]
+
+
+def test_logged_values_are_drawn_over_the_step_that_the_program_gave():
+    record = record_of({"kind": "log", "step": 5, "given": 500, "values": {"eval": {"f1": 0.5}, "note": "x"}})
+
+    (point,) = record.curves()["logged eval/f1"]
+    assert (point.x, point.step, point.value) == (500, 5, 0.5)
+    assert set(record.curves()) == {"logged eval/f1"}
+
+
+def test_a_sample_stands_for_the_steps_since_the_one_before():
+    record = record_of(
+        sample(1, split={"forward": 1.0}),
+        sample(11, split={"forward": 0.1, "checkpoint": 5.0}),
+        {"kind": "checkpoint", "step": 11, "seconds": 0.5, "folder": "x"},
+    )
+    record.add({"time": 110.0, "kind": "end", "step": 11})
+
+    assert record.time_by_phase() == pytest.approx({"forward": 2.0, "checkpoint": 0.5, "between": 7.5})
+
+
+def test_time_between_two_processes_of_a_run_is_nobodys():
+    record = record_of(sample(1, split={"forward": 1.0}))  # ends at 101
+    record.add({"time": 500.0, "kind": "run", "step": 1})
+    record.add({"time": 502.0, **sample(2, split={"forward": 1.0})})
+
+    assert record.time_by_phase() == pytest.approx({"forward": 2.0, "between": 1.0})
+
+
+def test_a_folder_means_its_latest_record_and_a_file_itself(tmp_path):
+    old = write(tmp_path, "a.jsonl", sample(1, loss=1.0))
+    new = write(tmp_path, "b.jsonl", sample(1, loss=2.0))
+    old.touch()
+
+    assert find(tmp_path) == [new, old]
+    assert find(tmp_path / "records")[-1] == old
+    assert [record.name for record in read([old, new])] == [f"{tmp_path.name}/a", f"{tmp_path.name}/b"]
+
+
+@pytest.mark.parametrize("content", ["", "x\n", '{"time": 1, "step": 0, "values": {}}\n'])
+def test_what_is_no_record_is_refused(tmp_path, content):
+    (tmp_path / "digits.jsonl").write_text(content)
+
+    with pytest.raises(AccelError, match="record of a run"):
+        read([tmp_path])
+    with pytest.raises(AccelError, match="is not a record of a run"):
+        read([tmp_path / "digits.jsonl"])
+
+
+def test_runs_differ_in_options_settings_and_commit(resumed, whole):
+    rows = {name: tuple(each) for name, *each in differences(read([resumed[0], whole[0]]))}
+
+    assert rows["settings.lr"] == ("0.1", "0.05")
+    assert "settings.api_key" not in rows
+    assert "device" not in rows
+
+
+def test_no_secret_is_in_the_record(resumed):
+    assert "sk-secret" not in find(resumed[0])[0].read_text()

@@ -1,0 +1,153 @@
+"""On a terminal the record is a summary, or one screen that follows the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_report.records import Record
+from accel_report.watching import frame, line
+
+ACCEL = [sys.executable, "-m", "accel_core"]
+
+
+def accel(*words):
+    done = subprocess.run([*ACCEL, *map(str, words)], capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_summary_fits_80_columns_and_has_the_curves(resumed):
+    code, output, errors = accel("report", resumed[0])
+
+    assert (code, errors) == (0, "")
+    assert max(map(len, output.splitlines())) <= 80
+    for text in (
+        "loss: ",
+        "learning rate",
+        "items a second",
+        "backward",
+        "checkpoint of step 10",
+        "ten are done",
+    ):
+        assert text in output
+    assert any("\u2801" <= character <= "\u28ff" for character in output)
+    assert "went on from step 10" in output
+
+
+def test_several_runs_are_compared(resumed, whole):
+    code, output, _ = accel("report", resumed[0], whole[0])
+
+    assert code == 0
+    assert "differences of settings" in output
+    assert [row.split()[1:] for row in output.splitlines() if row.startswith("settings.lr")] == [
+        ["0.1", "0.05"]
+    ]
+
+
+def test_a_folder_without_a_record_is_an_error_with_a_remedy(tmp_path):
+    code, _, errors = accel("report", tmp_path)
+
+    assert code == 1
+    assert "no record of a run is there" in errors
+    assert errors.splitlines()[-1].startswith("give the project_dir")
+
+
+def test_one_screen_of_a_run_that_has_ended(resumed):
+    code, output, errors = accel("watch", resumed[0], "--once", "--steps", 60)
+
+    assert (code, errors) == (0, "")
+    for text in (
+        "ended after",
+        "step 30 of 60",
+        "of 50 batches",
+        "loss: ",
+        "checkpoint of step 10",
+        "time: ",
+    ):
+        assert text in output
+    assert len(output.splitlines()) <= 40
+
+
+def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed):
+    code, output, _ = accel("watch", resumed[0])
+
+    assert code == 0
+    (only,) = output.splitlines()
+    assert "step 30, loss " in only
+    assert "items/s" in only
+
+
+def begin(folder):
+    """Start a run in another process: 30 steps of at least 0.1 s."""
+    code = (
+        f"import pathlib, report_job; report_job.train(pathlib.Path({str(folder)!r}), None, False, 0.1, 0.1)"
+    )
+    path = str(Path(__file__).parent)
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+
+
+def screen_of(master, seconds, until):
+    """What came to the terminal until this text was there."""
+    seen, end = b"", time.monotonic() + seconds
+    while until.encode() not in seen:
+        assert time.monotonic() < end, seen[-3000:].decode(errors="replace")
+        if select.select([master], [], [], 0.2)[0]:
+            try:
+                seen += os.read(master, 65536)
+            except OSError:  # the other side is closed
+                break
+    return seen.decode(errors="replace")
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """Begins a watch on a terminal of its own: its process, and the terminal's other side."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    command = [*ACCEL, "watch", str(tmp_path)]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    yield process, master
+    process.kill()
+    process.wait()
+    os.close(master)
+
+
+def test_a_run_is_followed_from_before_it_begins_until_it_ends(tmp_path, watch):
+    process, master = watch
+    run = begin(tmp_path)
+
+    seen = screen_of(master, 100, "ended after")
+    assert run.wait(20) == process.wait(20) == 0
+    for text in ("has no record yet", "runs for", "step 30", "checkpoint of step 10", "left"):
+        assert text in seen
+
+
+def test_ctrl_c_ends_it_without_an_error(tmp_path, watch):
+    process, master = watch
+    path = tmp_path / "records" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"kind": "run", "time": time.time(), "step": 7}) + "\n")
+
+    screen_of(master, 60, "runs for")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    assert "Traceback" not in screen_of(master, 20, "\x1b[?1049l")  # the screen is as it was
+
+
+def test_a_run_that_writes_nothing_says_for_how_long():
+    record = Record("a.jsonl", "a")
+    record.add({"kind": "run", "time": time.time() - 500, "step": 7, "config": []})
+
+    assert "step 7" in line(record, None)
+    assert "nothing new for 8 min" in line(record, None)
+    assert frame(record, 80, 24, None) is not None
