@@ -33,6 +33,7 @@ PLUGINS = {
     "accel-deepspeed": {"deepspeed"},
     "accel-megatron": {"megatron"},
     "accel-torchao": {"fp8-torchao"},
+    "accel-transformer-engine": {"fp8-te"},
     "accel-tensorboard": {"tensorboard"},
     "accel-trackers": {
         "aim",

@@ -25,6 +25,7 @@ LIBRARIES = {
     "deepspeed": "deepspeed",
     "megatron": "megatron",
     "xla": "torch_xla",
+    "transformer-engine": "transformer_engine",
     "fsdp": "transformers",
     "compat": "transformers",
     "big-models": "transformers",

@@ -1,0 +1,87 @@
+"""The input of a converted linear layer: its tokens are counted or padded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from attrs import define
+from torch.nn.functional import pad
+
+from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from accel_core import Unit
+
+__all__ = ["Inputs", "prepared"]
+
+
+@define(eq=False)
+class Inputs:
+    """The preparation of one layer's inputs.
+
+    name: of the layer in the model. unit: has the window with the number of the micro-batch. multiple: of
+    tokens that the recipe's products need. padded: the multiple that tokens are padded to; 0: odd ones are
+    refused.
+    keeps: keep the float8 weights from a window's first micro-batch to its last.
+    """
+
+    name: str
+    unit: ref[Unit]
+    multiple: int
+    padded: int
+    keeps: bool
+    _version: int = -1
+
+    def complete(self, x: Tensor) -> tuple[Tensor, int]:
+        """Return rows of a number that can be multiplied, and how many of them count.
+
+        0: the input is as it came.
+        """
+        tokens = x.numel() // x.shape[-1]
+        if tokens % self.multiple == 0 and not (self.padded and tokens % self.padded):
+            return x, 0
+        if not self.padded:
+            raise AccelError(
+                f"fp8-te: layer {self.name or 'the model'} gets {tokens} tokens (shape {list(x.shape)}), and"
+                f" the recipe multiplies numbers of tokens that are multiples of {self.multiple}\n"
+                "set fp8_te.pad_tokens: true, or take batches of such a number of tokens"
+            )
+        return pad(x.reshape(tokens, x.shape[-1]), (0, 0, 0, -tokens % self.padded)), tokens
+
+    def is_first(self, weight: Tensor) -> bool | None:
+        """Return whether float8 weights are computed anew; None: nothing is kept."""
+        unit = self.unit()
+        if unit is None or not self.keeps or not torch.is_grad_enabled() or unit.window.size < 2:
+            return None
+        # Something else than the optimizer may have written the weight within the window.
+        first = unit.window.index <= 0 or weight._version != self._version
+        self._version = weight._version
+        return first
+
+
+@cache
+def prepared(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose `forward` takes the input as `torch.nn.Linear` does."""
+
+    class Prepared(kind):  # type: ignore[misc, valid-type]
+        _inputs: Inputs
+
+        def forward(self, input: Tensor) -> Tensor:
+            from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+            if not FP8GlobalStateManager.is_fp8_enabled():
+                output: Tensor = super().forward(input)
+                return output
+            rows, count = self._inputs.complete(input)
+            first = self._inputs.is_first(self.weight)
+            output = super().forward(rows, is_first_microbatch=first)
+            if not count:
+                return output
+            return output[:count].view(*input.shape[:-1], output.shape[-1])
+
+    return Prepared

@@ -1,0 +1,111 @@
+"""State of delayed scaling: scales and the maxima they come from, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core import CheckpointError, Entry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core import Unit
+
+__all__ = ["collect", "drop_buffers", "forget_weights", "restore"]
+
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+
+
+def collect(unit: Unit) -> dict[str, Entry]:
+    """Return the scales and histories of the unit's layers.
+
+    There are none before the first forward.
+    """
+    found = {name: layer.fp8_meta for name, layer in _layers(unit) if _is_delayed(layer.fp8_meta)}
+    if not found:
+        return {}
+    states = [meta[direction] for meta in found.values() for direction in DIRECTIONS]
+    return {
+        "layers": Entry(value=[[name, meta["num_gemms"]] for name, meta in found.items()]),
+        "scales": Entry(value=torch.cat([state.scale.detach().cpu() for state in states])),
+        "histories": Entry(value=torch.cat([state.amax_history.detach().cpu() for state in states], dim=1)),
+    }
+
+
+def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
+    """Take back what `collect` gave, also into layers that have not computed yet.
+
+    Raises:
+        CheckpointError: the layers are others, or the history has another length.
+    """
+    layers: dict[str, Any] = dict(_layers(unit))
+    values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
+    saved, scales, histories = values["layers"], values["scales"], values["histories"]
+    if missing := [name for name, _ in saved if name not in layers]:
+        raise CheckpointError(
+            f"fp8-te: the checkpoint has scales of {missing[0]}, which is not converted here\n"
+            "convert the same layers (section fp8_te) as the run that saved it"
+        )
+    if not recipe.delayed():
+        return
+    if len(histories) != recipe.amax_history_len:
+        raise CheckpointError(
+            f"fp8-te: the checkpoint's histories have {len(histories)} steps, those here"
+            f" {recipe.amax_history_len}\nset fp8_te.amax_history_len: {len(histories)}"
+        )
+    at = 0
+    for name, products in saved:
+        meta = layers[name].fp8_meta
+        if not _is_delayed(meta):
+            meta["num_gemms"], meta["recipe"] = products, recipe
+            layers[name].init_fp8_meta_tensors(recipe)
+        with torch.no_grad():
+            for direction in DIRECTIONS:
+                state = meta[direction]
+                end = at + state.scale.numel()
+                state.scale.copy_(scales[at:end])
+                state.amax_history.copy_(histories[:, at:end])
+                at = end
+
+
+def forget_weights(unit: Unit) -> None:
+    """Drop the float8 copies of weights, which were overwritten."""
+    for _, layer in _layers(unit):
+        getattr(layer, "_fp8_workspaces", {}).clear()
+
+
+def drop_buffers(unit: Unit, recipe: Any, group: Any) -> None:
+    """Take the unit's layers out of the buffers that a group reduces.
+
+    The buffers are those of the process. Later runs would reduce them over a group that is gone.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    key = Manager.get_unique_autocast_key(recipe, group)
+    held = getattr(Manager, "quantization_state", Manager)
+    for buffer in (held.global_amax_buffer, held.global_amax_history_buffer, held.global_scale_buffer):
+        for direction in ("forward", "backward"):
+            buffer.pop(f"{direction}_{key}", None)
+    held.autocast_arguments.pop(key, None)
+    for _, layer in _layers(unit):
+        layer.fp8_meta.pop(Manager.get_buffer_info(), None)
+
+
+def _layers(unit: Unit) -> Iterator[tuple[str, Any]]:
+    """(canonical name, layer) of Transformer Engine's layers."""
+    for number, model in enumerate(unit.models):
+        for name, layer in _named(model):
+            yield unit.qualify(number, name), layer
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "fp8_meta", None), dict):
+            yield name, layer
+
+
+def _is_delayed(meta: Mapping[str, Any]) -> bool:
+    return all(hasattr(meta.get(direction), "amax_history") for direction in DIRECTIONS)

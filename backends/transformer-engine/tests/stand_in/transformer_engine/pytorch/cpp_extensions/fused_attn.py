@@ -1,0 +1,1 @@
+"""Attention, which no stand-in computes."""

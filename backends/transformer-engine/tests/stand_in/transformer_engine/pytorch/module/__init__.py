@@ -1,0 +1,1 @@
+"""Layers, of TE's own files; others need Triton."""

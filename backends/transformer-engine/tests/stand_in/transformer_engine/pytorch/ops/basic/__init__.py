@@ -1,0 +1,1 @@
+"""Operations, of TE's own files."""

@@ -1,0 +1,101 @@
+"""Checkpoints: scales and histories as tensors, weights for any precision and number of processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from te_problem import TIMEOUT, accelerator, batches, model, steps_of, weights
+
+from accel_core import Accelerator, CheckpointError
+from accel_testing import run_processes
+
+
+def prepared(strategy: str | None = None, **options: Any) -> tuple[Accelerator, Any, Any]:
+    run = accelerator(strategy, recipe="delayed", amax_history_len=4, **options)
+    net = model()
+    net, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    return run, net, optimizer
+
+
+def goes_on(strategy: str | None, source: Path | None, target: Path) -> Any:
+    """Resume from `source`, train two steps, save to `target`: weights loaded, losses, weights saved."""
+    run, net, optimizer = prepared(strategy)
+    if source is not None:
+        run.load_state(source)
+    before = weights(run, net)
+    losses = steps_of(run, net, optimizer, batches(2))
+    run.save_state(target)
+    after = weights(run, net)
+    run.end_training()
+    return before, losses, after
+
+
+def in_bf16(source: Path, target: Path) -> Any:
+    run = Accelerator(device="cpu", mixed_precision="bf16", plugins=[TIMEOUT])
+    net = model()
+    net, _ = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    run.load_state(source)
+    before = weights(run, net)
+    run.save_state(target)
+    run.end_training()
+    return before
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_delayed_scaling_resumes_bit_for_bit_without_the_unsafe_variable(tmp_path: Path) -> None:
+    assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE" not in os.environ
+    run, net, optimizer = prepared()
+    steps_of(run, net, optimizer, batches(2))
+    run.save_state(tmp_path)
+    losses = steps_of(run, net, optimizer, batches(3))
+    expected = weights(run, net)
+    run.end_training()
+    for in_use in (False, True):  # layers that have not computed yet, and others
+        run, net, optimizer = prepared()
+        if in_use:
+            steps_of(run, net, optimizer, batches(1))
+        run.load_state(tmp_path)
+        assert (net.block.up.fp8_meta["scaling_fwd"].scale[:2] != 1).all()
+        assert steps_of(run, net, optimizer, batches(3)) == losses
+        assert_equal(weights(run, net), expected)
+        run.end_training()
+
+
+def test_bf16_takes_over_from_float8_and_float8_from_bf16(tmp_path: Path) -> None:
+    _, _, saved = goes_on(None, None, tmp_path / "a")
+    assert_equal(in_bf16(tmp_path / "a", tmp_path / "b"), saved)
+    loaded, _, _ = goes_on(None, tmp_path / "b", tmp_path / "c")
+    assert_equal(loaded, saved)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_two_and_one_again(tmp_path: Path, strategy: str) -> None:
+    _, _, saved = goes_on(None, None, tmp_path / "a")
+    parts = run_processes(goes_on, strategy, tmp_path / "a", tmp_path / "b", world=2, timeout=200)
+    for loaded, _, _ in parts:
+        assert_equal(loaded, saved)
+    again, _, _ = goes_on(None, tmp_path / "b", tmp_path / "c")
+    assert_equal(again, parts[0][2])
+
+
+def test_other_layers_or_histories_are_refused(tmp_path: Path) -> None:
+    goes_on(None, None, tmp_path)
+    run, *_ = prepared(skip="first")
+    with pytest.raises(CheckpointError, match="has scales of first, which is not converted here"):
+        run.load_state(tmp_path)
+    run.end_training()
+    run = accelerator(recipe="delayed", amax_history_len=8)
+    net = model()
+    run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    with pytest.raises(CheckpointError, match=r"histories have 4 steps, those here 8\n.*amax_history_len: 4"):
+        run.load_state(tmp_path)
+    run.end_training()

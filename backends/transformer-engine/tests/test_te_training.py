@@ -1,0 +1,135 @@
+"""Training in float8: all weights move, and the numbers are Transformer Engine's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from te_problem import CONVERTED, accelerator, batches, by_hand, loss_of, model, train, weights
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch import quantization
+
+from accel_testing import run_processes
+
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
+
+
+def trained(strategy: str | None, recipe: str) -> tuple[list[float], Any]:
+    run = accelerator(strategy, recipe=recipe)
+    losses, net, _ = train(run)
+    found = losses, weights(run, net)
+    run.end_training()
+    return found
+
+
+def assert_unequal(before: Any, after: Any) -> None:
+    assert [name for name, value in after.items() if torch.equal(value, before[name])] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_and_weights_are_those_of_the_loop_by_hand(recipe: str) -> None:
+    losses, after = trained(None, recipe)
+    expected, by_library = by_hand(RECIPES[recipe]())
+    assert losses == expected
+    assert [name for name in by_library if not torch.equal(after[name], by_library[name])] == []
+    assert_unequal(model().state_dict(), after)
+    assert after.keys() == model().state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_one_forward_is_more_than_a_thousandth_from_float32_and_from_bfloat16() -> None:
+    run = accelerator(in_evaluation=True, norms=False)
+    net = run.prepare(model())
+    ids = batches(1)[0][:, :-1]
+    with torch.no_grad():
+        float8, float32 = net(ids).float(), model()(ids)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            bfloat16 = model()(ids).float()
+    run.end_training()
+    assert (float8 - float32).abs().max() > 1e-3
+    assert (float8 - bfloat16).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("recipe", "keeps"), [("delayed", True), ("current", True), ("current", False)])
+def test_a_window_keeps_its_float8_weights(recipe: str, keeps: bool) -> None:
+    """As a loop by hand that says which micro-batch is first; current scaling has the same numbers anyway."""
+    run = accelerator(recipe=recipe)
+    run.gradient_accumulation_steps = 2
+    net = model()
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    losses, kept = [], []
+    for ids in batches():
+        for part in ids.chunk(2):
+            with run.accumulate(net):
+                loss = loss_of(net, part)
+                run.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            kept.append(net.block.up._fp8_workspaces["weight"])
+    expected, by_library = by_hand(RECIPES[recipe](), window=2, keeps=keeps)
+    after = weights(run, net)
+    run.end_training()
+    assert losses == expected
+    assert [name for name in by_library if not torch.equal(after[name], by_library[name])] == []
+    assert all(workspace is kept[0] for workspace in kept)
+
+
+def test_a_weight_that_is_edited_within_a_window_is_rounded_anew() -> None:
+    run = accelerator(recipe="current")
+    run.gradient_accumulation_steps = 2
+    net = run.prepare(model())
+    ids = batches(1)[0][:, :-1]
+    with run.accumulate(net):
+        net(ids).sum().backward()
+    with run.accumulate(net):
+        before = net(ids)
+        with torch.no_grad():
+            net.block.up.weight.mul_(4)
+        edited = net(ids)
+    run.end_training()
+    assert not torch.equal(before, edited)
+
+
+@pytest.mark.parametrize("in_evaluation", [True, False])
+def test_evaluation_is_in_float8_if_asked(in_evaluation: bool) -> None:
+    run = accelerator(in_evaluation=in_evaluation, recipe="current")
+    net = run.prepare(model())
+    ids = batches(1)[0][:, :-1]
+    with torch.no_grad():
+        training, evaluation = net(ids), net.eval()(ids)
+    run.end_training()
+    assert torch.equal(training, evaluation) == in_evaluation
+
+
+def trained_beside_the_hand(strategy: str, recipe: str) -> Any:
+    """What the run gives, and what the loop by hand gives that divides the model likewise."""
+    run = accelerator(strategy, recipe=recipe)
+    losses, net, _ = train(run)
+    found = losses, weights(run, net)
+    by_library = by_hand(RECIPES[recipe](), shards=strategy == "fsdp")
+    run.end_training()
+    return found, by_library
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_weights_train_in_parts_as_by_hand(strategy: str, recipe: str) -> None:
+    for (losses, after), (expected, by_library) in run_processes(
+        trained_beside_the_hand, strategy, recipe, world=2, timeout=200
+    ):
+        assert losses == expected
+        assert_unequal(model().state_dict(), after)
+        assert {*CONVERTED} <= after.keys()
+        assert [name for name in by_library if not torch.equal(after[name], by_library[name])] == []
+
+
+def test_a_run_leaves_nothing_to_be_reduced_by_later_ones() -> None:
+    run = accelerator(recipe="delayed")
+    train(run, steps=1)
+    state = quantization.FP8GlobalStateManager.quantization_state
+    held = len(state.global_amax_buffer)
+    run.end_training()
+    assert held - len(state.global_amax_buffer) == 2
