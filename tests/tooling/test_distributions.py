@@ -48,6 +48,7 @@ PLUGINS = {
     },
     "accel-report": {"report", "watch"},
     "accel-context-parallel": {"cp"},
+    "accel-ema": {"ema"},
     "accel-big-models": {"dispatched", "estimate"},
     "accel-testing": {"plugins-check", "plugins-new"},
 }

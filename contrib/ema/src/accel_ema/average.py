@@ -1,0 +1,203 @@
+"""The moving average of one unit's weights, as far as this rank holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, evolve, field
+
+from accel_core import AccelError, Leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from accel_core import Unit
+    from accel_ema.config import EMAConfig
+
+__all__ = ["Average"]
+
+
+@define(eq=False)
+class Part:
+    """The tensors that one optimizer steps, as flat lists of this rank's boxes.
+
+    averages, weights: of one dtype, on one device, box by box. apart: other pairs.
+    """
+
+    names: set[str]
+    averages: list[Tensor] = field(factory=list)
+    weights: list[Tensor] = field(factory=list)
+    apart: list[tuple[Tensor, Tensor]] = field(factory=list)
+
+    def add(self, average: Tensor, weight: Tensor) -> None:
+        """Add a box."""
+        if (average.dtype, average.device) == (weight.dtype, weight.device):
+            self.averages.append(average)
+            self.weights.append(weight)
+        else:
+            self.apart.append((average, weight))
+
+    def approach(self, share: float) -> None:
+        """Move averages by this share of the way to the weights."""
+        if share == 1:
+            self.copy_weights()
+            return
+        if self.averages:
+            torch._foreach_lerp_(self.averages, self.weights, share)
+        for average, weight in self.apart:
+            average.lerp_(weight.to(average.device, average.dtype), share)
+
+    def copy_weights(self) -> None:
+        """Begin anew from the weights."""
+        averages, weights = self.lists()
+        _copy(weights, averages)
+
+    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the averages and the weights, box by box."""
+        averages, weights = [average for average, _ in self.apart], [weight for _, weight in self.apart]
+        return self.averages + averages, self.weights + weights
+
+
+class Average:
+    """The average of a unit's trainable weights, of the most precise copy there is.
+
+    steps: applied steps of each of the unit's optimizers; weights follow the optimizer that steps them.
+    """
+
+    def __init__(self, unit: Unit, config: EMAConfig) -> None:
+        self.unit, self.config = unit, config
+        self.steps: list[int] = []
+        self._boxes: dict[str, tuple[Tensor, ...]] = {}
+        self._leaves: dict[str, Leaf] = {}
+        self._parts: list[Part] = []
+        self._found: list[tuple[nn.Parameter, tuple[int, bool]]] = []
+        self._held: tuple[list[Tensor], list[Tensor]] | None = None
+        """Weights, and their own values while the average is in their place."""
+
+    @property
+    def is_swapped(self) -> bool:
+        """True while the model's weights are the average."""
+        return self._held is not None
+
+    def forget_weights(self) -> None:
+        """Find the weights again before the next use."""
+        self._found = []
+
+    def begin_anew(self) -> None:
+        """Drop the average: the next update copies the weights."""
+        self.steps = [0] * len(self.steps)
+        self.forget_weights()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def note_step(self, number: int) -> None:
+        """Follow an applied step of the unit's optimizer of this number."""
+        self.steps += [0] * (len(self.unit.optimizers) - len(self.steps))
+        self.steps[number] += 1
+        since = self.steps[number] - 1 - self.config.update_after
+        if since >= 0 and since % self.config.update_every == 0:
+            self._find()
+            self._parts[number].approach(1 - self.config.decay_at(since // self.config.update_every))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def leaves(self) -> Mapping[str, Leaf]:
+        """Return name -> the average, to be saved, or overwritten by what was saved."""
+        self.steps += [0] * (len(self.unit.optimizers) - len(self.steps))
+        self._find()
+        for part, steps in zip(self._parts, self.steps, strict=True):
+            if steps <= self.config.update_after:
+                part.copy_weights()
+        return self._leaves
+
+    # -- in the place of the weights -------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Put the average in the place of the weights. Collective."""
+        self._find()
+        averages: list[Tensor] = []
+        weights: list[Tensor] = []
+        for part, steps in zip(self._parts, self.steps, strict=False):
+            if steps > self.config.update_after:
+                lists = part.lists()
+                averages += lists[0]
+                weights += lists[1]
+        self._held = weights, [weight.clone() for weight in weights]
+        _copy(averages, weights)
+        self.unit.hooks.state_loaded(self.unit)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take_out(self) -> None:
+        """Give the weights their own values back. Collective."""
+        weights, own = self._held or ([], [])
+        _copy(own, weights)
+        self.unit.hooks.state_loaded(self.unit)
+        self._held = None
+
+    # -- the tensors -----------------------------------------------------------------------------
+
+    def _find(self) -> None:
+        """Pair averages with weights, again where some have moved or were unfrozen."""
+        if self._found and all(_place(parameter) == place for parameter, place in self._found):
+            return
+        unit = self.unit
+        named = unit.named_parameters()
+        trained = {name for name, parameter in named.items() if parameter.requires_grad} | self._boxes.keys()
+        parts = [Part(names & trained) for names in self._names()]
+        self._leaves = {}
+        for name, leaf in unit.hooks.model_state(unit).items():
+            for part in parts:
+                if name in part.names:
+                    self._add(part, name, leaf)
+        self._parts = parts
+        self._found = [(parameter, _place(parameter)) for parameter in named.values()]
+
+    def _names(self) -> list[set[str]]:
+        """Return the names that each optimizer steps."""
+        unit = self.unit
+        if len(unit.optimizers) == 1:
+            return [{*unit.named_parameters()}]
+        states = [unit.hooks.optimizer_state(unit, optimizer) for optimizer in unit.optimizers]
+        return [{name for group in state.groups for name in group["params"]} for state in states]
+
+    def _add(self, part: Part, name: str, leaf: Leaf) -> None:
+        boxes = self._boxes.get(name)
+        if boxes is None or [box.shape for box in boxes] != [box.shape for _, box in leaf.shards]:
+            if boxes is not None and any(self.steps):
+                raise AccelError(
+                    f"ema: {name} of unit {self.unit.name!r} is laid out anew, and its average is not\n"
+                    "save the state before, and load it after that"
+                )
+            boxes = self._boxes[name] = tuple(self._begin(name, box) for _, box in leaf.shards)
+        for average, (_, weight) in zip(boxes, leaf.shards, strict=True):
+            part.add(average, weight)
+        offsets = [offset for offset, _ in leaf.shards]
+        self._leaves[name] = evolve(leaf, shards=tuple(zip(offsets, boxes, strict=True)))
+
+    def _begin(self, name: str, weight: Tensor) -> Tensor:
+        if weight.is_meta:
+            raise AccelError(
+                f"ema: {name} of unit {self.unit.name!r} has no values, it is on the meta device\n"
+                "give it values before the first optimizer step"
+            )
+        # A small share of the difference is lost in 16 bits: such an average would never move.
+        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        device = "cpu" if self.config.device == "cpu" else weight.device
+        return weight.detach().to(device, dtype, copy=True)
+
+
+def _copy(source: list[Tensor], target: list[Tensor]) -> None:
+    if source:
+        torch._foreach_copy_(target, source)
+
+
+def _place(parameter: nn.Parameter) -> tuple[int, bool]:
+    """Return where a parameter's values are, and whether they are trained."""
+    local: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return local.data_ptr(), parameter.requires_grad

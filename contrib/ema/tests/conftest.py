@@ -1,0 +1,9 @@
+"""What DeepSpeed's engines import of torch costs a worker a second: it is imported once for all."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+if find_spec("deepspeed") is not None:
+    os.environ.setdefault("ACCEL_TEST_PRELOAD", "torch._inductor.compile_fx")

@@ -1,0 +1,16 @@
+"""The package, installed, against the conformance kit, as its author would run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel_testing import conform
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stack", ["ema", "ddp+ema", "fsdp+ema"])
+def test_it_conforms(stack: str, tmp_path: Path) -> None:
+    assert "0 failed, 0 xfailed" in conform(tmp_path, stack)

@@ -1,0 +1,40 @@
+"""The average equals the formula on whole weights, however they are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ema_problem as problem
+import pytest
+import torch
+
+from accel_testing import run_processes
+
+WAYS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp-1", 2), ("fsdp-tp", 2)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "constant": {"decay": 0.5, "warmup": "none"},
+    "power": {"decay": 0.9, "warmup": "power", "min_decay": 0.4},
+    "seldom": {"update_after": 1, "update_every": 2, "decay": 0.7, "warmup": "none"},
+}
+
+
+def check(found: dict[str, Any], tolerance: float = 1e-6) -> None:
+    assert found["average"].keys() == found["formula"].keys()
+    torch.testing.assert_close(found["average"], found["formula"], rtol=tolerance, atol=tolerance)
+    assert found["moved"] > 1e-3, "the average must differ from the weights to show anything"
+    assert found["restored"]
+
+
+@pytest.mark.parametrize(("way", "world"), WAYS)
+def test_the_average_is_that_of_whole_weights(way: str, world: int) -> None:
+    for found in run_processes(problem.trained, way, OPTIONS["usual"], world=world):
+        check(found)
+        torch.testing.assert_close(*found["outputs"], rtol=1e-5, atol=1e-5)
+        assert found["plain"], "evaluations outside have the trained weights"
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_each_schedule_is_followed(name: str) -> None:
+    (found,) = run_processes(problem.trained, "single", OPTIONS[name], world=1)
+    check(found)

@@ -1,0 +1,282 @@
+"""The average follows applied optimizer steps, and evaluations of it leave the training alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ema_problem as problem
+import pytest
+import torch
+from torch import nn
+
+from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
+from accel_ema import EMAConfig, averaged
+from accel_testing import run_processes
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-1"])
+def test_evaluations_of_the_average_change_no_later_step(way: str) -> None:
+    evaluated = _run(problem.evaluated_between, way, evaluates=True)
+    alone = _run(problem.evaluated_between, way, evaluates=False)
+    assert all(torch.equal(evaluated[name], alone[name]) for name in alone if name != "seen")
+
+
+def test_a_window_of_micro_batches_is_one_update() -> None:
+    for found in run_processes(_accumulated, world=2):
+        torch.testing.assert_close(found["average"], found["formula"], rtol=1e-6, atol=1e-6)
+        assert found["steps"] == problem.STEPS
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_skipped_by_an_overflow_are_no_updates(world: int) -> None:
+    for skipped, found, expected in run_processes(problem.overflowed, world, world=world):
+        assert skipped == [False, True, False, True, False]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def _accumulated() -> dict[str, object]:
+    return problem.trained("ddp", {}, gradient_accumulation_steps=3)
+
+
+def _run(function: object, *args: object, **options: object) -> dict[str, torch.Tensor]:
+    return run_processes(_call, function.__name__, args, options, world=2)[0]  # type: ignore[attr-defined]
+
+
+def _call(name: str, args: tuple[object, ...], options: dict[str, object]) -> object:
+    return getattr(problem, name)(*args, **options)
+
+
+# -- in one process --------------------------------------------------------------------------------
+
+
+def prepared(**options: object) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(**options)])  # type: ignore[arg-type]
+    model = nn.Linear(3, 2)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def step(accelerator: Accelerator, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    accelerator.backward(model(torch.ones(1, 3)).square().sum())
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_before_the_first_update_the_average_is_the_weights() -> None:
+    accelerator, model, optimizer = prepared(update_after=2)
+    for _ in range(2):
+        step(accelerator, model, optimizer)
+        before = model.weight.clone()
+        with averaged(model):
+            assert torch.equal(model.weight, before)
+
+
+def test_each_optimizer_of_a_model_counts_for_its_own_weights() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5, warmup="none")])
+    model = nn.Linear(3, 2)
+    rates = {"weight": 0.1, "bias": 0.2}
+    first, second = (torch.optim.SGD([getattr(model, name)], lr=rate) for name, rate in rates.items())
+    model, first, second = accelerator.prepare(model, first, second)
+    expected = {}
+    for number in range(4):
+        step(accelerator, model, first, *([second] if number != 2 else []))
+        for name in ["weight", *(["bias"] if number != 2 else [])]:
+            now = getattr(model, name).detach().clone()
+            expected[name] = now if name not in expected else expected[name].lerp(now, 0.5)
+        second.zero_grad()
+    with averaged(model):
+        torch.testing.assert_close({name: getattr(model, name).detach() for name in rates}, expected)
+
+
+def test_each_unit_has_an_average_of_its_own() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5, warmup="none")])
+    models = [nn.Linear(3, 2), nn.Linear(3, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    teacher = accelerator.prepare(nn.Linear(3, 2))
+    for number in range(2):
+        models[number], optimizers[number] = accelerator.prepare(models[number], optimizers[number])
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(accelerator, model, optimizer)
+    before = [model.weight.clone() for model in models]
+    with averaged(models[0]):
+        assert not torch.equal(models[0].weight, before[0])
+        assert torch.equal(models[1].weight, before[1])
+        with averaged(models[1]):
+            assert not torch.equal(models[1].weight, before[1])
+    with averaged(*models):
+        assert not torch.equal(models[1].weight, before[1])
+    with pytest.raises(AccelError, match="has no optimizer"), averaged(teacher):
+        pass
+
+
+def test_weights_that_are_unfrozen_later_are_averaged_from_then_on() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5, warmup="none")])
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(requires_grad=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        step(accelerator, model, optimizer)
+    model.bias.requires_grad_(requires_grad=True)
+    biases = []
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+        biases.append(model.bias.detach().clone())
+    expected = biases[0].lerp(biases[1], 0.5).lerp(biases[2], 0.5)
+    with averaged(model):
+        torch.testing.assert_close(model.bias.detach(), expected)
+
+
+def test_weights_in_16_bits_are_averaged_in_32() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.999, warmup="none")])
+    model = nn.Linear(3, 2).bfloat16()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.weight.data.fill_(1.0)
+    expected = None
+    for number in range(300):
+        with torch.no_grad():
+            model.weight.fill_(1.0 + (number > 0))
+        accelerator.backward((model(torch.ones(1, 3).bfloat16()) * 0).sum())
+        optimizer.step()
+        now = model.weight.detach().float()
+        expected = now.clone() if expected is None else expected.lerp(now, 0.001)
+    with averaged(model):
+        torch.testing.assert_close(model.weight.detach(), expected.bfloat16())
+        assert model.weight[0, 0] > 1.2, "in 16 bits it would never have moved"
+    assert model.weight[0, 0] == 2
+
+
+def test_weights_that_get_other_memory_are_followed() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5, warmup="none")
+    step(accelerator, model, optimizer)
+    first = model.weight.detach().clone()
+    model.weight.data = model.weight.data.clone() + 1
+    step(accelerator, model, optimizer)
+    expected = first.lerp(model.weight.detach(), 0.5)
+    with averaged(model):
+        torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def test_the_average_may_lie_on_the_cpu() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5, device="cpu")
+    step(accelerator, model, optimizer)
+    average = accelerator.run.plugins["ema"].average_of(accelerator.run.units[0])  # type: ignore[attr-defined]
+    assert {leaf.shards[0][1].device.type for leaf in average.leaves().values()} == {"cpu"}
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_training_inside_is_refused() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    before = model.weight.clone()
+    with averaged(model), pytest.raises(AccelError, match="forward with gradients"):
+        model(torch.ones(1, 3))
+    loss = model(torch.ones(1, 3)).sum()
+    accelerator.backward(loss)
+    with averaged(model), pytest.raises(AccelError, match="step.. inside averaged"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_the_average_in_place_twice_is_refused() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    before = model.weight.clone()
+    with pytest.raises(AccelError, match="are its average already"), averaged(model), averaged(model):
+        pass
+    assert torch.equal(model.weight, before)
+
+
+def test_a_save_and_a_load_inside_are_refused(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    before = model.weight.clone()
+    with averaged(model), pytest.raises(CheckpointError, match="leave `with averaged"):
+        accelerator.save_state(tmp_path / "inside")
+    with averaged(model), pytest.raises(CheckpointError, match="leave `with averaged"):
+        accelerator.load_state(tmp_path / "saved")
+    assert torch.equal(model.weight, before)
+    assert not (tmp_path / "inside").exists()
+
+
+def test_a_model_without_an_average_is_named() -> None:
+    with pytest.raises(AccelError, match="this Linear was not prepared"), averaged(nn.Linear(1, 1)):
+        pass
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.5}, {"min_decay": 2}, {"inv_gamma": 0}])
+def test_options_that_are_no_average_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"ema.{next(iter(options))}"):
+        Accelerator(cpu=True, plugins=[EMAConfig(**options)])
+
+
+def test_after_training_the_optimizer_steps_alone() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    step(accelerator, model, optimizer)
+    accelerator.free_memory()
+    assert not optimizer.optimizer._optimizer_step_pre_hooks
+
+
+# -- exceptions ------------------------------------------------------------------------------------
+
+
+def test_weights_come_back_after_an_exception() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    before = model.weight.clone()
+    with pytest.raises(ZeroDivisionError), averaged(model):
+        _ = 1 / 0
+    assert torch.equal(model.weight, before)
+
+
+def test_weights_come_back_after_ctrl_c_at_any_moment() -> None:
+    assert run_processes(interrupted, world=1) == [(True, True)]
+
+
+def interrupted() -> tuple[bool, bool]:
+    """Return whether weights and average were whole after each of many interrupts, and some hit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5)])
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(40)])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(torch.stack([layer.weight.square().sum() for layer in model]).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with averaged(model):
+        average = [parameter.clone() for parameter in model.parameters()]
+        assert not torch.equal(average[0], before[0])
+    start = time.perf_counter()
+    for _ in range(10):
+        with averaged(model):
+            pass
+    each, hits, good = (time.perf_counter() - start) / 10, 0, True
+    for number in range(300):
+        timer = threading.Timer(each * number / 250, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            with averaged(model):
+                pass
+            timer.join()
+        except KeyboardInterrupt:
+            hits += 1
+        timer.join()
+        good &= all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+        with averaged(model):
+            good &= all(torch.equal(*pair) for pair in zip(model.parameters(), average, strict=True))
+    return good, hits > 100
