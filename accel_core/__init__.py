@@ -17,6 +17,7 @@ _PUBLIC: Final = {
     "checkpoint.contents": "CheckpointContents",
     "checkpoint.export": "stored_weights",
     "checkpoint.own_state": "refuse_own_state",
+    "checkpoint.reader": "CheckpointFiles",
     "contract": "hooks",
     "contract.card": "API_VERSION CAPABILITIES Card",
     "contract.config": (

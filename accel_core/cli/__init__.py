@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from accel_core.errors import AccelError, LaunchError
+from accel_core.errors import AccelError, LaunchError, PluginError
 
 if TYPE_CHECKING:
     from accel_core.plugins.discovery import Record
@@ -32,7 +32,54 @@ CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 10
 
 
 class Group(click.Group):
-    """A click group that answers an unknown command with a similar one."""
+    """A click group to which a command plugin `GROUP-NAME` adds the command NAME.
+
+    It answers an unknown command with a similar one, or with the package that has it.
+    """
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of plugins that add to this group."""
+        return f"{self.name}-"
+
+    def added(self) -> dict[str, Record]:
+        """Return the plugins that add a command, by its name."""
+        from accel_core.plugins.discovery import discover
+
+        usable = [record for record in discover().of("command") if record.status == "available"]
+        return {it.name.removeprefix(self.prefix): it for it in usable if it.name.startswith(self.prefix)}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *self.added()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        record = self.added().get(cmd_name)
+        if record is not None and record.card is not None:
+            from accel_core.plugins.discovery import load
+
+            command: click.Command = load(record, record.card.implementation or "")
+            return command
+        from accel_core.plugins.catalog import catalog_entry, install_hint
+
+        missing = catalog_entry(f"{self.prefix}{cmd_name}")
+        if missing is not None and missing.slot == "command":
+            hint = install_hint(missing.folder)
+            raise PluginError(f"the command {cmd_name!r} comes with {missing.distribution}\n{hint}")
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the summaries; no plugin is imported for its own."""
+        own = super().list_commands(ctx)
+        rows = [(name, self.commands[name].get_short_help_str(100)) for name in own]
+        self._write_commands(rows, formatter)
+
+    def _write_commands(self, rows: list[tuple[str, str]], formatter: click.HelpFormatter) -> None:
+        rows += [(name, record.card.summary) for name, record in self.added().items() if record.card]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -47,35 +94,25 @@ class Group(click.Group):
 class _Lazy(Group):
     """A group that knows names and summaries, and imports only the called command."""
 
+    @property
+    def prefix(self) -> str:
+        return ""
+
+    def added(self) -> dict[str, Record]:
+        # One that is called after a command of ours adds to that.
+        return {name: it for name, it in super().added().items() if name.partition("-")[0] not in BUILT_IN}
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*BUILT_IN, *_commands()]
+        return [*BUILT_IN, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command: click.Command
-        if cmd_name in BUILT_IN:
-            command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
-            return command
-        record = _commands().get(cmd_name)
-        if record is None or record.card is None:
-            return None
-        from accel_core.plugins.discovery import load
-
-        command = load(record, record.card.implementation or "")
+        if cmd_name not in BUILT_IN:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = list(BUILT_IN.items())
-        rows += [(name, record.card.summary) for name, record in _commands().items() if record.card]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-def _commands() -> dict[str, Record]:
-    from accel_core.plugins.discovery import discover
-
-    usable = {record.name: record for record in discover().of("command") if record.status == "available"}
-    # One that is called after a command of ours adds to that; `checkpoint-FORMAT` is a format.
-    return {name: record for name, record in usable.items() if name.partition("-")[0] not in BUILT_IN}
+        self._write_commands([*BUILT_IN.items()], formatter)
 
 
 @click.command("accel", cls=_Lazy, context_settings=CONTEXT)

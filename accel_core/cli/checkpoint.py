@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from accel_core.checkpoint.paths import local_path
+from accel_core.cli import Group
 from accel_core.cli.terminal import table
 from accel_core.errors import CheckpointError, PluginError
 from accel_core.plugins.discovery import discover, load
@@ -45,9 +46,9 @@ _FORWARDING: Final = {"ignore_unknown_options": True}
 """Settings of commands that pass other options on to the plugin of a format."""
 
 
-@click.group()
+@click.group(cls=Group)
 def checkpoint() -> None:
-    """List, verify, export and import checkpoints."""
+    """List, verify, export and import checkpoints; plugins may add commands."""
 
 
 @checkpoint.command("list")

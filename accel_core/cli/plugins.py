@@ -16,7 +16,6 @@ from accel_core.cli.terminal import say, table
 from accel_core.contract.card import SLOTS
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
-from accel_core.plugins.catalog import catalog_entry, install_hint
 from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load
 
 if TYPE_CHECKING:
@@ -31,31 +30,7 @@ CHOSEN: Final = {
 }
 
 
-class _Plugins(Group):
-    """A group with a command NAME for each installed command plugin `plugins-NAME`."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *_added()]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        record = _added().get(cmd_name)
-        if record is not None and record.card is not None:
-            command: click.Command = load(record, record.card.implementation or "")
-            return command
-        missing = catalog_entry(f"plugins-{cmd_name}")
-        if missing is not None:
-            hint = install_hint(missing.folder)
-            raise PluginError(f"the command {cmd_name!r} comes with {missing.distribution}\n{hint}")
-        return super().get_command(ctx, cmd_name)
-
-
-def _added() -> dict[str, Record]:
-    prefix, records = "plugins-", discover().of("command")
-    usable = [record for record in records if record.status == "available"]
-    return {it.name.removeprefix(prefix): it for it in usable if it.name.startswith(prefix)}
-
-
-@click.group(cls=_Plugins, invoke_without_command=True)
+@click.group(cls=Group, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a plugin, in a list.")
 @click.option("--why", is_flag=True, help="Say in words what would be chosen on this machine, and why.")
 @click.pass_context

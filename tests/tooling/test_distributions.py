@@ -22,6 +22,7 @@ PLUGINS = {
     "accel-cuda": {"cuda"},
     "accel-compat": {"compat"},
     "accel-interchange": {"checkpoint-accelerate", "checkpoint-dcp", "checkpoint-deepspeed"},
+    "accel-inspect": {"checkpoint-diff", "checkpoint-show"},
     "accel-npu": {"npu"},
     "accel-musa": {"musa"},
     "accel-mlu": {"mlu"},

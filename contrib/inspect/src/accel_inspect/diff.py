@@ -1,0 +1,192 @@
+"""Compare two checkpoints: tensors by blocks, everything else by values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import define, field, frozen
+
+from accel_core import CheckpointFiles
+from accel_inspect.measure import Difference, Tolerance, measure
+from accel_inspect.state import SECTIONS, SETTINGS, sections_of, ties_of
+from accel_inspect.tensors import Key, StoredTensor, inline, tensors_of
+
+__all__ = ["ABSENT", "Comparison", "TensorPair", "ValuePair", "compare"]
+
+ABSENT: Final = "(absent)"
+
+
+@frozen
+class TensorPair:
+    """A tensor of both checkpoints, or of one of them.
+
+    difference: None if all elements are equal, or cannot be compared.
+    """
+
+    key: Key
+    a: StoredTensor | None
+    b: StoredTensor | None
+    difference: Difference | None = None
+
+    @property
+    def section(self) -> str:
+        """The section it belongs to: the first word of its key."""
+        return self.key[1].partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """Its name after the section."""
+        return self.key[1].partition("/")[2]
+
+    @property
+    def problem(self) -> str:
+        """The reason why both are unequal by their description, or ""."""
+        if self.a is None or self.b is None:
+            return f"only in {'A' if self.b is None else 'B'}"
+        if self.a.shape != self.b.shape:
+            return f"shape {list(self.a.shape)} in A, {list(self.b.shape)} in B"
+        return f"{self.a.dtype} in A, {self.b.dtype} in B" if self.a.dtype != self.b.dtype else ""
+
+    @property
+    def differs(self) -> bool:
+        """True if it is not the same on both sides."""
+        return bool(self.problem) or self.difference is not None
+
+
+@frozen
+class ValuePair:
+    """A value that differs, as JSON; ABSENT on a side without it."""
+
+    section: str
+    path: str
+    a: Any
+    b: Any
+    difference: Difference | None = None
+    """Of tensors in the state."""
+
+
+@define
+class Comparison:
+    """Tensors of A and B that were compared, equal ones too, and unequal values.
+
+    decisive: the sections in which a difference counts.
+    """
+
+    a: Path
+    b: Path
+    decisive: Collection[str]
+    tensors: list[TensorPair] = field(factory=list)
+    values: list[ValuePair] = field(factory=list)
+
+    @property
+    def differs(self) -> bool:
+        """True if a tensor differs, or a value in a decisive section."""
+        values = any(value.section in self.decisive for value in self.values)
+        return values or any(pair.differs for pair in self.tensors)
+
+
+def compare(
+    a: CheckpointFiles, b: CheckpointFiles, *, only: Collection[str] = (), tolerance: Tolerance | None = None
+) -> Comparison:
+    """Compare two opened checkpoints of any stacks, in these or all sections.
+
+    Raises:
+        CheckpointError: files of a node are not here, or cannot be read.
+    """
+    for each in (a, b):
+        if each.absent:
+            raise each.lacks("a part of the state")
+    chosen = [section for section in SECTIONS if not only or section in only]
+    comparer = _Comparer(tensors_of(a), tensors_of(b), tolerance or Tolerance())
+    found = Comparison(a.folder, b.folder, only or SECTIONS.keys() - SETTINGS)
+    ties = ties_of(a), ties_of(b)
+    for pair in _pairs(comparer.a, comparer.b, *ties, chosen):
+        comparable = pair.a and pair.b and pair.a.shape == pair.b.shape
+        difference = measure(pair.a, pair.b, comparer.tolerance) if comparable and pair.a and pair.b else None
+        found.tensors.append(TensorPair(pair.key, pair.a, pair.b, difference))
+    states = sections_of(a), sections_of(b)
+    for section in chosen:
+        one, other = states[0][section], states[1][section]
+        if section == "model":
+            one, other = {**one, "ties": ties[0]}, {**other, "ties": ties[1]}
+        found.values += [ValuePair(section, *each) for each in comparer.values("", one, other)]
+    return found
+
+
+def _pairs(
+    a: Mapping[Key, StoredTensor],
+    b: Mapping[Key, StoredTensor],
+    ties_a: Mapping[str, list[list[str]]],
+    ties_b: Mapping[str, list[list[str]]],
+    chosen: Collection[str],
+) -> Iterator[TensorPair]:
+    """Yield the tensors of one name, once each; a tied weight has all of its names."""
+    seen: set[tuple[Key | None, Key | None]] = set()
+    for key in dict.fromkeys([*a, *b]):
+        if not key[0] or key[1].partition("/")[0] not in chosen:
+            continue  # those of the run itself are compared where its state names them
+        place = _stored_as(key, a, ties_a), _stored_as(key, b, ties_b)
+        if place not in seen:
+            seen.add(place)
+            yield TensorPair(key, a[place[0]] if place[0] else None, b[place[1]] if place[1] else None)
+
+
+def _stored_as(
+    key: Key, tensors: Mapping[Key, StoredTensor], ties: Mapping[str, list[list[str]]]
+) -> Key | None:
+    """Return the key under which a checkpoint has this tensor, as itself or by a tie."""
+    if key in tensors:
+        return key
+    sort, _, rest = key[1].partition("/")
+    name, slash, part = rest.rpartition("/") if sort == "optimizer" else (rest, "", "")
+    for group in ties.get(key[0], ()) if name else ():
+        for other in group if name in group else ():
+            if (found := (key[0], f"{sort}/{other}{slash}{part}")) in tensors:
+                return found
+    return None
+
+
+_Values = Iterator[tuple[str, Any, Any, Difference | None]]
+
+
+@frozen
+class _Comparer:
+    """Both checkpoints' tensors, and how close is equal."""
+
+    a: Mapping[Key, StoredTensor]
+    b: Mapping[Key, StoredTensor]
+    tolerance: Tolerance
+
+    def values(self, path: str, a: Any, b: Any) -> _Values:
+        """Yield (path, a, b, difference) of all leaves that differ."""
+        one, other = _tensor(a, self.a), _tensor(b, self.b)
+        if one is not None and other is not None:
+            is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+            difference = measure(one, other, self.tolerance) if is_alike else None
+            if difference or not is_alike:
+                yield path, a, b, difference
+        elif isinstance(a, dict) and isinstance(b, dict) and not (_is_tagged(a) or _is_tagged(b)):
+            for key in dict.fromkeys([*a, *b]):
+                under = f"{path}.{key}" if path else key
+                yield from self.values(under, a.get(key, ABSENT), b.get(key, ABSENT))
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for number, (left, right) in enumerate(zip(a, b, strict=True)):
+                yield from self.values(f"{path}[{number}]", left, right)
+        elif _is_tagged(a) and _is_tagged(b) and [*a] == [*b] and isinstance(next(iter(a.values())), list):
+            yield from self.values(path, *(next(iter(each.values())) for each in (a, b)))
+        elif a != b:
+            yield path, a, b, None
+
+
+def _is_tagged(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$")
+
+
+def _tensor(value: Any, stored: Mapping[Key, StoredTensor]) -> StoredTensor | None:
+    """Return the tensor that this value of tagged JSON is, if it is one."""
+    if not _is_tagged(value):
+        return None
+    ((tag, body),) = value.items()
+    return stored["", body] if tag == "$stored" else inline(body) if tag == "$tensor" else None

@@ -1,0 +1,170 @@
+"""The tensors of a checkpoint, read block by block, without torch."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import ml_dtypes
+import numpy as np
+from attrs import field, frozen
+
+from accel_core import CheckpointError, CheckpointFiles
+from accel_inspect.blocks import Part, common
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Box", "Key", "StoredTensor", "inline", "tensors_of"]
+
+Key = tuple[str, str]
+"""A unit ("" is the run itself), and `model/NAME`, `optimizer/NAME/KEY` or alike."""
+
+_NUMPY: Final = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+)
+_ML_DTYPES: Final = "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
+    **{name: np.dtype(name) for name in _NUMPY.split()},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES.split()},
+}
+"""torch's name of a dtype -> numpy's dtype."""
+_BITS: Final[Mapping[str, int]] = {
+    "complex32": 4,
+    "float4_e2m1fn_x2": 1,
+    **{f"{kind}{bits}": 1 for kind in ("int", "uint") for bits in range(1, 8)},
+}
+"""Dtypes whose elements are not measured -> bytes of an element."""
+
+
+class Source(Protocol):
+    """Bytes that can be read from any place on."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+
+
+@frozen
+class Box:
+    """A rectangular part of a tensor, and its place in a file."""
+
+    part: Part
+    source: Source
+    start: int
+
+    def read(self, part: Part, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a part of a block (see `blocks`) that lies within this box."""
+        (offset, shape), (first, whole) = part, self.part
+        strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+        place = sum((at - begin) * step for at, begin, step in zip(offset, first, strides, strict=True))
+        memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+        self.source.read(self.start + place * dtype.itemsize, memory.data)
+        return memory.view(dtype).reshape(shape)
+
+
+@frozen(eq=False)
+class StoredTensor:
+    """A tensor of a checkpoint: its description and its boxes, in whatever layout.
+
+    dtype: torch's name. kind: `like_param`, `scalar`, `factored` or `opaque`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    boxes: list[Box] = field(factory=list, repr=False)
+
+    @property
+    def is_measurable(self) -> bool:
+        """True if its elements are numbers that numpy knows."""
+        return self.dtype in NUMBERS
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """numpy's dtype of its elements; an integer's, where numpy has no such numbers.
+
+        Raises:
+            CheckpointError: the dtype is not known here.
+        """
+        known = NUMBERS.get(self.dtype)
+        if known is None and self.dtype not in _BITS:
+            raise CheckpointError(
+                f"a tensor of dtype {self.dtype} is not understood\n"
+                "install an accel-inspect that is as new as the accel-core that wrote the checkpoint"
+            )
+        return known if known is not None else np.dtype(f"u{_BITS[self.dtype]}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    def read(self, block: Part) -> NDArray[Any]:
+        """Return a block (see `blocks`) of the whole tensor, from all of its boxes.
+
+        Raises:
+            CheckpointError: the boxes do not make it up exactly once, or a file cannot be read.
+        """
+        whole, filled = np.empty(block[1], self.numpy_dtype), 0
+        for box in self.boxes:
+            part = common(block, box.part)
+            if part is None:
+                continue
+            found = box.read(part, self.numpy_dtype)
+            if part == block:
+                whole = found
+            else:
+                whole[_within(part, block)] = found
+            filled += found.size
+        if filled != whole.size:
+            paths = ", ".join(sorted({str(box.source.path) for box in self.boxes}))
+            lack = f"of {whole.size} elements of a tensor of shape {list(self.shape)} there are {filled}"
+            raise CheckpointError(
+                f"{paths}: {lack}\nthe checkpoint is damaged: run `accel checkpoint verify` on it"
+            )
+        return whole
+
+
+def _within(part: Part, block: Part) -> tuple[slice, ...]:
+    starts = [first - begin for first, begin in zip(part[0], block[0], strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, part[1], strict=True))
+
+
+def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
+    """Return the tensors of a checkpoint whose files are here, by their keys."""
+    found: dict[Key, StoredTensor] = {}
+    for data, index in opened.shares.values():
+        for unit, keys in index["tensors"].items():
+            for key, each in keys.items():
+                stored = found.setdefault(
+                    (unit, key), StoredTensor(tuple(each["shape"]), each["dtype"], each["kind"])
+                )
+                for offset, shape, start in each["boxes"]:
+                    part = tuple(offset), tuple(shape)
+                    # Nodes with disks of their own have a copy each of what is the same on all.
+                    if not opened.manifest.domains or all(box.part != part for box in stored.boxes):
+                        stored.boxes.append(Box(part, data, start))
+    return found
+
+
+@frozen
+class _Memory:
+    content: bytes
+    path: Path = Path("state")
+
+    def read(self, start: int, into: memoryview) -> None:
+        into[:] = self.content[start : start + len(into)]
+
+
+def inline(body: Any) -> StoredTensor:
+    """Return a tensor that stands in a JSON file: `[dtype, shape, base64]`."""
+    dtype, shape, text = body
+    part = (0,) * len(shape), tuple(shape)
+    return StoredTensor(part[1], dtype, "opaque", [Box(part, _Memory(b64decode(text)), 0)])

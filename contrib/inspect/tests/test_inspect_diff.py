@@ -1,0 +1,332 @@
+"""Two checkpoints of real runs, compared from the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import inspect_jobs as jobs
+import pytest
+import torch
+from attrs import evolve
+from click.testing import CliRunner
+
+from accel_core import CheckpointContents, whole
+from accel_core.cli import accel
+from accel_testing import run_processes
+
+
+def command(*words):
+    return CliRunner().invoke(accel, ["checkpoint", *map(str, words)])
+
+
+def diff(*words):
+    """Return the exit status and what `--json` prints."""
+    ended = command("diff", "--json", *words)
+    return ended.exit_code, json.loads(ended.stdout)
+
+
+def named(found):
+    return {(each["section"], each["name"]) for each in found["tensors"]}
+
+
+def paths(found, section):
+    return {value["path"] for value in found["values"] if value["section"] == section}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three steps by one process, by two that replicate and by two that shard; and the first, sharded."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_processes(jobs.train, str(folder / "one"), "single", world=1)
+    run_processes(jobs.train, str(folder / "ddp"), "ddp", world=2)
+    run_processes(jobs.train, str(folder / "fsdp"), "fsdp", world=2)
+    first = str(folder / "one" / "step3")
+    run_processes(jobs.save_again, first, str(folder / "sharded"), "fsdp", world=2)
+    return folder
+
+
+@pytest.fixture
+def changed(runs, tmp_path):
+    """Write the first run's checkpoint again, changed by a function; return both folders."""
+
+    def change(function):
+        contents = CheckpointContents.read(runs / "one" / "step3")
+        function(contents)
+        return runs / "one" / "step3", contents.write(tmp_path / "changed")
+
+    return change
+
+
+def test_a_run_against_itself_resumed_is_empty(runs, tmp_path):
+    project, first = str(runs / "one"), runs / "one" / "step3"
+    before = tmp_path / "before"
+    first.rename(before)
+
+    run_processes(jobs.train, project, "single", f"{project}/step2", 2, world=1)
+
+    ended = command("diff", before, first)
+    assert (ended.exit_code, ended.stdout) == (0, "no difference\n")
+
+
+def test_a_sharded_checkpoint_and_a_whole_one_of_one_state_have_the_same_tensors(runs):
+    code, found = diff(runs / "one" / "step3", runs / "sharded", "--only", "model", "--only", "optimizer")
+
+    assert (code, found["tensors"], found["values"]) == (0, [], [])
+    assert found["compared"] == 5 + 5 * 3
+
+
+def test_world_and_stack_are_told(runs):
+    _, found = diff(runs / "one" / "step3", runs / "sharded")
+
+    assert {"world.size", "units.unit0"} <= paths(found, "stack")
+    assert "stack" not in found["decisive"]
+
+
+def test_world_and_stack_alone_do_not_change_the_exit_status(runs, changed):
+    def elsewhere(contents):
+        contents.members["stack"]["device"] = "other"
+
+    one, other = changed(elsewhere)
+
+    assert diff(one, other)[0] == 0
+    assert diff(one, other, "--only", "stack")[0] == 1
+    assert (
+        "stack (told only: does not change the exit status)\n  device: " in command("diff", one, other).stdout
+    )
+
+
+def test_replicated_and_sharded_training_agree_within_a_tolerance(runs):
+    words = runs / "ddp" / "step3", runs / "fsdp" / "step3", "--only", "model"
+
+    assert diff(*words, "--rtol", "1e-4", "--atol", "1e-6")[0] == 0
+
+
+def test_two_steps_differ_in_tensors_schedule_position_and_random_numbers(runs):
+    code, found = diff(runs / "one" / "step2", runs / "one" / "step3")
+
+    assert code == 1
+    assert {("model", "layers.0.weight"), ("optimizer", "layers.1.bias/exp_avg")} <= named(found)
+    assert "unit0.schedulers[0].state.last_epoch" in paths(found, "hyperparameters")
+    assert {"step", "rank0.loaders[0].consumed"} <= paths(found, "data")
+    assert paths(found, "random")
+    assert not paths(found, "config")
+
+
+def test_a_changed_tensor_is_named_and_measured(changed):
+    def add(contents):
+        contents.leaves["unit0", "model/layers.0.weight"].shards[0][1][2, 3] += 0.25
+
+    ended = command("diff", *changed(add))
+
+    assert ended.exit_code == 1
+    assert re.search(
+        r"model: 1 of 5 tensors differ\n  unit0  layers.0.weight  max 0.25  relative .* 1 of 36 elements\n$",
+        ended.stdout,
+    )
+
+
+def test_a_name_on_one_side_is_told(changed):
+    def drop(contents):
+        del contents.leaves["unit0", "model/layers.1.bias"]
+
+    code, found = diff(*changed(drop))
+
+    assert code == 1
+    assert [(each["name"], each["problem"], each["b"]) for each in found["tensors"]] == [
+        ("layers.1.bias", "only in A", None)
+    ]
+
+
+def test_another_shape_and_another_dtype_are_told(changed):
+    def convert(contents):
+        leaves = contents.leaves
+        leaves["unit0", "model/layers.0.bias"] = whole(torch.ones(7))
+        leaf = leaves["unit0", "model/layers.1.bias"]
+        leaves["unit0", "model/layers.1.bias"] = evolve(whole(leaf.shards[0][1].bfloat16()), kind=leaf.kind)
+
+    _, found = diff(*changed(convert))
+
+    told = {each["name"]: each for each in found["tensors"]}
+    assert told["layers.0.bias"]["problem"] == "shape [6] in A, [7] in B"
+    assert told["layers.1.bias"]["problem"] == "float32 in A, bfloat16 in B"
+    assert 0 < told["layers.1.bias"]["difference"]["relative"] < 0.01
+
+
+def test_a_tie_that_is_gone_is_told_though_all_values_are_equal(changed):
+    def untie(contents):
+        contents.state["units"]["unit0"]["aliases"] = {}
+        leaf = contents.leaves["unit0", "model/embedding.weight"]
+        contents.leaves["unit0", "model/head.weight"] = leaf
+
+    code, found = diff(*changed(untie))
+
+    assert (code, found["tensors"]) == (1, [])
+    assert paths(found, "model") == {"ties.unit0"}
+
+
+def test_hyperparameters_are_told_once_for_all_parameters_that_have_them(changed):
+    def slower(contents):
+        contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["weight_decay"] = 0.5
+
+    ended = command("diff", *changed(slower))
+
+    assert ended.exit_code == 1
+    assert "unit0.weight_decay: 0.01 -> 0.5 (5 parameters: embedding.weight, " in ended.stdout
+
+
+def test_hyperparameters_that_are_only_grouped_otherwise_are_equal(changed):
+    def split(contents):
+        groups = contents.state["units"]["unit0"]["optimizers"][0]["groups"]
+        rest = groups[0]["params"][2:]
+        groups[0]["params"] = groups[0]["params"][:2]
+        groups.append({**groups[0], "params": rest})
+
+    assert diff(*changed(split))[0] == 0
+
+
+def test_registered_objects_and_their_large_tensors_are_compared(changed, runs, tmp_path):
+    values = torch.zeros(40000)
+    one = CheckpointContents.read(runs / "one" / "step3")
+    one.state["registered"] = [{"class": "Average", "state": {"mean": values, "count": 1}}]
+    one = one.write(tmp_path / "registered")
+
+    def register(contents):
+        other = values.clone()
+        other[39999] = math.inf
+        contents.state["registered"] = [{"class": "Average", "state": {"mean": other, "count": 2}}]
+
+    code, found = diff(one, changed(register)[1])
+
+    assert code == 1
+    assert paths(found, "registered") == {"[0].state.mean", "[0].state.count"}
+    mean = next(each["difference"] for each in found["values"] if each["path"] == "[0].state.mean")
+    assert (mean["different"], mean["max_abs"]) == (1, "inf")
+
+
+def test_config_is_told(changed):
+    def reconfigure(contents):
+        contents.members["config"]["mixed_precision"] = "bf16"
+
+    code, found = diff(*changed(reconfigure))
+
+    assert (code, paths(found, "config")) == (0, {"mixed_precision"})
+
+
+def test_what_cannot_be_compared_has_an_exit_status_of_its_own(runs, tmp_path):
+    ended = command("diff", runs / "one" / "step3", tmp_path)
+
+    assert ended.exit_code == 2
+    assert "is not a checkpoint" in ended.stderr
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.cells, self.links = {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag == "td" and "title" in values:
+            name, _, told = values["title"].partition(": ")
+            self.cells[name] = (values["class"], told)
+
+
+def test_the_page_has_a_cell_for_each_tensor_and_needs_no_network(changed, tmp_path):
+    def add(contents):
+        contents.leaves["unit0", "model/layers.0.weight"].shards[0][1][2, 3] += 0.25
+
+    target = tmp_path / "diff.html"
+    assert command("diff", *changed(add), "--html", target).exit_code == 1
+
+    text = target.read_text(encoding="utf-8")
+    page = Page(text)
+    kind, told = page.cells.pop("model/layers.0.weight")
+    assert (kind, told[:8]) == ("heat", "max 0.25")
+    assert len(page.cells) == 4 + 5 * 3
+    assert set(page.cells.values()) == {("equal", "equal")}
+    assert page.links == []
+    assert "<script" not in text
+    assert "//" not in text.replace("</", "")
+
+
+def test_show_prints_the_tree(runs):
+    ended = command("show", runs / "sharded")
+
+    assert ended.exit_code == 0
+    assert re.search(
+        r"\n  model\n(.*\n)*    layers\n      0\n        weight +float32 +\[6, 6\] +144 B  2 files",
+        ended.stdout,
+    )
+    assert "tied in unit0: embedding.weight = head.weight\n20 tensors, " in ended.stdout
+
+
+def test_show_tells_programs_where_each_box_lies(runs):
+    rows = json.loads(command("show", "--json", runs / "sharded").stdout)["tensors"]
+
+    weight = next(row for row in rows if row["key"] == "model/layers.0.weight")
+    assert (weight["shape"], weight["dtype"], weight["bytes"]) == ([6, 6], "float32", 144)
+    assert {box["file"] for box in weight["boxes"]} == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert sum(math.prod(box["shape"]) for box in weight["boxes"]) == 36
+
+
+def test_neither_torch_nor_a_stack_is_imported(runs):
+    code = "import atexit, sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
+    code += "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
+    folders = [str(runs / "ddp" / "step3"), str(runs / "sharded")]
+
+    for words in (["diff", *folders], ["show", folders[1]]):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, "checkpoint", *words], capture_output=True, text=True, check=False
+        )
+        assert not {"torch", "accel_fsdp.strategy", "accel_ddp.strategy"} & set(ended.stderr.split())
+        assert ended.stdout
+
+
+WATCHED = """
+import re, sys, threading, time
+def sample():
+    while True:
+        now = int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+        peak[0] = max(peak[0], now)
+        time.sleep(0.002)
+peak = [0]
+threading.Thread(target=sample, daemon=True).start()
+from accel_core.cli import main
+sys.argv = ["accel", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("peak", peak[0], file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("megabytes", [256, pytest.param(4096, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes):
+    contents = CheckpointContents.read(runs / "one" / "step3")
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        huge = torch.full((2, megabytes << 17), value)
+        contents.leaves["unit0", "model/layers.0.weight"] = whole(huge)
+        contents.write(tmp_path / name)
+        del huge
+    words = ["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "model"]
+
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCHED, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+
+    assert ended.returncode == 1, ended.stderr
+    assert f"max 1  relative inf  cosine 0  {megabytes << 18} of" in ended.stdout
+    assert int(re.search(r"peak (\d+)", ended.stderr)[1]) <= 200
