@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, GradScalerKwargs, ProjectConfiguration
+from accel_core import Accelerator, GradScalerKwargs, ProfileKwargs, ProjectConfiguration
 from accel_core.runtime import sampling
 from accel_testing import ProcessError, run_processes
 
@@ -265,7 +265,45 @@ def test_warnings_are_recorded(tmp_path):
     get_logger("somebody").warning("%d of %s", 3, "many")
     accelerator.end_training()
 
-    assert [line["text"] for line in of_kind(records(tmp_path)[0], "warning")] == ["3 of many"]
+    (warning,) = of_kind(records(tmp_path)[0], "warning")
+    assert (warning["text"], warning["step"]) == ("3 of many", 0)
+
+
+def test_traces_of_the_profiler_are_recorded(tmp_path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    with accelerator.profile(ProfileKwargs(output_trace_dir=str(tmp_path / "traces"))):
+        torch.ones(2) + 1
+    accelerator.end_training()
+
+    (profile,) = of_kind(records(tmp_path)[0], "profile")
+    assert profile["path"] == str(tmp_path / "traces" / "profile_0.json")
+
+
+def train_on_items(folder):
+    """Train two windows of two micro-batches, whose items differ by rank."""
+    sampling.CLOSE = 0.0
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(project_dir=str(folder), record_every=1),
+        gradient_accumulation_steps=2,
+    )
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        with accelerator.accumulate(model, items=3 + 2 * accelerator.process_index):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+
+@pytest.mark.together
+def test_items_a_second_are_those_of_all_ranks(tmp_path):
+    run_processes(train_on_items, tmp_path)
+
+    first, second = of_kind(records(tmp_path)[0], "step")
+    assert "items_per_second" not in first  # it has no time yet
+    assert second["items_per_second"] * second["seconds"] == pytest.approx(2 * (3 + 5))
 
 
 def waits_on_a_device(folder):
@@ -283,10 +321,11 @@ def waits_on_a_device(folder):
         inputs, waits = torch.ones(1, 2).to("sim"), []
         for _ in range(12):
             before = module.waits
-            loss = model(inputs).sum()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model, items=1):
+                loss = model(inputs).sum()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
             accelerator.log({"loss": loss})
             waits.append(module.waits - before)
         found.append(waits)
@@ -301,3 +340,4 @@ def test_the_device_is_not_waited_for(tmp_path):
     assert recording == without
     (record,) = records(tmp_path)
     assert [line["step"] for line in of_kind(record, "step")] == [1, 10]
+    assert of_kind(record, "step")[1]["items_per_second"] > 0

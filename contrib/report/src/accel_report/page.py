@@ -17,7 +17,7 @@ from accel_report.records import Point, Record
 __all__ = ["page"]
 
 MOST_POINTS: Final = 4000
-"""Of one curve; a longer one keeps the least and the greatest value of each stretch."""
+"""Of one curve; a longer one keeps the extremes of each stretch."""
 GIB: Final = 1 << 30
 
 
