@@ -59,6 +59,7 @@ def test_a_record_with_a_pipeline_has_its_schedule():
     ]
 
     assert schedule_picture({"config": options}).count('class="F"') == 8
+    assert "not drawn" in schedule_picture({"config": [*options, ["fsdp.pp_schedule", "LoopedBFS", ""]]})
     assert schedule_picture({"config": [["fsdp.pp_size", 1, ""], *options[1:]]}) == ""
 
 

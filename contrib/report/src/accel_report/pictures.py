@@ -9,7 +9,7 @@ from typing import Any, Final
 __all__ = ["gpipe", "mesh_picture", "one_f_one_b", "schedule_picture"]
 
 MOST_RANKS: Final = 512
-MOST_CELLS: Final = 4000
+MOST_CELLS: Final = 2000
 
 
 def mesh_picture(head: Mapping[str, Any]) -> str:
@@ -44,12 +44,13 @@ def schedule_picture(head: Mapping[str, Any]) -> str:
     options = {str(path).rpartition(".")[2]: value for path, value, _ in head.get("config", [])}
     stages, count = options.get("pp_size") or 1, options.get("gradient_accumulation_steps") or 1
     draws = {"1F1B": one_f_one_b, "GPipe": gpipe}
-    name = options.get("pp_schedule")
-    if name not in draws or stages < 2:
+    name = str(options.get("pp_schedule"))
+    if stages < 2:
         return ""
-    rows = draws[name](stages, count)
-    if stages * len(rows[0]) > MOST_CELLS:
-        return f"<p>{escape(name)}: {stages} stages, {count} micro-batches</p>"
+    text = f"{name}: {stages} stages, {count} micro-batches (gradient_accumulation_steps)"
+    rows = draws[name](stages, count) if name in draws and stages * count < MOST_CELLS else None
+    if rows is None:
+        return f'<p class="note">{escape(text)}; not drawn.</p>'
     body = "".join(
         f"<tr><th>stage {stage}</th>{''.join(_slot(slot) for slot in row)}</tr>"
         for stage, row in enumerate(rows)

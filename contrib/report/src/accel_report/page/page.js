@@ -1,7 +1,7 @@
 "use strict";
 const runs = JSON.parse(document.getElementById("runs").textContent);
 const PHASES = ["data", "forward", "forward_backward", "backward", "optimizer", "checkpoint", "other", "between"];
-const PHASE_COLOURS = { data: 4, forward: 0, forward_backward: 0, backward: 1, optimizer: 2, checkpoint: 3, other: 5, between: 5 };
+const PHASE_COLOURS = { data: 4, forward: 0, forward_backward: 0, backward: 1, optimizer: 2, checkpoint: 3, other: 5, between: 6 };
 const MOST_MARKS = 80;
 const hidden = new Set();
 const control = (name) => document.getElementById(name);
@@ -94,7 +94,7 @@ function drawPhases(plot) {
     }),
     textposition: "inside", insidetextanchor: "middle", insidetextfont: { color: colour("ground") },
     hovertemplate: `%{x:.3g} ${word} of ${phase}<extra></extra>`,
-    marker: { color: colour(`phase${PHASE_COLOURS[phase]}`), opacity: phase === "between" ? 0.5 : 1 },
+    marker: { color: colour(`phase${PHASE_COLOURS[phase]}`) },
   }));
   plot.style.height = `${120 + 34 * shown.length}px`;
   draw(plot, traces, { barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -0.45 },
