@@ -343,6 +343,21 @@ class Accelerator(Ranks, Training, States):
         """
         self.run.trackers.log(values, step, log_kwargs or {})
 
+    def metrics(self) -> dict[str, float]:
+        """Return speed and memory of the last sampled step, as values to log.
+
+        Not collective. It waits for nothing: a device's sample comes a step or more after it was taken.
+
+        Returns on the main process, as far as they are known: `seconds` of a step (the mean since the
+        sample before), `samples_per_second` and `items_per_second` of all ranks, `data_seconds`,
+        `forward_seconds` and so on of the sampled step, `memory_allocated` and so on in bytes. Empty before
+        the first sample, and on other ranks.
+
+        Raises:
+            AccelError: the run keeps no record of itself: it has no project folder.
+        """
+        return self.run.record.metrics()
+
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker, or with `unwrap` the object that it wraps.
 

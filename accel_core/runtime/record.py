@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.defaults.lines import LineFile
+from accel_core.errors import AccelError
 from accel_core.runtime.explain import explain
 from accel_core.runtime.sampling import Reads, StepSampler
 
@@ -33,6 +34,7 @@ FOLDER: Final = "records"
 """In the project's folder."""
 GIT: Final = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 GIT_SECONDS: Final = 2.0
+METRICS: Final = ("seconds", "samples_per_second", "items_per_second")
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -70,6 +72,8 @@ class RunRecord:
         """Lines that wait for the first event: a checkpoint may still name the file."""
         self._first_step = 0
         self._saved_at: tuple[int, float] | None = None
+        self._latest: dict[str, Any] = {}
+        """The values of the last sample, and the last memory."""
         self.sampler = StepSampler(run, project.record_every, self._sample, self.fail)
 
     @_harmless
@@ -107,10 +111,28 @@ class RunRecord:
             text = f"the run's record ends, and training goes on: {type(error).__name__}: {error}"
             warnings.warn(text, stacklevel=2)
 
+    def metrics(self) -> dict[str, Any]:
+        """Return what `Accelerator.metrics` gives.
+
+        Raises:
+            AccelError: the main process keeps no record.
+        """
+        if not self.active and self.run.world.rank == 0:
+            raise AccelError(
+                "metrics() has the values of the run's record, and this run keeps none\n"
+                "set project_dir to a local folder, and project.record_every above 0"
+            )
+        sample = self._latest
+        found = {name: sample.get(name) for name in METRICS}
+        found |= {f"{part}_seconds": seconds for part, seconds in sample.get("split", {}).items()}
+        found |= {f"memory_{part}": size for part, size in sample.get("memory", {}).items()}
+        return {name: value for name, value in found.items() if value is not None}
+
     # -- what is written --------------------------------------------------------------------------
 
     @_harmless
     def _sample(self, values: Mapping[str, Any]) -> None:
+        self._latest = {"memory": self._latest.get("memory", {}), **values}
         self._write("step", **values)
 
     def _write(self, kind: str, *, early: bool = False, **fields: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import time
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, GradScalerKwargs, ProfileKwargs, ProjectConfiguration
+from accel_core import Accelerator, AccelError, GradScalerKwargs, ProfileKwargs, ProjectConfiguration
 from accel_core.runtime import sampling
 from accel_testing import ProcessError, run_processes
 
@@ -243,6 +244,51 @@ def test_a_disk_that_fills_up_is_one_warning(tmp_path, monkeypatch):
         assert len(train(tmp_path, 20)) == 20
     assert len(told) == 1
     assert len(writes) == 6
+
+
+def test_metrics_are_the_last_sample_as_values_to_log(tmp_path):
+    ours, other = run_processes(metered, str(tmp_path), world=2)
+    ((*_, sample),) = [of_kind(record, "step") for record in records(tmp_path)]
+    split = {f"{part}_seconds": seconds for part, seconds in sample["split"].items()}
+    expected = {**split, **{name: sample[name] for name in ("seconds", "items_per_second")}}
+    assert {name: ours[name] for name in expected} == expected
+    assert ours["data_seconds"] >= 0.05, "each batch is waited for"
+    assert ours["samples_per_second"] == pytest.approx(4 / sample["seconds"])
+    assert ours["memory_host_peak"] > 0
+    assert all(type(value) in (int, float) for value in ours.values())
+    assert other == {}, "the main process keeps the record"
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.ones(3) * index
+
+
+def metered(folder):
+    sampling.CLOSE = 0.0
+    project = ProjectConfiguration(project_dir=folder, record_every=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert accelerator.metrics() == {}
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Slow(), 2))
+    for batch in loader:
+        with accelerator.accumulate(model, items=len(batch)):
+            accelerator.backward(model(batch).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    found = accelerator.metrics()
+    accelerator.end_training()
+    return found
+
+
+def test_metrics_of_a_run_without_a_record_are_an_error():
+    with pytest.raises(AccelError, match="keeps none\nset project_dir"):
+        Accelerator(cpu=True).metrics()
 
 
 def test_an_option_turns_it_off(tmp_path):
