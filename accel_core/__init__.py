@@ -40,6 +40,7 @@ _PUBLIC: Final = {
     "distributed.logging": "MultiProcessAdapter get_logger",
     "distributed.random": "set_seed synchronize_rng_state",
     "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError",
+    "launch.mapped": "note_mapped_file",
     "launch.notebook": "notebook_launcher",
     "plugins.binding": "no_op",
     "plugins.discovery": "Discovery Record discover plugin_status",

@@ -198,8 +198,9 @@ class Agent(LocalElasticAgent):
         left = self._left_early()
         if left is not None or result.is_failed():
             # A process that left without an error was the first to go: the others failed after it.
+            notes = getattr(self._pcontext, "error_files", {})
             self.failure = (
-                first_failure(result.failures) if left is None else _ended_early(worker_group, left)
+                first_failure(result.failures, notes) if left is None else _ended_early(worker_group, left)
             )
             result = RunResult(WorkerState.FAILED, failures=result.failures)
             self.announce(self._attempt, str(self.failure).splitlines()[0])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.errors import LaunchError
+from accel_core.launch.mapped import cut_files
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -17,8 +18,13 @@ AGENT_KILLS_AFTER: Final = 30
 """Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
-    """Return the failure that made the other ranks fail."""
+def first_failure(
+    failures: Mapping[int, ProcessFailure], notes: Mapping[int, str] | None = None
+) -> LaunchError:
+    """Return the failure that made the other ranks fail.
+
+    notes: local rank -> its error file, which torch names only where it exists.
+    """
     noted = {rank: at for rank in failures if (at := _note_of(failures[rank]).get("time")) is not None}
     earliest = min(noted.values(), default=float("inf"))
 
@@ -33,7 +39,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
         return 0, failure.timestamp  # gone without a note: the other ranks noticed before the agent did
 
     rank = min(failures, key=order)
-    return _told(rank, failures[rank])
+    return _told(rank, failures[rank], (notes or {}).get(failures[rank].local_rank, ""))
 
 
 def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
@@ -41,7 +47,7 @@ def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
     return {**message["extraInfo"], "message": message["message"]} if isinstance(message, dict) else {}
 
 
-def _told(rank: int, failure: ProcessFailure) -> LaunchError:
+def _told(rank: int, failure: ProcessFailure, file: str) -> LaunchError:
     note = _note_of(failure)
     # A script may ask to exit with any number, of which the system keeps a byte. Only the process itself
     # tells of a signal.
@@ -53,5 +59,7 @@ def _told(rank: int, failure: ProcessFailure) -> LaunchError:
         how = f"was killed by {failure.signal_name()}"
     if code == -signal.SIGKILL:
         how += "\nthe system kills processes when memory runs out: see `dmesg`"
+    if code == -signal.SIGBUS:
+        how += "".join(f"\na mapped file was cut: {file}" for file in cut_files(file))
     told = f"rank {rank} (local {failure.local_rank}) {how}".rstrip("\n")
     return LaunchError(told, exit_code=128 - code if code < 0 else code, rank=rank)

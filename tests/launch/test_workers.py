@@ -246,6 +246,32 @@ def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path):
     ]
 
 
+CUT = """
+import mmap, os
+from accel_core import note_mapped_file
+if os.environ["RANK"] == "1":
+    for name in ("whole", "weights"):
+        with open(name, "wb") as file:
+            file.write(bytes(100_000))
+        note_mapped_file(name)
+    cut = mmap.mmap(os.open("weights", os.O_RDONLY), 0, prot=mmap.PROT_READ)
+    os.truncate("weights", 10)
+    cut[90_000]
+import time; time.sleep(30)
+"""
+
+
+def test_a_mapped_file_that_was_cut_is_named(tmp_path):
+    ended = launch(tmp_path, CUT)
+
+    assert ended.returncode == 128 + signal.SIGBUS
+    report = ended.stderr[ended.stderr.index("accel: rank") :]
+    assert report.splitlines() == [
+        "accel: rank 1 (local 1) was killed by SIGBUS",
+        f"a mapped file was cut: {tmp_path / 'weights'}, of 100000 bytes, has 10 now",
+    ]
+
+
 MID_STEP = """
 import os
 import torch

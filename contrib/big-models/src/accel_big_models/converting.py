@@ -1,6 +1,7 @@
-"""Blocks in another form, such as quantised: read, converted on their device, and kept there.
+"""Blocks in another form, such as quantised.
 
-One block at a time has its own form, so that a model comes in the memory of its other form.
+Each is read, converted on its device, and kept there. One block at a time has its weights as the checkpoint
+has them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def convert_blocks(
     convert: Convert,
     progress: Callable[[int, int], None] | None,
 ) -> list[Tenant]:
-    """Read the model's blocks, have each converted, and return the tensors that the model has then.
+    """Read the model's blocks, have each converted, and return the model's new tensors.
 
     Tensors that `convert` leaves are the model's own again, with their values as source.
 
@@ -131,7 +132,10 @@ def _require_places(block: Block, device: torch.device, present: Mapping[str, Te
 
 
 def _loaded(tenant: Tenant) -> Tensor:
-    """Return the values on the device, as what the model's tensor is; they are its source from now on."""
+    """Return the values on the device, as what the model's tensor is.
+
+    They are its source from now on.
+    """
     with torch.inference_mode(False), torch.no_grad():
         values = tenant.tensor.detach() if tenant.source is None else values_of(tenant.source)
         values = values.to(tenant.device)
