@@ -50,6 +50,16 @@ def staged(
     return model.hf_split_points, seen
 
 
+def by_hand(points, gather: bool, rows: int, chunks: int) -> torch.Tensor | None:
+    from accelerate.inference import build_pipeline, pippy_forward
+
+    state = PartialState(cpu=True)
+    pipeline = build_pipeline(Net().eval(), points, (), inputs(2), chunks)
+    given = inputs(rows) if state.is_main_process else {}
+    out = pippy_forward(pipeline.step, chunks, gather, **given)
+    return None if out is None else out["out"]
+
+
 def without_a_pipeline(points) -> str:
     PartialState(cpu=True)
     translation.import_module = lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name=name))

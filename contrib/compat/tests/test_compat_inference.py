@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import prepare_pippy
-from accelerate.inference import find_pippy_batch_size
-from inference_job import Net, inputs, staged, without_a_pipeline
+from accelerate.inference import build_pipeline, find_pippy_batch_size, pippy_forward
+from inference_job import Net, by_hand, inputs, staged, without_a_pipeline
 from peers import needs_accelerate, said
 
 from accel_testing import run_processes
@@ -29,8 +29,22 @@ def test_stages_give_what_one_process_gives(points, gather, rows, chunks):
     assert [out is not None for out in first] == [gather] * 2
 
 
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather):
+    pytest.importorskip("accel_fsdp")
+    first, last = run_processes(by_hand, ["blocks.1"], gather, 5, 3, world=2)
+    want = Net().eval()(**inputs(5))["out"]
+
+    torch.testing.assert_close(last, want)
+    assert (first is not None) == gather
+
+
 def test_one_process_has_the_model_as_it_is():
     model = Net()
+    alone = build_pipeline(model, [], (), {}, 1)
+    assert torch.equal(
+        pippy_forward(alone.step, 1, True, torch.ones(1, 4))["out"], model(torch.ones(1, 4))["out"]
+    )
     assert prepare_pippy(model, example_args=(torch.ones(1, 4),)) is model
     torch.testing.assert_close(model(torch.ones(1, 4)), Net()(torch.ones(1, 4)))
 

@@ -25,7 +25,7 @@ from accel_core import ConfigError
 __all__ = ["Convert", "convert_blocks", "unchanged_on_error"]
 
 Convert: TypeAlias = Callable[[str, nn.Module], nn.Module]
-"""(full name of a block, the block with its weights on its device) -> the block that takes its place."""
+"""(name, block with its weights on its device) -> block that takes its place."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def convert_blocks(
     convert: Convert,
     progress: Callable[[int, int], None] | None,
 ) -> list[Tenant]:
-    """Read the model's blocks, have each converted, and return the model's new tensors.
+    """Read a model's blocks, have each converted, and return the new tensors.
 
     Tensors that `convert` leaves are the model's own again, with their values as source.
 

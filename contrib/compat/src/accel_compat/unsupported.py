@@ -15,7 +15,6 @@ from accel_core import AccelError, install_hint
 
 MEGATRON: Final = "accel-megatron takes plain models, optimizers and dataloaders, and makes the rest itself"
 REASONS: Final[Mapping[str, str]] = {
-    "accelerate.inference": "prepare_pippy makes a pipeline of accel-fsdp, which traces nothing",
     "accelerate.utils.bnb": "quantized models come in a later package",
     "accelerate.utils.ao": "accel-torchao converts models in prepare",
     "accelerate.utils.transformer_engine": "fp8 by Transformer Engine comes in a later package",

@@ -75,18 +75,65 @@ def prepare_pippy(
     model.hf_split_points = points  # type: ignore[assignment]
     if count == 1:
         return model
-    if len(points) != count - 1:
-        raise ValueError(
-            f"prepare_pippy: {len(points)} split points make {len(points) + 1} stages, and there are {count}"
-            " processes\nname as many modules as there are processes but the first"
-        )
-    plugin = load("accel_fsdp:FullyShardedDataParallelPlugin", "prepare_pippy")
-    config = plugin(fsdp_version=2, pp_size=count, pp_schedule="GPipe", pp_split_points=points)
-    accelerator = Accelerator(strategy="fsdp", plugins=[config], cpu=state.device.type == "cpu")
-    staged: nn.Module = accelerator.prepare(model)
-    staged.__dict__["_pipeline"] = _Pipeline(accelerator, num_chunks or count, bool(gather_output))
+    pipeline = build_pipeline(model, points, example_args, example_kwargs, num_chunks or count)
+    staged = pipeline.model
+    staged.__dict__["_pipeline"] = pipeline
+    staged.__dict__["_gather"] = bool(gather_output)
     staged.__class__ = type(type(staged).__name__, (_Staged, type(staged)), {})
     return staged
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: list[str],
+    args: tuple[Any, ...] | None,
+    kwargs: dict[str, Any] | None,
+    num_chunks: int,
+) -> Pipeline:
+    """Cut a model into stages, one a process; the result's `step` takes a batch through. Collective.
+
+    split_points: names of the modules at which stages but the first begin.
+    args, kwargs: mean nothing here, as nothing is traced.
+    num_chunks: parts of a batch that follow each other through the stages.
+
+    Raises:
+        PluginError: accel-fsdp is not installed, which has the pipeline.
+        ValueError: there are more or fewer stages than processes.
+    """
+    state = runs.find_or_make(cpu=False)
+    count = state.world.size
+    if len(split_points) != count - 1:
+        raise ValueError(
+            f"prepare_pippy: {len(split_points)} split points make {len(split_points) + 1} stages, and there"
+            f" are {count} processes\nname as many modules as there are processes but the first"
+        )
+    if count == 1:
+        return Pipeline(None, model, num_chunks)
+    plugin = load("accel_fsdp:FullyShardedDataParallelPlugin", "prepare_pippy")
+    config = plugin(fsdp_version=2, pp_size=count, pp_schedule="GPipe", pp_split_points=split_points)
+    accelerator = Accelerator(strategy="fsdp", plugins=[config], cpu=state.device.type == "cpu")
+    return Pipeline(accelerator, accelerator.prepare(model), num_chunks)
+
+
+def pippy_forward(
+    forward: Callable[..., Any],
+    num_chunks: int,
+    gather_output: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Take a batch through a pipeline; all processes call, and the first gives the inputs. Collective.
+
+    forward: `step` of `build_pipeline`'s result.
+    gather_output: all processes get the output, not the last one only.
+    """
+    output = forward(*args, **kwargs)
+    run = runs.find_or_make(cpu=False)
+    if gather_output and run.world.size > 1:
+        told = [ops.send_to_device(output, "cpu")]
+        (output,) = ops.broadcast_object_list(told, from_process=run.world.size - 1, run=run)
+        output = ops.send_to_device(output, run.device)
+    return output
 
 
 def _balanced(model: nn.Module, count: int, whole: list[str] | None) -> list[str]:
@@ -108,26 +155,32 @@ def _balanced(model: nn.Module, count: int, whole: list[str] | None) -> list[str
 class _Staged:
     """Put before a model's class: its call runs the stages of all processes."""
 
-    _pipeline: _Pipeline
+    _pipeline: Pipeline
+    _gather: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline.running:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return self._pipeline.run(self, args, kwargs)
+        return pippy_forward(self._pipeline.step, self._pipeline.chunks, self._gather, *args, **kwargs)
 
 
-class _Pipeline:
-    """Takes a batch through the stages, in chunks."""
+class Pipeline:
+    """Takes a batch through the stages, in chunks.
 
-    def __init__(self, accelerator: Accelerator, chunks: int, gather: bool) -> None:
-        self.accelerator, self.chunks, self.gather = accelerator, chunks, gather
+    accelerator: None where one process has the whole model.
+    """
+
+    def __init__(self, accelerator: Accelerator | None, model: nn.Module, chunks: int) -> None:
+        self.accelerator, self.model, self.chunks = accelerator, model, chunks
         self.running = False
 
-    def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the first process's inputs.
 
-        Returns the output on the last process, or on all with `gather`; else None. Collective.
+        Returns the output on the last process, else None. Collective.
         """
+        if self.accelerator is None:
+            return self.model(*args, **kwargs)
         run, device = self.accelerator.run, self.accelerator.device
         last = self.accelerator.num_processes - 1
         given = ops.broadcast_object_list([ops.send_to_device((args, kwargs), "cpu")], run=run)[0]
@@ -142,7 +195,7 @@ class _Pipeline:
         self.running = True
         try:
             found = self.accelerator.forward_backward(
-                model,
+                self.model,
                 batches,
                 lambda module, batch: (torch.zeros((), device=device), module(*batch[0], **batch[1])),
                 microbatches=self.chunks,
@@ -150,15 +203,9 @@ class _Pipeline:
             )
         finally:
             self.running = False
-        output = None
-        if self.accelerator.process_index == last:
-            output = _map(ops.concatenate(list(found.outputs)), lambda tensor: tensor[:size])
-        if self.gather:
-            (output,) = ops.broadcast_object_list(
-                [ops.send_to_device(output, "cpu")], from_process=last, run=run
-            )
-            output = ops.send_to_device(output, device)
-        return output
+        if self.accelerator.process_index != last:
+            return None
+        return _map(ops.concatenate(list(found.outputs)), lambda tensor: tensor[:size])
 
     def _cut(self, inputs: Any, size: int) -> list[Any]:
         """Cut the tensors of a batch's size along their first dimension.

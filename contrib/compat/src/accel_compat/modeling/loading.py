@@ -92,7 +92,11 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a file, an index or a folder of weights, each to its module's device."""
+    """Load a file, an index or a folder of weights, each to its module's device.
+
+    full_state_dict, broadcast_from_rank0, offload_state_dict: change nothing. Each rank reads the weights of
+    its own model from the file, which all ranks must see, and one shard at a time is in memory.
+    """
     if offload_8bit_bnb:
         raise NotServedError("offload_8bit_bnb: quantized models come in a later package\nleave it out")
     to_disk = "disk" in (device_map or {}).values()
