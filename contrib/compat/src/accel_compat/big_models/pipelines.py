@@ -90,7 +90,9 @@ def build_pipeline(
     kwargs: dict[str, Any] | None,
     num_chunks: int,
 ) -> Pipeline:
-    """Cut a model into stages, one a process; the result's `step` takes a batch through. Collective.
+    """Cut a model into stages, one a process. Collective.
+
+    `step` of the result takes a batch through the stages.
 
     split_points: names of the modules at which stages but the first begin.
     args, kwargs: mean nothing here, as nothing is traced.
@@ -122,7 +124,9 @@ def pippy_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Take a batch through a pipeline; all processes call, and the first gives the inputs. Collective.
+    """Take a batch through a pipeline. Collective.
+
+    The first process gives the inputs.
 
     forward: `step` of `build_pipeline`'s result.
     gather_output: all processes get the output, not the last one only.
