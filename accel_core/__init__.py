@@ -22,11 +22,11 @@ _PUBLIC: Final = {
     "contract.card": "API_VERSION CAPABILITIES Card",
     "contract.config": (
         "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin "
-        "InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration Proposal RunConfig "
-        "TorchDynamoPlugin"
+        "InitProcessGroupKwargs KwargsHandler LaunchConfig ProfileKwargs ProjectConfiguration Proposal "
+        "RunConfig TorchDynamoPlugin"
     ),
     "contract.hooks": "implements",
-    "contract.job": "Job",
+    "contract.job": "Allocation Job SubmittedJob",
     "contract.mesh": "Mesh MeshDim arrange",
     "contract.options": "option",
     "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",

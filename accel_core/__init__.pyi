@@ -23,13 +23,16 @@ from accel_core.contract.config import GradScalerKwargs as GradScalerKwargs
 from accel_core.contract.config import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_core.contract.config import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_core.contract.config import KwargsHandler as KwargsHandler
+from accel_core.contract.config import LaunchConfig as LaunchConfig
 from accel_core.contract.config import ProfileKwargs as ProfileKwargs
 from accel_core.contract.config import ProjectConfiguration as ProjectConfiguration
 from accel_core.contract.config import Proposal as Proposal
 from accel_core.contract.config import RunConfig as RunConfig
 from accel_core.contract.config import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_core.contract.hooks import implements as implements
+from accel_core.contract.job import Allocation as Allocation
 from accel_core.contract.job import Job as Job
+from accel_core.contract.job import SubmittedJob as SubmittedJob
 from accel_core.contract.mesh import Mesh as Mesh
 from accel_core.contract.mesh import MeshDim as MeshDim
 from accel_core.contract.mesh import arrange as arrange

@@ -1,4 +1,4 @@
-"""`accel launch`: start a script with the merged config."""
+"""`accel launch` and `accel submit`: start a script with the merged config."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from accel_core.cli.terminal import say
 from accel_core.errors import ConfigError, LaunchError, PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from accel_core.launch.plan import Launch
 
-__all__ = ["launch"]
+__all__ = ["launch", "submit"]
 
 
 class _LaunchCommand(click.Command):
@@ -42,8 +44,12 @@ class _LaunchCommand(click.Command):
 
         known = [spelling for option in self.get_params(ctx) for spelling in option.opts]
         old = renamed_flag(flag)
-        hint = f": {old}" if old else did_you_mean(flag, known) or "; `accel launch --help` lists them all"
-        return f"{flag} is not a flag of accel launch{hint}"
+        hint = (
+            f": {old}"
+            if old
+            else did_you_mean(flag, known) or f"; `accel {ctx.info_name} --help` lists them all"
+        )
+        return f"{flag} is not a flag of accel {ctx.info_name}{hint}"
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from accel_core.config.sections import CORE
@@ -77,23 +83,95 @@ def _own_flags() -> list[click.Parameter]:
     ]
 
 
-@click.command(
-    cls=_LaunchCommand,
-    params=_own_flags(),
-    options_metavar="[FLAGS]",
-    context_settings={"allow_interspersed_args": False},  # flags end where the script begins
-)
-@click.option("--config", metavar="FILE", help="Else $ACCEL_CONFIG, else ./accel.yaml if there is one.")
-@click.option("--dry-run", is_flag=True, help="Say what would be started, and start nothing.")
-@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, to be found as python -m finds it.")
-@click.argument("target", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def _command(help_of_dry_run: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command that takes the flags of section `launch`, and a script."""
+
+    def make(function: Callable[..., None]) -> click.Command:
+        for decorate in (
+            click.argument("target", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED),
+            click.option(
+                "-m", "module", is_flag=True, help="SCRIPT is a module, to be found as python -m finds it."
+            ),
+            click.option("--dry-run", is_flag=True, help=help_of_dry_run),
+            click.option(
+                "--config", metavar="FILE", help="Else $ACCEL_CONFIG, else ./accel.yaml if there is one."
+            ),
+        ):
+            function = decorate(function)
+        return click.command(
+            cls=_LaunchCommand,
+            params=_own_flags(),
+            options_metavar="[FLAGS]",
+            context_settings={"allow_interspersed_args": False},  # flags end where the script begins
+        )(function)
+
+    return make
+
+
+@_command("Say what would be started, and start nothing.")
 def launch(
     config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
-    from accel_core.launch.plan import plan
     from accel_core.launch.rendezvous import require_rendezvous
     from accel_core.launch.worker import command
+
+    planned, words, again = _planned(config, module, target, options)
+    planned = planned.allocated()
+    section = planned.config.launch
+    if planned.launcher_offers("named_rendezvous"):  # other launchers find the place themselves
+        require_rendezvous(section.nodes, section.rendezvous)
+    if dry_run:
+        _describe(planned, words)
+        _preview(planned, again, submits=False)
+        return
+    hooks, processes = planned.launcher(), planned.processes()
+    # Where no strategy is installed, the script may need none; the worker's error names what to install.
+    several = len(planned.discovery.of("strategy")) > 1
+    notes = [f"accel: {note}" for note in planned.no_strategy(processes) if several]
+    if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
+        print(*notes, planned.line(processes), sep="\n", file=sys.stderr, flush=True)
+    worker = command(words, (section.min_nodes or section.nodes) * processes, section.nodes * processes)
+    with planned.job(worker, processes, again) as job:
+        code = hooks.launch(job)
+    if type(code) is not int:
+        raise PluginError(
+            f"launcher {section.launcher} returned {code!r} for the job, and not its exit code\n"
+            f"leave launch.launcher at auto, or have the hook `launch` of {section.launcher} return an int",
+            plugin=section.launcher,
+            hook="launch",
+        )
+    sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
+
+
+@_command("Show what would be written and sent, and send nothing.")
+def submit(
+    config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
+) -> None:
+    """Hand a Python SCRIPT, or a module with -m, to a scheduler to start it later."""
+    planned, words, again = _planned(config, module, target, options)
+    name, hooks = planned.config.launch.launcher, planned.launcher()
+    if not hooks.implementations("submit"):
+        raise LaunchError(
+            f"launcher {name} starts workers here and now, and hands no job over\n"
+            "name one that does, as in --launcher slurm, or use `accel launch`",
+            exit_code=2,
+        )
+    if dry_run:
+        _describe(planned, words)
+        _preview(planned, again, submits=True)
+        return
+    with planned.job((), _asked(planned), again) as job:
+        submitted = hooks.submit(job)
+    rows = {"job": submitted.id, "watch": submitted.watch, "cancel": submitted.cancel, "logs": submitted.logs}
+    say(*(f"{title}: {text}" for title, text in rows.items() if text))
+
+
+def _planned(
+    config: str | None, module: bool, target: tuple[str, ...], options: Mapping[str, str | None]
+) -> tuple[Launch, tuple[str, ...], tuple[str, ...]]:
+    """Return the launch, the script's words, and `accel launch` with all of them."""
+    from accel_core.launch.plan import plan
 
     flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
     planned = plan(flags=flags, file=config)
@@ -101,29 +179,23 @@ def launch(
     for note in planned.resolved.notes:
         print(f"accel: {note}", file=sys.stderr)
     words = (*(("-m",) if module else ()), *target)
-    if planned.launcher_offers("named_rendezvous"):  # other launchers find the place themselves
-        require_rendezvous(planned.config.launch.nodes, planned.config.launch.rendezvous)
-    if dry_run:
-        _describe(planned, words)
-        return
-    hooks, processes = planned.launcher(), planned.processes()
-    # Where no strategy is installed, the script may need none; the worker's error names what to install.
-    several = len(planned.discovery.of("strategy")) > 1
-    notes = [f"accel: {note}" for note in planned.no_strategy(processes) if several]
-    print(*notes, planned.line(processes), sep="\n", file=sys.stderr, flush=True)
-    nodes, least = planned.config.launch.nodes, planned.config.launch.min_nodes
-    worker = command(words, (least or nodes) * processes, nodes * processes)
-    with planned.job(worker, processes) as job:
-        code = hooks.launch(job)
-    if type(code) is not int:
-        name = planned.config.launch.launcher
-        raise PluginError(
-            f"launcher {name} returned {code!r} for the job, and not its exit code\n"
-            f"leave launch.launcher at torchrun, or have the hook `launch` of {name} return an int",
-            plugin=name,
-            hook="launch",
-        )
-    sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
+    file = planned.resolved.file
+    given = [f"--config={Path(file).absolute()}"] if file else []
+    given += [f"--{path if '.' in path else path.replace('_', '-')}={value}" for path, value in flags.items()]
+    return planned, words, (sys.executable, "-m", "accel_core", "launch", *given, *words)
+
+
+def _asked(planned: Launch) -> int:
+    asked = planned.config.launch.processes_per_node
+    return 0 if asked == "auto" else asked
+
+
+def _preview(planned: Launch, again: Sequence[str], *, submits: bool) -> None:
+    """Print the launcher's own description, if it has one."""
+    hooks = planned.launcher()
+    if hooks.implementations("preview"):
+        with planned.job((), _asked(planned), again) as job:
+            print(hooks.preview(job, submits), flush=True)
 
 
 def _describe(planned: Launch, words: tuple[str, ...]) -> None:

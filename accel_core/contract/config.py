@@ -243,7 +243,10 @@ class LaunchConfig:
     node_rank: int = option(0, minimum=0, help="Number of this machine, 0 for the first.")
     rendezvous: str | None = option(None, help="host:port of node 0; unset: 127.0.0.1 and a free port.")
     max_restarts: int = option(0, minimum=0, help="How often failed workers are started again.")
-    launcher: str = option("torchrun", help="The launcher plugin.")
+    launcher: str = option(
+        "auto",
+        help="The launcher plugin; auto: that of the scheduler's job around this process, else torchrun.",
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.node_rank >= self.nodes:
@@ -306,7 +309,8 @@ class RunConfig:
             yield ("strategies", alias, "plugin"), "strategy", options["plugin"]
         if self.mixed_precision != "no":
             yield ("mixed_precision",), "precision", self.mixed_precision
-        yield ("launch", "launcher"), "launcher", self.launch.launcher
+        if self.launch.launcher != "auto":
+            yield ("launch", "launcher"), "launcher", self.launch.launcher
         yield from ((("extensions",), "extension", name) for name in self.extensions)
         yield from ((("log_with",), "tracker", name) for name in self.log_with if name != "all")
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core.contract.config import InitProcessGroupKwargs, RunConfig
-    from accel_core.contract.job import Job
+    from accel_core.contract.config import InitProcessGroupKwargs, LaunchConfig, RunConfig
+    from accel_core.contract.job import Allocation, Job, SubmittedJob
     from accel_core.contract.mesh import Mesh, MeshDim
     from accel_core.contract.state import Entry, Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.contract.unit import StepOutput, Unit
@@ -70,9 +70,36 @@ def visible_devices(config: RunConfig) -> tuple[str, int]:
 
 @spec("owner")
 def launch(job: Job) -> int:
-    """Start the job's workers on this node, wait, and return the exit code.
+    """Start the job's workers, wait, and return the exit code.
 
-    Launchers only. Reports the first failing rank once; ends all workers on SIGINT and SIGTERM.
+    Launchers only. The code is that of the first rank that fails, which is reported once. Workers' output
+    appears as it comes, in whole lines. SIGINT and SIGTERM end all workers. `accel launch` runs on each node,
+    unless the launcher starts it there.
+    """
+
+
+@spec("owner")
+def allocation(launch: LaunchConfig) -> Allocation | None:
+    """Return the machines that the launcher's engine has given to this process.
+
+    None outside of a job. Launchers only; `launcher: auto` takes the first that answers. Raises LaunchError
+    if `launch` asks for other machines.
+    """
+
+
+@spec("owner")
+def submit(job: Job) -> SubmittedJob:
+    """Hand `job.command` to an engine that runs it later, and return at once.
+
+    Launchers only.
+    """
+
+
+@spec("owner")
+def preview(job: Job, submits: bool) -> str:
+    """Return the commands and files of `submit`, or else of `launch`, as text.
+
+    Launchers only, for `--dry-run`: nothing is started or sent.
     """
 
 

@@ -1,4 +1,4 @@
-"""A job: what a launcher starts."""
+"""A job: what a launcher starts, and what it knows of the machines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-__all__ = ["Job"]
+__all__ = ["Allocation", "Job", "SubmittedJob"]
 
 
 @frozen(kw_only=True)
@@ -14,14 +14,56 @@ class Job:
     """The workers that a launcher starts. Picklable."""
 
     argv: tuple[str, ...]
-    """The command of one worker, interpreter included."""
+    """The command of one worker, interpreter included.
+
+    It runs once per rank, with torchrun's variables and those of `environment`.
+    """
+    command: tuple[str, ...] = ()
+    """`accel launch` with the flags and the script, to run on other machines.
+
+    The file that `environment` names for workers exists on this machine, and while the launcher runs.
+    """
     nodes: int = 1
     node_rank: int = 0
     processes_per_node: int = 1
+    """Workers on each node; 0 in `submit` and `preview`: each counts its devices."""
     rendezvous: str | None = None
-    """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken)."""
+    """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken).
+
+    Port 0: node 0 takes a free port, and the others ask for it by the job's `id`.
+    """
+    id: str = ""
+    """Name that no other running job has; empty if nodes need none to meet."""
     max_restarts: int = 0
     min_nodes: int | None = None
     """Number of nodes to start with, or to go on with after losing some; None: all."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables that each worker gets on top of this process's environment."""
+
+
+@frozen(kw_only=True)
+class Allocation:
+    """The machines that an engine has given to a job, and this process's place."""
+
+    job_id: str
+    """Name that no other running job has; also ACCEL_RUN_ID, if the user sets none."""
+    nodes: int
+    """Number of launchers that meet: one per machine, or one per rank."""
+    node_rank: int
+    address: str
+    """Host name or address of node 0, for all nodes."""
+    processes_per_node: int | None = None
+    """Workers of each launcher, if settled: 1 if the engine starts a task per rank."""
+
+
+@frozen(kw_only=True)
+class SubmittedJob:
+    """A job that an engine has taken."""
+
+    id: str
+    watch: str
+    """The engine's own command that shows the state of the job."""
+    cancel: str
+    """The engine's own command that ends the job."""
+    logs: str = ""
+    """File or command with the output of the job, if it is known."""

@@ -32,14 +32,14 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from accel_core.errors import LaunchError
 from accel_core.launch.failure import AGENT_KILLS_AFTER, first_failure
 from accel_core.launch.rendezvous import address_towards
-from accel_core.launch.worker import mark_of
+from accel_core.launch.worker import WARNING, mark_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
     from accel_core.contract.job import Job
 
-__all__ = ["Agent", "ElasticRendezvous", "StaticRendezvous", "make_rendezvous"]
+__all__ = ["SPREAD_SECONDS", "Agent", "ElasticRendezvous", "StaticRendezvous", "make_rendezvous"]
 
 STOPPED: Final = "accel/stopped"
 """The key under which a node that a signal stopped announces it."""
@@ -184,7 +184,22 @@ class Agent(LocalElasticAgent):
 
     failure: LaunchError | None = None
     """The cause that ended the last attempt, if it failed."""
+    failed_elsewhere = False
+    """True if another node has that failure, and reports it."""
     _listener: Listener | None = None
+
+    def pass_on_warnings(self) -> None:
+        """Turn a scheduler's warning into a SIGTERM of the workers.
+
+        The warning alone would end this process. Workers save and end by themselves, in their own time.
+        """
+        if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
+            signal.signal(getattr(signal, WARNING), self._pass_on)
+
+    def _pass_on(self, *_: object) -> None:
+        for rank, code in self._exit_codes().items():
+            if code is None:
+                os.kill(self._processes()[rank].pid, signal.SIGTERM)
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
@@ -254,13 +269,14 @@ class Agent(LocalElasticAgent):
 
     def _exit_codes(self) -> dict[int, int | None]:
         """Exit codes of this machine's workers, by local rank; None for one that runs."""
+        processes = self._processes().items()
+        return {rank: it.poll() if hasattr(it, "poll") else it.exitcode for rank, it in processes}
+
+    def _processes(self) -> dict[int, Any]:
         context: Any = self._pcontext
         scripts = getattr(context, "subprocess_handlers", {})
         functions = getattr(getattr(context, "_pc", None), "processes", ())
-        return {
-            **{rank: handler.proc.poll() for rank, handler in scripts.items()},
-            **{rank: process.exitcode for rank, process in enumerate(functions)},
-        }
+        return {**{rank: handler.proc for rank, handler in scripts.items()}, **dict(enumerate(functions))}
 
     @property
     def _attempt(self) -> str:
@@ -276,6 +292,7 @@ class Agent(LocalElasticAgent):
         if self._listener.heard is None:
             return False
         key, text = self._listener.heard
+        self.failed_elsewhere = True
         self.failure = LaunchError(f"another node failed: {text}\nits own `accel launch` has the traceback")
         if key == STOPPED:
             self._remaining_restarts = 0

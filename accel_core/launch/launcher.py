@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any, Final
 
 from accel_core.config.resolve import WORKER_CONFIG_VARIABLE
 from accel_core.contract import hooks
+from accel_core.contract.config import LaunchConfig
 from accel_core.contract.hooks import implements
-from accel_core.contract.job import Job
+from accel_core.contract.job import Allocation, Job
 from accel_core.contract.world import check_scheduler_tasks
 from accel_core.errors import LaunchError
 from accel_core.launch.rendezvous import interface_towards, rendezvous_address
-from accel_core.launch.worker import guard
+from accel_core.launch.worker import WARNING, guard
 
 __all__ = ["TorchrunLauncher"]
 
@@ -42,6 +44,12 @@ class TorchrunLauncher:
 
     def __init__(self, config: object = None, run: object = None) -> None:
         del config, run  # it has no options, and lives before any run
+
+    @implements(hooks.allocation)
+    def allocation(self, launch: LaunchConfig) -> Allocation | None:
+        """Return None: a user names the machines of torchrun."""
+        del launch
+        return None
 
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
@@ -80,13 +88,13 @@ def _run_agent(
     Raises LaunchError for a failure. A signal that stops the agent ends this process as signals do.
     """
     check_scheduler_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
-    host, port = rendezvous_address(job)
+    host, port = rendezvous_address(job, RENDEZVOUS_SECONDS)
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from accel_core.launch.agent import STOPPED, Agent, make_rendezvous
+    from accel_core.launch.agent import SPREAD_SECONDS, STOPPED, Agent, make_rendezvous
 
     _quiet_agent()
     handover = job.environment.get(WORKER_CONFIG_VARIABLE)
@@ -104,6 +112,7 @@ def _run_agent(
                 monitor_interval=0.1,
             )
             agent = Agent(spec, DefaultLogsSpecs(log_dir=notes), start_method=start_method)
+            agent.pass_on_warnings()
             try:
                 result = agent.run()
             finally:
@@ -121,6 +130,8 @@ def _run_agent(
                 "was started, with its own --node-rank"
             ) from error
         if result.is_failed() and agent.failure:
+            if agent.failed_elsewhere:  # engines take the exit code of the first to end, and end the others
+                time.sleep(2 * SPREAD_SECONDS)
             raise agent.failure
         return dict(result.return_values)
 
@@ -158,7 +169,7 @@ def _signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", WARNING)
     before = {number: signal.getsignal(number) for number in signal.Signals if number.name in names}
     try:
         yield

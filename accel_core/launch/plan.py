@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from accel_core.config.resolve import WORKER_CONFIG_VARIABLE, Resolved, load, outside
 from accel_core.config.sources import ConfigProblem
@@ -32,10 +32,14 @@ from accel_core.plugins.discovery import Discovery, discover, environment_of, im
 
 if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
+    from accel_core.contract.job import Allocation
     from accel_core.plugins.binding import Hooks
     from accel_core.plugins.discovery import Record
 
 __all__ = ["Launch", "mistakes", "plan"]
+
+NATIVE: Final = "torchrun"
+"""The launcher below all others."""
 
 
 def plan(**given: Any) -> Launch:
@@ -67,11 +71,37 @@ class Launch:
 
     resolved: Resolved
     discovery: Discovery
+    allocation: Allocation | None = None
+    """The machines that an engine has given to this process."""
 
     @property
     def config(self) -> RunConfig:
         """The merged config, `auto` left as it is."""
         return self.resolved.config
+
+    def allocated(self) -> Launch:
+        """Return this launch with the machines that its launcher's engine has given.
+
+        `launcher: auto` becomes the first that has been given some, else torchrun.
+        """
+        resolved, section = self.resolved, self.config.launch
+        named = section.launcher != "auto"
+        cards = [card.name for card, _ in self.discovery.usable("launcher") if card.priority]
+        for name in [section.launcher] if named else [*cards, NATIVE]:
+            section = evolve(section, launcher=name)
+            found = evolve(self, resolved=evolve(resolved, config=evolve(self.config, launch=section)))
+            hooks = found.launcher()
+            # What a rank launches is not the engine's job, and has this machine alone.
+            allocation = None if "WORLD_SIZE" in os.environ else hooks.allocation(section)
+            if allocation is not None or name == NATIVE or named:
+                break
+        if allocation is None:
+            return found
+        settled = {"nodes": allocation.nodes, "node_rank": allocation.node_rank}
+        if allocation.processes_per_node:
+            settled["processes_per_node"] = allocation.processes_per_node
+        config = evolve(self.config, launch=evolve(section, **settled))
+        return evolve(found, resolved=evolve(resolved, config=config), allocation=allocation)
 
     def line(self, processes: int | str) -> str:
         """Describe in one line what starts.
@@ -84,7 +114,8 @@ class Launch:
         count = f"{processes} process{'' if processes == 1 else 'es'}"
         if launch.nodes > 1:
             total = launch.nodes * processes if isinstance(processes, int) else "auto"
-            count = f"{launch.nodes} nodes x {processes} = {total} processes"
+            each = "tasks" if self.allocation and self.allocation.processes_per_node else "nodes"
+            count = f"{launch.nodes} {each} x {processes} = {total} processes"
             count += f", at least {launch.min_nodes} nodes" if launch.min_nodes else ""
         given = [name for name in ("device", "strategy", "mixed_precision") if name in self.resolved.origins]
         stack = [f"{name.replace('_', ' ')} {getattr(config, name)}" for name in given]
@@ -198,7 +229,7 @@ class Launch:
         # Launchers of one job know each other by nothing but the place where they meet.
         meeting = f"{launch.rendezvous}/{launch.nodes}".encode() if launch.nodes > 1 else os.urandom(16)
         run_id = hashlib.blake2b(meeting, digest_size=16).hexdigest()
-        wanted = {"ACCEL_RUN_ID": run_id}
+        wanted = {"ACCEL_RUN_ID": self.allocation.job_id if self.allocation else run_id}
         # A worker that launches hands on the id of its own job, which is not the new one's.
         inherited = {"ACCEL_RUN_ID"} if WORKER_CONFIG_VARIABLE in os.environ else set()
         for record in self._named():
@@ -207,18 +238,21 @@ class Launch:
         return {name: value for name, value in wanted.items() if name not in yours}
 
     @contextmanager
-    def job(self, argv: Sequence[str], processes: int) -> Iterator[Job]:
+    def job(self, argv: Sequence[str], processes: int, command: Sequence[str] = ()) -> Iterator[Job]:
         """Make the job; the file with its merged config exists inside."""
-        launch = self.config.launch
+        launch, allocation = self.config.launch, self.allocation
+        place = f"{allocation.address}:0" if allocation and launch.nodes > 1 else None
         with TemporaryDirectory(prefix="accel-") as folder, _removed_by_signals(folder):
             handover = Path(folder, "config.json")
             handover.write_text(self.resolved.worker_config(), encoding="utf-8")
             yield Job(
                 argv=tuple(argv),
+                command=tuple(command),
+                id=allocation.job_id if allocation else "",
                 nodes=launch.nodes,
                 node_rank=launch.node_rank,
                 processes_per_node=processes,
-                rendezvous=launch.rendezvous,
+                rendezvous=launch.rendezvous or place,
                 max_restarts=launch.max_restarts,
                 min_nodes=launch.min_nodes,
                 environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
@@ -226,14 +260,14 @@ class Launch:
 
     def launcher_offers(self, word: str) -> bool:
         """Return True if the launcher's card offers a word of `CAPABILITIES`."""
-        record = self.discovery.get(self.config.launch.launcher)
+        record = self._launcher()
         return record is not None and record.card is not None and word in record.card.offers
 
     def launcher(self) -> Hooks:
-        """Return the hooks of the config's launcher plugin."""
+        """Return the hooks of the config's launcher plugin, above those of torchrun."""
         from accel_core.plugins.binding import Binder
 
-        record = self.discovery.get(self.config.launch.launcher)
+        record = self._launcher()
         assert record is not None
         if record.card is None or record.status != "available":
             about = f"launcher {record.name} cannot be used: {record.reason}"
@@ -241,9 +275,19 @@ class Launch:
                 f"{about}\n`accel plugins doctor {record.name}` looks closer; `accel plugins` lists others",
                 plugin=record.name,
             )
-        binder, plugin = Binder(), implementation(record)(self.resolved.plugin_config(record), None)
-        layer = binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)
-        return binder.hooks([layer])
+        from accel_core.launch.launcher import TorchrunLauncher
+
+        binder = Binder()
+        layers = [binder.register(TorchrunLauncher(), name=NATIVE, slot="base")]
+        if record.name != NATIVE:
+            plugin = implementation(record)(self.resolved.plugin_config(record), None)
+            layers += [binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)]
+            plugin.below = binder.hooks(layers[:1])
+        return binder.hooks(layers)
+
+    def _launcher(self) -> Record | None:
+        name = self.config.launch.launcher
+        return self.discovery.get(NATIVE if name == "auto" else name)
 
     # -- which devices are here ------------------------------------------------------------------
 

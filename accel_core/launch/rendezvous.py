@@ -11,6 +11,7 @@ from typing import Final
 from accel_core.contract.config import host_and_port
 from accel_core.contract.job import Job
 from accel_core.errors import LaunchError
+from accel_core.launch.meeting import agree_on_port
 
 __all__ = ["address_towards", "interface_towards", "rendezvous_address", "require_rendezvous"]
 
@@ -21,20 +22,24 @@ SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 
 
-def rendezvous_address(job: Job) -> tuple[str, int]:
+def rendezvous_address(job: Job, seconds: float) -> tuple[str, int]:
     """Return host and port at which the job's agents meet.
+
+    seconds: that nodes wait for each other.
 
     Raises:
         LaunchError: the job names no such place.
     """
     require_rendezvous(job.nodes, job.rendezvous)
     try:
-        host, port = host_and_port(job.rendezvous or f"{LOCAL}:0", job.nodes)
+        host, port = host_and_port(job.rendezvous or f"{LOCAL}:0", 1)
     except ValueError as error:
         raise LaunchError(f"{error}\nfor example --rendezvous 10.0.0.1:29500") from None
     if job.nodes == 1:
         return LOCAL, port
     _resolve(host, job)
+    if port == 0:
+        port = agree_on_port(host, job.id, seconds, serves=job.node_rank == 0)
     return host, port
 
 

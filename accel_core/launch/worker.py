@@ -28,13 +28,15 @@ from typing import Any, NoReturn, TypeVar
 
 from accel_core.errors import LaunchError
 
-__all__ = ["command", "guard", "main", "mark_of"]
+__all__ = ["WARNING", "command", "guard", "main", "mark_of"]
 
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
+WARNING = "SIGUSR1"
+"""The signal with which schedulers say that a job's time ends soon."""
 BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main({}, {})"
 """Program of a worker.
 
@@ -54,6 +56,8 @@ def main(least: int = 1, most: int = sys.maxsize) -> None:
     """Run the script or module of the command line as `__main__`."""
     die_with_parent()
     faulthandler.enable()
+    if hasattr(signal, WARNING):  # schedulers tell all processes; the launcher makes a SIGTERM of it
+        signal.signal(getattr(signal, WARNING), signal.SIG_IGN)
     keep_lines_whole()
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]

@@ -48,6 +48,8 @@ PLUGINS = {
         "wandb",
     },
     "accel-report": {"report", "watch"},
+    "accel-slurm": {"slurm"},
+    "accel-mpi": {"mpi"},
     "accel-context-parallel": {"cp"},
     "accel-ema": {"ema"},
     "accel-big-models": {"dispatched", "estimate"},

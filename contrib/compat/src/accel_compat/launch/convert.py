@@ -73,6 +73,8 @@ def _world(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "num_processes" in settings:
         nodes = _count(settings, "num_machines") if "num_machines" in settings else 1
         config["launch.processes_per_node"] = _count(settings, "num_processes") // nodes
+    if "mpirun_hostfile" in settings:
+        config["launch.launcher"] = "mpi"
     if "main_process_ip" in settings:
         port = settings.get("main_process_port", 29500)
         config["launch.rendezvous"] = f"{settings['main_process_ip']}:{port}"

@@ -1,0 +1,70 @@
+"""This process's place among the ranks of mpirun, read from its variables.
+
+Sources: https://docs.open-mpi.org (environment variables of launched processes); hydra's PMI_RANK, PMI_SIZE,
+MPI_LOCALRANKID and MPI_LOCALNRANKS, which Intel MPI and MVAPICH took over from MPICH.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from accel_core import LaunchError
+
+__all__ = ["Ranks"]
+
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+"""Variables with a name of the job that no other mpirun of this machine has."""
+
+
+@frozen(kw_only=True)
+class Ranks:
+    """A rank's place."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    job: str
+    """Name of the job; empty if MPI tells none."""
+
+    @classmethod
+    def around(cls, variables: Mapping[str, str]) -> Ranks | None:
+        """Return the place of this process; None if no mpirun has started it.
+
+        Raises:
+            LaunchError: MPI tells the rank, and not how many there are on this machine.
+        """
+        names = next((names for names in (OPEN_MPI, HYDRA) if names[0] in variables), None)
+        if names is None or _is_slurms(variables):
+            return None
+        absent = [name for name in names if not variables.get(name, "").isdecimal()]
+        if absent:
+            raise LaunchError(
+                f"{names[0]} is set as by mpirun, and {absent[0]} is not\n"
+                "start the ranks with mpirun of Open MPI, MPICH or Intel MPI, or unset " + names[0]
+            )
+        rank, size, local_rank, local_size = (int(variables[name]) for name in names)
+        job = next((variables[name] for name in JOBS if name in variables), "")
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, job=job)
+
+    @property
+    def machines(self) -> int:
+        """Return the number of machines, which have as many ranks as this one."""
+        return -(-self.size // self.local_size)
+
+
+def _is_slurms(variables: Mapping[str, str]) -> bool:
+    """Return True for variables that srun sets for MPI's library."""
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return OPEN_MPI[0] not in variables and all(
+        inner in variables and variables[inner] == variables.get(outer) for inner, outer in pairs
+    )

@@ -1,0 +1,157 @@
+"""Pure parts, without Slurm: host lists, a step's variables, the batch file, what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from accel_core import Job, LaunchConfig, LaunchError
+from accel_slurm.batch import batch_file
+from accel_slurm.config import SlurmConfig
+from accel_slurm.hostlist import expand
+from accel_slurm.launcher import SlurmLauncher
+from accel_slurm.step import Step, address_of
+
+STEP = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "4",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+    "SLURM_NNODES": "7",
+}
+JOB = Job(
+    argv=(), command=(sys.executable, "-m", "accel_core", "launch", "my train.py", "--lr", "1"), nodes=2
+)
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Slurm's variables of this process."""
+
+    def put(**given: str) -> None:
+        for name, text in given.items():
+            monkeypatch.setenv(name, text)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("login", ["login"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu[008-010,3],cpu1", ["gpu008", "gpu009", "gpu010", "gpu3", "cpu1"]),
+        ("rack[1-2]node[1,3]-ib", ["rack1node1-ib", "rack1node3-ib", "rack2node1-ib", "rack2node3-ib"]),
+        ("a,b[01-02],c", ["a", "b01", "b02", "c"]),
+        ("", []),
+    ],
+)
+def test_a_host_list_has_the_names_that_scontrol_shows(text, names):
+    assert expand(text) == names
+
+
+def test_a_step_is_read_from_its_own_variables_not_from_the_jobs():
+    step = Step.around(STEP)
+
+    assert (step.nodes, step.local_tasks, step.starts_ranks) == (2, 2, True)
+    assert address_of(step.node_list) == "127.0.0.1"
+
+
+def test_a_process_outside_of_a_step_has_no_allocation(monkeypatch):
+    for name in STEP:
+        monkeypatch.delenv(name, raising=False)
+
+    assert SlurmLauncher(SlurmConfig(), None).allocation(LaunchConfig()) is None
+
+
+def test_a_task_per_rank_is_a_launcher_of_one_rank(variables):
+    variables(**STEP)
+
+    allocation = SlurmLauncher(SlurmConfig(), None).allocation(LaunchConfig())
+
+    assert (allocation.nodes, allocation.node_rank, allocation.processes_per_node) == (5, 4, 1)
+    assert (allocation.job_id, allocation.address) == ("slurm-12.3", "127.0.0.1")
+
+
+def test_a_place_that_the_user_names_is_the_users_to_divide(variables):
+    variables(**STEP)
+
+    launch = LaunchConfig(nodes=2, node_rank=1, rendezvous="10.0.0.1:29500")
+
+    assert SlurmLauncher(SlurmConfig(), None).allocation(launch) is None
+
+
+def test_other_tasks_per_node_than_asked_for_are_refused(variables):
+    variables(**STEP)
+
+    with pytest.raises(LaunchError, match=r"8 processes per node were asked for, and step 12\.3 .* 2 tasks"):
+        SlurmLauncher(SlurmConfig(), None).allocation(LaunchConfig(processes_per_node=8))
+
+
+def test_a_node_that_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+
+    with pytest.raises(LaunchError, match="does not know 'no-such-node7', the first node of no-such-node"):
+        address_of("no-such-node[7-8]")
+
+
+def test_the_batch_file_is_shell_and_holds_what_was_asked_for():
+    text = batch_file(JOB, SlurmConfig(options="--partition=gpu --time=10", warning_seconds=90))
+
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert head == [
+        "--job-name=my-train",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@90",
+        "--partition=gpu --time=10",
+    ]
+    assert f"srun {sys.executable} -m accel_core launch 'my train.py' --lr 1 &" in text
+
+
+def test_without_a_warning_a_job_is_not_requeued_by_its_script():
+    text = batch_file(JOB, SlurmConfig(warning_seconds=0, requeue=False))
+
+    assert "--no-requeue" in text
+    assert "trap" not in text
+    assert "scontrol" not in text
+
+
+@pytest.mark.parametrize("options", ["--nodes=3", "-N3", "-n 8", "--signal=USR1@5", "--mem=1G --wrap ls"])
+def test_an_option_that_the_batch_file_sets_is_refused(options):
+    with pytest.raises(ValueError, match="which the batch file sets; use"):
+        SlurmConfig(options=options)
+
+
+def test_options_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="are not one line of options"):
+        SlurmConfig(options="gpu")
+
+
+def test_without_sbatch_nothing_is_sent(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    ended = subprocess.run(
+        [sys.executable, "-m", "accel_core", "submit", "--launcher", "slurm", str(script)],
+        env={"PATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "accel: launcher slurm cannot be used: there is no sbatch on PATH, and no job of Slurm around this"
+    )

@@ -1,0 +1,204 @@
+"""A launcher with an engine behind it: machines that it was given, jobs handed over, what it would do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+from accel_command import ACCEL, accel, clean_environment
+
+from accel_core import LaunchError
+from accel_core.launch.meeting import agree_on_port
+
+LAUNCHER = """
+import os
+from accel_core import Allocation, LaunchError, SubmittedJob, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        pass
+
+    @implements(hooks.allocation)
+    def allocation(self, launch):
+        if "STABLE" not in os.environ:
+            return None
+        if launch.nodes > 2:
+            raise LaunchError(f"{launch.nodes} boxes were asked for, and there are 2\\nask for fewer")
+        node = int(os.environ["STABLE"])
+        return Allocation(job_id=os.environ["STABLE_JOB"], nodes=2, node_rank=node, address="127.0.0.1")
+
+    @implements(hooks.preview)
+    def preview(self, job, submits):
+        return f"{'mail' if submits else 'call'} {job.nodes} x {job.processes_per_node}: {job.command[4:]}"
+
+    @implements(hooks.submit)
+    def submit(self, job):
+        with open("mail", "w") as mail:
+            mail.write("\\n".join(job.command))
+        return SubmittedJob(id="7", watch="look 7", cancel="drop 7", logs="stable.log")
+"""
+
+
+@pytest.fixture
+def stable(toys, tmp_path):
+    """The environment with a launcher `pony`, whose engine says how many boxes there are."""
+    (tmp_path / "train.py").write_text("import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE')))")
+    return toys(
+        "pony",
+        "launcher",
+        implementation="'toy_stable:Plugin'",
+        priority="5",
+        modules={"toy_stable": LAUNCHER},
+    )
+
+
+def test_the_machines_of_an_engine_are_taken_without_a_word(stable, tmp_path):
+    job = f"job-{os.getpid()}"
+    nodes = [
+        subprocess.Popen(
+            [ACCEL, "launch", "-n", "2", "train.py"],
+            env=clean_environment({**stable, "STABLE": str(node), "STABLE_JOB": job}),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    ended = [node.communicate(timeout=120) for node in nodes]
+
+    assert [node.returncode for node in nodes] == [0, 0], ended
+    assert sorted("".join(out for out, _ in ended).splitlines()) == ["0 4", "1 4", "2 4", "3 4"]
+    assert ended[0][1] == "accel 0.1: 2 nodes x 2 = 4 processes, no config file\n"
+    assert ended[1][1] == ""
+
+
+def test_without_an_engine_auto_is_torchrun(stable, tmp_path):
+    ended = accel("launch", "-n", "1", "train.py", environment=stable, cwd=tmp_path)
+
+    assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
+
+
+def test_a_rank_launches_on_its_own_machine(stable, tmp_path):
+    within = {**stable, "STABLE": "1", "STABLE_JOB": "j", "RANK": "1", "WORLD_SIZE": "2"}
+
+    ended = accel("launch", "-n", "1", "train.py", environment=within, cwd=tmp_path)
+
+    assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
+
+
+def test_an_allocation_that_is_too_small_is_an_error_before_any_worker(stable, tmp_path):
+    within = {**stable, "STABLE": "0", "STABLE_JOB": "j"}
+
+    ended = accel("launch", "--nodes", "3", "train.py", environment=within, cwd=tmp_path)
+
+    assert ended.returncode == 1
+    assert ended.stderr == "accel: 3 boxes were asked for, and there are 2\nask for fewer\n"
+
+
+def test_submit_hands_over_accel_launch_with_all_its_flags(stable, tmp_path):
+    (tmp_path / "accel.yaml").write_text("mixed_precision: bf16\n")
+    words = ("--launcher", "pony", "--nodes", "2", "--compile.backend", "eager", "train.py", "--lr", "1")
+
+    ended = accel("submit", *words, environment=stable, cwd=tmp_path)
+
+    assert ended.stdout == "job: 7\nwatch: look 7\ncancel: drop 7\nlogs: stable.log\n", ended.stderr
+    command = (tmp_path / "mail").read_text().split("\n")
+    assert command[1:5] == ["-m", "accel_core", "launch", f"--config={tmp_path}/accel.yaml"]
+    assert sorted(command[5:-3]) == ["--compile.backend=eager", "--launch.launcher=pony", "--launch.nodes=2"]
+    assert command[-3:] == ["train.py", "--lr", "1"]
+    shown = subprocess.run(
+        [*command[:4], "--dry-run", *command[4:]],
+        env=clean_environment(stable),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "2 nodes x auto = auto processes, mixed precision bf16" in shown.stdout
+
+
+def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp_path):
+    words = ("--dry-run", "--launcher", "pony", "-n", "3", "train.py")
+
+    launched = accel("launch", *words, environment=stable, cwd=tmp_path)
+    submitted = accel("submit", *words, environment=stable, cwd=tmp_path)
+
+    assert "\ncall 1 x 3: " in launched.stdout
+    assert "\nmail 1 x 3: " in submitted.stdout
+    assert not (tmp_path / "mail").exists()
+
+
+def test_a_launcher_that_hands_nothing_over_says_so(tmp_path):
+    (tmp_path / "train.py").write_text("")
+
+    ended = accel("submit", "train.py", cwd=tmp_path)
+
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        "accel: launcher auto starts workers here and now, and hands no job over\n"
+    )
+
+
+def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_the_time(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, time\n"
+        "told = []\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "open('ready' + os.environ['RANK'], 'w').close()\n"
+        "while not told: time.sleep(0.05)\n"
+        "time.sleep(2)\n"
+        "print('saved', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [ACCEL, "launch", "-n", "2", "--device", "cpu", "train.py"],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    process.send_signal(signal.SIGUSR1)
+
+    assert process.communicate(timeout=60)[0] == "saved\nsaved\n"
+    assert process.returncode == 0
+
+
+def test_nodes_of_two_jobs_meet_their_own_node_0_though_all_knock_at_the_same_doors(monkeypatch):
+    monkeypatch.setattr(
+        "accel_core.launch.meeting.random.Random", lambda _: type("Same", (), {"sample": lambda *_: DOORS})()
+    )
+    ports = {name: agree_on_port("127.0.0.1", name, 20, serves=True) for name in ("job a", "job b")}
+    found: dict[str, int] = {}
+    nodes = [
+        threading.Thread(
+            target=lambda name=name: found.update({name: agree_on_port("127.0.0.1", name, 20, serves=False)})
+        )
+        for name in ports
+    ]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join()
+
+    assert found == ports
+
+
+DOORS = [20_000 + (os.getpid() * 7 + step) % 12_000 for step in range(8)]
+
+
+def test_a_node_0_that_never_comes_is_named_in_time():
+    began = time.monotonic()
+
+    with pytest.raises(LaunchError, match="node 0 of nobody did not answer at 127.0.0.1 for 1 s"):
+        agree_on_port("127.0.0.1", "nobody", 1, serves=False)
+    assert time.monotonic() - began < 10
