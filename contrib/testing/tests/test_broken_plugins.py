@@ -130,6 +130,7 @@ PROCESSES = {
     "forgets-the-port": {"test_workers_meet"},
     "misnumbers-workers": {"test_workers_know_their_world_and_their_command"},
     "repeats-failures": {"test_a_traceback_is_shown_once"},
+    "silences-workers": {"test_lines_of_workers_arrive_whole"},
     "sorts-results": {"test_functions_run_in_workers_and_give_what_they_return"},
     "starts": set[str](),
     "draws-alike": {"test_layers_draw_alike_where_activations_are_alike"},

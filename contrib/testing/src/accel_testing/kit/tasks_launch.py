@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["configure", "exit_by_rank", "fail", "functions", "meet", "note", "sleep"]
+__all__ = ["configure", "exit_by_rank", "fail", "functions", "meet", "note", "sleep", "talk"]
 
 FAILING_CODE = 7
 SLEEP_SECONDS = 120
+LINES = 300
 
 
 def note(folder: Path, **more: Any) -> None:
@@ -47,6 +48,16 @@ def configure(folder: Path) -> None:
     accelerator = Accelerator()
     note(folder, precision=accelerator.mixed_precision)
     accelerator.end_training()
+
+
+def talk(folder: Path) -> None:
+    """Print many lines at once with the other ranks, each in several pieces."""
+    note(folder)
+    deadline = time.monotonic() + SLEEP_SECONDS
+    while len([*folder.glob("rank*.json")]) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for number in range(LINES):
+        print("rank", os.environ["RANK"], "line", number, "." * 40)  # noqa: T201  the workers own output
 
 
 def exit_by_rank(folder: Path) -> None:
@@ -104,6 +115,7 @@ TASKS: dict[str, Callable[[Path], None]] = {
     "meet": meet,
     "note": note,
     "sleep": sleep,
+    "talk": talk,
 }
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from attrs import frozen
 from accel_core import Record
 from accel_testing.kit import tasks_launch
 from accel_testing.kit.stack import TestedStack
+from accel_testing.kit.tasks_launch import LINES
 
 SECONDS = 60
 """The time for a launch, failures included."""
@@ -116,6 +117,15 @@ def test_workers_meet(launches: Launches) -> None:
     ended = launches.run("meet")
     assert ended.returncode == 0, ended.stderr
     assert [facts["sum"] for facts in launches.written()] == [3, 3]
+
+
+def test_lines_of_workers_arrive_whole(launches: Launches) -> None:
+    ended = launches.run("talk")
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if "line" in line]
+    expected = [f"rank {rank} line {number} {'.' * 40}" for rank in (0, 1) for number in range(LINES)]
+    # A launcher may say in front of a line from which rank it is.
+    assert sorted(line[line.index("rank") :] for line in lines if "rank" in line) == sorted(expected)
 
 
 def test_settings_of_the_command_reach_the_workers(launches: Launches) -> None:
