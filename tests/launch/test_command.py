@@ -242,7 +242,9 @@ def test_a_dry_run_of_nodes_without_a_place_to_meet_is_refused_too(tmp_path):
 
 
 def test_a_launcher_that_finds_the_place_itself_is_given_none(toys, tmp_path):
-    environment = toys("herd", "launcher", implementation="'toy_herd:Launcher'")
+    source = "class Launcher:\n    def __init__(self, config, run): pass\n"
+    modules = {"toy_other": source}
+    environment = toys("herd", "launcher", implementation="'toy_other:Launcher'", modules=modules)
     (tmp_path / "train.py").touch()
     flags = ("--dry-run", "--nodes", "2", "--launcher", "herd", "train.py")
 
