@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "accel", "main"]
 
-BUILT_IN: Final = {  # each in the module of its name
+BUILT_IN: Final = {  # each in the module of its name, if not in that of another
     "launch": "Start a script on one or many processes.",
+    "submit": "Hand a script to a scheduler, which starts it later.",
     "config": "Check, show and write configuration files.",
     "checkpoint": "List, verify, export and import checkpoints.",
     "plugins": "List what is installed, and say what is wrong with it.",
@@ -108,7 +109,8 @@ class _Lazy(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in BUILT_IN:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        module = {"submit": "launch"}.get(cmd_name, cmd_name)
+        command: click.Command = getattr(import_module(f"{__name__}.{module}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
