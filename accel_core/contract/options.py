@@ -134,6 +134,8 @@ def option(
 MASK: Final = "***"
 _SECRETS: Final = frozenset("key token apikey secret password passwd passphrase credentials".split())  # noqa: SIM905
 _OF_A_DOOR: Final = frozenset("api access auth bearer private secret hub hf refresh signing".split())  # noqa: SIM905
+_LOGIN: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+"""The user, and mostly a password or token, in an address."""
 
 
 def is_secret(name: str) -> bool:
@@ -148,9 +150,11 @@ def may_be_secret(variable: str) -> bool:
 
 
 def masked(value: Any, secret: bool = False) -> Any:
-    """Mask the secrets in a value, at any depth of mappings and lists."""
+    """Mask secrets at any depth of mappings and lists, and logins in addresses."""
     if secret and value is not None and not (isinstance(value, (str, tuple)) and not value):
         return MASK
+    if type(value) is str:
+        return _LOGIN.sub(MASK, value)
     if isinstance(value, Mapping):
         return {key: masked(each, is_secret(str(key))) for key, each in value.items()}
     return type(value)(map(masked, value)) if type(value) in (list, tuple) else value

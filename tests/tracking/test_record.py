@@ -210,11 +210,13 @@ def test_no_secret_is_recorded(tmp_path, monkeypatch):
     secret = "sk-no-one-may-read-this"
     monkeypatch.setenv("WANDB_API_KEY", secret)
     monkeypatch.setattr("sys.argv", ["train.py", "--token", secret])
-    train(tmp_path, 2, config={"api_key": secret, "nested": {"password": secret}, "lr": 0.5})
+    secrets = {"api_key": secret, "nested": {"password": secret}, "store": [f"https://me:{secret}@host/data"]}
+    train(tmp_path, 2, config={**secrets, "lr": 0.5})
     (path,) = (tmp_path / "records").iterdir()
 
     assert secret not in path.read_text()
-    assert of_kind(records(tmp_path)[0], "settings")[0]["values"]["lr"] == 0.5
+    values = of_kind(records(tmp_path)[0], "settings")[0]["values"]
+    assert (values["lr"], values["store"]) == (0.5, ["https://***@host/data"])
 
 
 def test_a_record_that_cannot_be_written_is_one_warning(tmp_path):
