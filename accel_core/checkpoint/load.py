@@ -240,18 +240,25 @@ class Restoration:
     def _plugins(self, unit: Unit, tensors: Mapping[str, Stored]) -> None:
         """Plugins' own entries.
 
-        One that is not in this stack cannot take them back: logged, no error.
+        One that is not in this stack cannot take them back, and one that was not in the checkpoint's has
+        none to take: logged, no error.
         """
         restored: dict[str, dict[str, Entry]] = {}
         leaves: dict[str, Leaf] = {}
+        known, anew = {key.partition("/")[0] for key in tensors}, set[str]()
         for saving in unit.hooks.implementations("save_state"):
             entries: Mapping[str, Entry] = saving.call(unit) or {}
             for name, entry in entries.items():
                 if isinstance(entry.value, Leaf) and entry.scope in self._scopes:
+                    if saving.plugin not in known:
+                        anew.add(saving.plugin)
+                        continue
                     key = entry_key(self.run, saving.plugin, name, entry)
                     leaves[key] = entry.value
                     if key in tensors:
                         restored.setdefault(saving.plugin, {})[name] = entry
+        for plugin in sorted(anew):
+            self._problems.warn(f"{unit.name}: it has no state of plugin {plugin}, which begins anew")
         stored = {key: tensors[key] for key in leaves if key in tensors}
         for key in sorted(self._fill(f"{unit.name}: plugins/", leaves, stored)):
             self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")

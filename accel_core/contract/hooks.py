@@ -541,7 +541,11 @@ def state_loaded(unit: Unit) -> None:
 
 @spec("everyone")
 def save_state(unit: Unit) -> Mapping[str, Entry]:
-    """Return the plugin's own state: scales, counters, never weights."""
+    """Return the plugin's own state: scales, counters, averages, never weights.
+
+    A load asks for it too, and copies into its leaves. A plugin of whose leaves the checkpoint has none
+    begins anew, as after `state_loaded`: an extension may join a run later.
+    """
 
 
 @spec("everyone")

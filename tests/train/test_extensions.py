@@ -13,7 +13,7 @@ from accel_core import Accelerator, AccelError, ConfigError
 TOY = """
 import torch
 from torch.optim import Optimizer
-from accel_core import Card, hooks, implements
+from accel_core import Card, Entry, hooks, implements, whole
 
 class Slow(Optimizer):
     '''Lookahead without its slow weights: counts, and steps what it wraps.'''
@@ -57,6 +57,12 @@ LOADED = """
     @implements(hooks.state_loaded)
     def state_loaded(self, unit):
         self.loaded += 1
+"""
+KEEPS = """
+    @implements(hooks.save_state)
+    def save_state(self, unit):
+        self.kept = getattr(self, "kept", torch.zeros(3))
+        return {"kept": Entry(value=whole(self.kept))}
 """
 NO_HALF = """
     @implements(hooks.capabilities)
@@ -201,6 +207,27 @@ def test_every_plugin_hears_that_state_was_loaded(accelerator_with, tmp_path):
     accelerator.save_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved")
     assert [accelerator.run.plugins[name].loaded for name in ("toy", "watcher")] == [1, 1]
+
+
+# -- save_state ------------------------------------------------------------------------------------
+
+
+def test_a_plugin_that_joins_later_begins_anew(accelerator_with, tmp_path, caplog):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(net())
+    accelerator.save_state(tmp_path / "without")
+    accelerator.end_training()
+
+    accelerator = accelerator_with(KEEPS)
+    accelerator.prepare(net())
+    kept = accelerator.run.plugins["watcher"]
+    accelerator.load_state(tmp_path / "without")
+    assert "it has no state of plugin watcher, which begins anew" in caplog.text
+    kept.kept += 1
+    accelerator.save_state(tmp_path / "with")
+    kept.kept += 1
+    accelerator.load_state(tmp_path / "with")
+    assert torch.equal(kept.kept, torch.ones(3))
 
 
 # -- capabilities ----------------------------------------------------------------------------------

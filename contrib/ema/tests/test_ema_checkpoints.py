@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_core import Accelerator, CheckpointError
-from accel_ema import EMAConfig
+from accel_core import Accelerator
+from accel_ema import EMAConfig, averaged
 from accel_testing import run_processes
 
 
@@ -49,18 +49,26 @@ def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) ->
     assert same(found, expected)
 
 
-def test_a_checkpoint_without_an_average_is_taken_only_if_that_is_asked_for(tmp_path: Path) -> None:
-    def prepared(*plugins: object) -> Accelerator:
+def test_after_a_checkpoint_without_an_average_it_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prepared(*plugins: object) -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer]:
         accelerator = Accelerator(cpu=True, plugins=list(plugins))
         model = torch.nn.Linear(2, 1)
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return accelerator
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    prepared().save_state(tmp_path / "saved")
-    accelerator = prepared(EMAConfig())
-    with pytest.raises(CheckpointError, match="missing in the checkpoint.*plugins/ema/weights/"):
-        accelerator.load_state(tmp_path / "saved")
-    accelerator.load_state(tmp_path / "saved", strict=False)
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "saved")
+    accelerator, model, optimizer = prepared(EMAConfig(decay=0.5))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.load_state(tmp_path / "saved")
+    assert "has no state of plugin ema, which begins anew" in caplog.text
+    loaded = model.weight.clone()
+    with averaged(model):
+        assert torch.equal(model.weight, loaded)
 
 
 @pytest.mark.parametrize(("way", "world"), [("single", 1), ("fsdp", 2)])
