@@ -68,7 +68,7 @@ def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:
     held = dict(optimizer.state)
     expected = {n: held.pop(each) for n, each in enumerate(parameters) if each in held} | held
     found = told.get("state", {})
-    odd = [key for key in found.keys() | expected.keys() if not _equal(found.get(key), expected.get(key))]
+    odd = [key for key in found.keys() | expected.keys() if not _tells(found.get(key), expected.get(key))]
     groups = told.get("param_groups", [])
     if [{*group} for group in groups] != [{*group} for group in optimizer.param_groups]:
         odd.append("param_groups")
@@ -78,6 +78,19 @@ def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:
             " and only what it keeps in `state`, in `param_groups`, or under keys of its own can be saved\n"
             "keep the rest under keys of its own in state_dict(), beside 'state' and 'param_groups'"
         )
+
+
+def _tells(found: Any, expected: Any) -> bool:
+    """Tell if an entry is the expected one, maybe with values in inner mappings."""
+    if _equal(found, expected):
+        return True
+    entries = found.items() if isinstance(found, Mapping) else ()
+    pairs = [
+        pair
+        for key, value in entries
+        for pair in (value.items() if isinstance(value, Mapping) else [(key, value)])
+    ]
+    return bool(pairs) and len(pairs) == len(dict(pairs)) and _equal(dict(pairs), expected)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -140,9 +140,27 @@ def trained(kind, steps, load=None, save=None):
     return model.weight.detach().clone()
 
 
+class Grouping(Averaging):
+    """As bitsandbytes' optimizers, which hide values from FSDP so."""
+
+    def state_dict(self):
+        told = super().state_dict()
+        return {**told, "state": {number: {"wrapped": each} for number, each in told["state"].items()}}
+
+
 @pytest.mark.parametrize(
     "kind",
-    [OfNoParameter, InItsStateDict, ByHooks, InItsGroups, WithASlash, WithANumber, WithAPercent, Wrapping],
+    [
+        OfNoParameter,
+        InItsStateDict,
+        ByHooks,
+        InItsGroups,
+        WithASlash,
+        WithANumber,
+        WithAPercent,
+        Wrapping,
+        Grouping,
+    ],
 )
 def test_it_goes_on_as_if_nothing_had_happened(tmp_path, kind):
     whole = trained(kind, range(1, 6))

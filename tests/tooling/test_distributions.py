@@ -53,6 +53,7 @@ PLUGINS = {
     "accel-context-parallel": {"cp"},
     "accel-ema": {"ema"},
     "accel-big-models": {"dispatched", "estimate"},
+    "accel-bitsandbytes": {"bitsandbytes"},
     "accel-testing": {"plugins-check", "plugins-new"},
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.

@@ -29,6 +29,7 @@ LIBRARIES = {
     "fsdp": "transformers",
     "compat": "transformers",
     "big-models": "transformers",
+    "bitsandbytes": "bitsandbytes",
 }
 PYTHONS = {"_actions", "_current_frames", "_exit", "_getframe", "_run_exitfuncs"}
 """Of the standard library."""

@@ -137,13 +137,13 @@ def test_every_name_of_a_module_can_be_imported(module):
 
 
 def test_what_is_not_served_says_why_when_it_is_called():
-    from accelerate.utils import load_and_quantize_model
+    from accelerate.utils.bnb import quantize_and_offload_8bit
     from accelerate.utils.megatron_lm import MegatronEngine
 
     with pytest.raises(
-        NotServedError, match="accelerate.utils.bnb.load_and_quantize_model of Accelerate is not served"
+        NotServedError, match="accelerate.utils.bnb.quantize_and_offload_8bit of Accelerate is not served"
     ):
-        load_and_quantize_model(None, {})
+        quantize_and_offload_8bit(None, {})
     with pytest.raises(NotServedError, match="MegatronEngine"):
         MegatronEngine()
 

@@ -12,8 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import (
     BnbQuantizationConfig,
     DeepSpeedPlugin,
+    FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
+    MSAMPRecipeKwargs,
     load_and_quantize_model,
 )
 
@@ -177,6 +179,15 @@ def test_offloading_is_torchs_object_of_the_version():
             FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload="all")
 
 
-def test_quantizing_is_refused():
-    with pytest.raises(NotServedError, match="quantized models come in a later package"):
+def test_quantizing_without_its_package_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accel_bitsandbytes", None)
+    with pytest.raises(PluginError, match="needs accel-bitsandbytes, which is not installed"):
         load_and_quantize_model(torch.nn.Linear(1, 1), BnbQuantizationConfig(load_in_8bit=True))
+
+
+@pytest.mark.parametrize("recipe", [MSAMPRecipeKwargs(), FP8RecipeKwargs(backend="msamp")])
+def test_ms_amp_is_refused_with_the_reason(recipe):
+    with pytest.raises(
+        NotServedError, match=r"MS-AMP is no longer maintained, and no release(.|\n)*AORecipeKwargs"
+    ):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from accel_big_models.casting import layerwise_casting
+    from accel_big_models.checkpoints import open_checkpoint
     from accel_big_models.config import DispatchedPlugin
     from accel_big_models.dispatching import dispatch, offload, undo
     from accel_big_models.empty import empty_weights
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _PUBLIC: Final = {
     "casting": "layerwise_casting",
+    "checkpoints": "open_checkpoint",
     "config": "DispatchedPlugin",
     "dispatching": "dispatch offload undo",
     "empty": "empty_weights",
@@ -38,6 +40,7 @@ __all__ = [
     "layerwise_casting",
     "load",
     "offload",
+    "open_checkpoint",
     "plan",
     "plan_from_map",
     "undo",

@@ -69,6 +69,12 @@ class BnbQuantizationConfig(Spelled):
             warnings.warn("llm_int8_threshold can only be used for model loaded in 8bit", stacklevel=3)
 
 
+_NO_MSAMP: Final = (
+    "{}: MS-AMP is no longer maintained, and no release of it can be installed\n"
+    'take AORecipeKwargs, which torchao serves, or mixed_precision="bf16"'
+)
+
+
 class _Recipe(KwargsHandler):
     def to_ours(self) -> object:
         raise NotServedError(
@@ -134,6 +140,10 @@ class MSAMPRecipeKwargs(_Recipe):
 
     opt_level: Literal["O1", "O2"] | None = None
 
+    def to_ours(self) -> object:
+        """Raise NotServedError."""
+        raise NotServedError(_NO_MSAMP.format(type(self).__name__))
+
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
@@ -146,3 +156,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             self.backend = self.backend.upper()  # type: ignore[assignment]
             if self.backend not in ("MSAMP", "TE"):
                 raise ValueError("`backend` must be 'MSAMP' or 'TE' (TransformerEngine)")
+
+    def to_ours(self) -> object:
+        """Raise NotServedError for MS-AMP; else as its base does."""
+        return MSAMPRecipeKwargs.to_ours(self) if self.backend == "MSAMP" else TERecipeKwargs.to_ours(self)

@@ -98,7 +98,10 @@ def load_checkpoint_in_model(
     its own model from the file, which all ranks must see, and one shard at a time is in memory.
     """
     if offload_8bit_bnb:
-        raise NotServedError("offload_8bit_bnb: quantized models come in a later package\nleave it out")
+        raise NotServedError(
+            "offload_8bit_bnb: accel-bitsandbytes offloads what it quantizes\n"
+            "leave it out, and call load_and_quantize_model"
+        )
     to_disk = "disk" in (device_map or {}).values()
     if to_disk and offload_folder is None:
         raise ValueError(

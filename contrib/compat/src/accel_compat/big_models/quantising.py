@@ -1,0 +1,133 @@
+"""Models quantised by accel-bitsandbytes, under Accelerate's names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accel_compat.big_models.balanced_memory import get_balanced_memory
+from accel_compat.big_models.device_maps import infer_auto_device_map
+from accel_compat.configs.low_precision import BnbQuantizationConfig
+from accel_compat.configs.translation import load
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = [
+    "get_keys_to_not_convert",
+    "get_parameter_device",
+    "get_quantized_model_device_map",
+    "has_4bit_bnb_layers",
+    "load_and_quantize_model",
+    "replace_with_bnb_layers",
+]
+
+_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Any = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Load a model with its linear layers quantised, or quantise one that is loaded.
+
+    The config stays as it is. With 4 bits, modules that a map puts on "cpu" or "disk" beside an
+    accelerator are left as they are, as in Accelerate.
+
+    device_map: as `load_checkpoint_and_dispatch` has it. Default: the current accelerator, or the CPU without
+    one.
+    """
+    quantise = _ours("loading:load_and_quantize_model")
+    config = bnb_quantization_config
+    if isinstance(device_map, dict) and config.load_in_4bit:
+        away = [name for name, place in device_map.items() if str(place) in ("cpu", "disk")]
+        away = away if len(away) < len(device_map) else []
+        skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
+        config = replace(config, skip_modules=[*skipped, *away]) if away else config
+    if isinstance(device_map, str):
+        device_map = get_quantized_model_device_map(
+            model, config, device_map, max_memory, no_split_module_classes
+        )
+    return quantise(  # type: ignore[no-any-return]
+        model,
+        config,
+        weights_location,
+        device_map,
+        no_split_module_classes,
+        max_memory,
+        offload_folder,
+        offload_state_dict,
+    )
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: Any = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+) -> Any:
+    """Return a device map by the sizes of the quantised weights."""
+    if device_map is None:
+        return {"": _ours("planning:usual_device")()}
+    if not isinstance(device_map, str):
+        return device_map
+    if device_map not in _WORDS:
+        raise ValueError(
+            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or"
+            " 'sequential'."
+        )
+    small = _ours("planning:quantised_outline")(model, bnb_quantization_config)
+    whole: Any = no_split_module_classes
+    limits: Any = max_memory
+    if device_map != "sequential":
+        limits = get_balanced_memory(small, max_memory, whole, low_zero=device_map == "balanced_low_0")
+    return infer_auto_device_map(small, limits, whole)
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: list[str] | None = None,
+    current_key_name: list[str] | None = None,
+) -> nn.Module:
+    """Make linear layers those of bitsandbytes.
+
+    Their weights are quantised when the model is moved.
+    """
+    become = _ours("converting:become")
+    config = replace(bnb_quantization_config, skip_modules=list(modules_to_not_convert or ()))
+    for layer in _ours("choosing:choose")(model, config).chosen.values():
+        become(layer, config)
+    return model
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Return the names of the modules that stay by default."""
+    names: list[str] = _ours("choosing:default_skip")(model)
+    return names
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Return True if the model has 4-bit layers of bitsandbytes."""
+    kind = load("bitsandbytes.nn:Linear4bit", "has_4bit_bnb_layers")
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter."""
+    return next(parameter.parameters()).device
+
+
+def _ours(path: str) -> Any:
+    module, _, name = path.partition(":")
+    load("accel_bitsandbytes:__version__", "load_and_quantize_model")  # or an error that says what to install
+    return load(f"accel_bitsandbytes.{module}:{name}", name)

@@ -1,0 +1,3 @@
+"""Models quantised by bitsandbytes."""
+
+from accel_compat.big_models.quantising import *
