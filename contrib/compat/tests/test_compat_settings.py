@@ -175,3 +175,15 @@ def test_a_bare_no_is_the_word(tmp_path):
     (tmp_path / "bare.yaml").write_text("mixed_precision: no\ndynamo_backend: NO\n")
 
     assert read_file(str(tmp_path / "bare.yaml")) == {"mixed_precision": "no", "dynamo_backend": "no"}
+
+
+def test_a_hostfile_chooses_the_launcher_of_mpi():
+    processes = {"num_processes": 4, "num_machines": 2}
+
+    converted = convert({"mpirun_hostfile": "hosts", "mpirun_ccl": "2", **processes})
+
+    assert converted.dropped == {}
+    assert converted.config == {
+        "mpi": {"hostfile": "hosts", "ccl_workers": 2},
+        "launch": {"nodes": 2, "processes_per_node": 2, "launcher": "mpi"},
+    }

@@ -75,6 +75,8 @@ def _world(settings: Mapping[str, Any]) -> dict[str, Any]:
         config["launch.processes_per_node"] = _count(settings, "num_processes") // nodes
     if "mpirun_hostfile" in settings:
         config["launch.launcher"] = "mpi"
+    if "mpirun_ccl" in settings:  # a word in Accelerate's own files
+        config["mpi.ccl_workers"] = _count(settings, "mpirun_ccl")
     if "main_process_ip" in settings:
         port = settings.get("main_process_port", 29500)
         config["launch.rendezvous"] = f"{settings['main_process_ip']}:{port}"
