@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.checkpoint.file import save as write_object
 from accel_core.checkpoint.paths import local_path
+from accel_core.contract.config import metric_and_mode
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class States:
         step: int | None = None,
         wait: bool = True,
         alone: bool = False,
+        metrics: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write everything that training needs to continue into `output_dir`.
 
@@ -63,7 +66,9 @@ class States:
 
         Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
         project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
-        `step` is noted for people. A checkpoint that is there is replaced; any other folder is refused.
+        `step` is noted for people, and `metrics`, alike on all ranks: numbers, or tensors of one. By the
+        one that `project.keep_best` names, the best numbered checkpoint stays beyond `total_limit`.
+        A checkpoint that is there is replaced; any other folder is refused.
         With `wait=False` training stops only while the state is copied, and a thread writes the copy
         (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
         as do `wait_for_checkpoint` and `end_training`. Returns the directory.
@@ -73,12 +78,17 @@ class States:
         anew from a derived seed.
 
         Raises:
-            CheckpointError: gradients are not applied yet, something cannot be stored, the directory holds
+            CheckpointError: the metric of `keep_best` is missing, or not alike on all ranks; or
+                gradients are not applied yet, something cannot be stored, the directory holds
                 something else, a rank could not write, or `alone` a rank holds only a part of something.
                 On all ranks; what was there is unchanged.
         """
         directory = self._checkpoint_directory(output_dir, "save_state")
-        return self.run.checkpoints.save(directory, step=step, wait=wait, alone=alone)
+        best = self.run.config.project.keep_best if directory is None else None
+        needed = metric_and_mode(best)[0] if best else None
+        return self.run.checkpoints.save(
+            directory, step=step, wait=wait, alone=alone, metrics=metrics, needed=needed
+        )
 
     def wait_for_checkpoint(self) -> None:
         """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.
@@ -101,6 +111,7 @@ class States:
 
         Call it on all ranks after each step, and leave the loops when it is true. The first call starts
         to watch; a call costs no communication until then, and all ranks stop after the same step.
+        Such a checkpoint is never the best by `project.keep_best`.
         Inside an accumulation window it is False. `signals`: those to watch for, of the first call; the
         other arguments as of `save_state`.
 
@@ -109,7 +120,9 @@ class States:
         """
         if not self.run.checkpoints.is_preempted(signals):
             return False
-        self.save_state(output_dir, step=step)
+        best = self.run.config.project.keep_best if output_dir is None else None
+        unmeasured = {metric_and_mode(best)[0]: math.nan} if best else None
+        self.save_state(output_dir, step=step, metrics=unmeasured)
         return True
 
     def load_state(
@@ -118,6 +131,7 @@ class States:
         *,
         strict: bool = True,
         missing_ok: bool = False,
+        best: bool = False,
     ) -> Path | None:
         """Restore what `save_state` wrote, into the objects prepared so far. Collective.
 
@@ -128,6 +142,7 @@ class States:
             input_dir: what was given to `save_state`. Without it, under `automatic_checkpoint_naming`,
                 the newest one that is valid; damaged ones are logged and passed over.
             strict: refuse names that are missing, unexpected or of another shape; else leave them out.
+            best: without `input_dir`, take the best by `project.keep_best` in place of the newest.
             missing_ok: where there is no checkpoint yet, do nothing and return None.
 
         Returns the directory that was loaded.
@@ -136,7 +151,12 @@ class States:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
         directory = self._checkpoint_directory(input_dir, "load_state")
-        return self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok)
+        if best and (directory is not None or self.run.config.project.keep_best is None):
+            raise CheckpointError(
+                "load_state(best=True) goes by project.keep_best, among the numbered checkpoints\n"
+                "set project.keep_best, and give no directory"
+            )
+        return self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
 
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Path | None:
         self.run.require_alive()

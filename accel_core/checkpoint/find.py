@@ -25,9 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 def find(
-    run: Run, series: CheckpointSeries, directory: str | os.PathLike[str] | None, *, missing_ok: bool
+    run: Run,
+    series: CheckpointSeries,
+    directory: str | os.PathLike[str] | None,
+    *,
+    missing_ok: bool,
+    best: bool = False,
 ) -> Checkpoint | None:
-    """Open and verify `directory`, or the newest numbered checkpoint. Collective.
+    """Open and verify `directory`, or the newest or best numbered checkpoint.
+
+    Collective.
 
     None, with `missing_ok`, where there is none. What is damaged among the numbered is logged.
 
@@ -42,8 +49,11 @@ def find(
         folder = locate_on_all_disks(run, around)
         there = gather_from_all_ranks(control, "load_state: look", folder.exists) if missing_ok else [True]
         return _verified(run, folder) if any(there) else None
-    listed = gather_from_all_ranks(control, "load_state: list", lambda: series.candidates() if first else [])
-    names = sorted({name for of_disk in listed for name in of_disk}, key=number_in, reverse=True)
+    candidates = series.best_candidates if best else series.candidates
+    listed = gather_from_all_ranks(control, "load_state: list", lambda: candidates() if first else [])
+    names = list(dict.fromkeys(name for of_disk in listed for name in of_disk))
+    if not best:
+        names.sort(key=number_in, reverse=True)
     for name in names:
         try:
             return _verified(run, series.folder / name)
@@ -54,11 +64,13 @@ def find(
                 logger.warning("passed over: %s", error)
     if missing_ok and not names:
         return None
+    of_metric = f" with a value of {run.config.project.keep_best!r}" if best else ""
     raise CheckpointError(
         f"none of the {len(names)} checkpoints in {series.folder} can be loaded, the log says why\n"
         "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
         if names
-        else f"there is no checkpoint in {series.folder}\nto start without one, load_state(missing_ok=True)",
+        else f"there is no checkpoint{of_metric} in {series.folder}\n"
+        "to start without one, load_state(missing_ok=True)",
         path=str(series.folder),
     )
 

@@ -48,13 +48,14 @@ def load(
     *,
     strict: bool,
     missing_ok: bool,
+    best: bool,
 ) -> tuple[Path, Manifest] | None:
     """Load a checkpoint, and return its folder and manifest.
 
     See `CheckpointSession.load`.
     """
     control = run.collectives("control")
-    checkpoint = find(run, series, directory, missing_ok=missing_ok)
+    checkpoint = find(run, series, directory, missing_ok=missing_ok, best=best)
     if checkpoint is None:
         return None
 

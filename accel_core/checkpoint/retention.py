@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_core.checkpoint.commit import discard
 from accel_core.checkpoint.manifest import Manifest, manifest_if_any
+from accel_core.checkpoint.metrics import best_first
 from accel_core.checkpoint.paths import local_path
 
 if TYPE_CHECKING:
@@ -103,6 +104,14 @@ class CheckpointSeries:
                 )
         return [path.name for path, _ in found]
 
+    def best_candidates(self) -> list[str]:
+        """Names of the checkpoints with the metric of `keep_best`, the best first."""
+        return [f"checkpoint_{number}" for number in self._best_first(map(number_in, self.candidates()))]
+
+    def _best_first(self, numbers: Iterable[int]) -> list[int]:
+        found = {number: manifest_if_any(self.folder / f"checkpoint_{number}") for number in numbers}
+        return best_first(self.run.config.project.keep_best, found)
+
     def resume(self, loaded: Manifest) -> None:
         """Go on from a checkpoint.
 
@@ -126,11 +135,14 @@ class CheckpointSeries:
     def retain(self, save_id: str) -> None:
         """Remove the oldest that this run wrote or resumed from, down to `total_limit`.
 
-        Renamed aside first: nothing half removed ever bears the name of a checkpoint. What no save wrote
-        stays in a folder of that name. What fails is logged: the save itself is complete.
+        The best by `keep_best` stays. Renamed aside first: nothing half removed ever bears the name of a
+        checkpoint. What no save wrote stays in a folder of that name. What fails is logged: the save itself
+        is complete.
         """
-        limit = self.run.config.project.total_limit
-        for number in sorted(self.kept)[: -limit if limit else 0]:
+        project = self.run.config.project
+        over = sorted(self.kept)[: -project.total_limit if project.total_limit else 0]
+        best = self._best_first(self.kept)[:1] if over else []
+        for number in [number for number in over if number not in best]:
             path, expected = self.folder / f"checkpoint_{number}", self.kept.pop(number)
             manifest = manifest_if_any(path)
             names = manifest and (manifest.name, manifest.save_id)

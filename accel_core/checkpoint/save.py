@@ -23,6 +23,7 @@ from accel_core.checkpoint.collect import (
 from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.layout import Layout
+from accel_core.checkpoint.metrics import agreed_metrics
 from accel_core.checkpoint.pending_save import PendingSave, Share
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import Replicas
@@ -31,6 +32,8 @@ from accel_core.checkpoint.votes import Votes
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
@@ -52,11 +55,20 @@ class Saver:
         self._pending: PendingSave | None = None
         self._disks = Disks.of(run, self.control)
 
-    def save(self, directory: str | os.PathLike[str] | None, *, step: int | None, wait: bool) -> Path:
+    def save(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        step: int | None,
+        wait: bool,
+        metrics: Mapping[str, Any] | None,
+        needed: str | None,
+    ) -> Path:
         """See `CheckpointSession.save`."""
         run_on_all_ranks(self.control, "save_state: wait for the save before", self.wait)
+        noted = {"step": step, "metrics": agreed_metrics(self.control, metrics, needed)}
         with without_collecting_garbage():
-            self._pending = pending = self._snapshot(directory, step, wait=wait)
+            self._pending = pending = self._snapshot(directory, noted, wait=wait)
             if wait:  # before garbage is collected again: it drops most of what was made for it
                 pending.run()
         if wait:
@@ -66,7 +78,7 @@ class Saver:
         return pending.target.path
 
     def _snapshot(
-        self, directory: str | os.PathLike[str] | None, step: int | None, *, wait: bool
+        self, directory: str | os.PathLike[str] | None, noted: Mapping[str, Any], *, wait: bool
     ) -> PendingSave:
         """Do all that is collective or reads the run's state; the rest only writes."""
         run, control, disks = self.run, self.control, self._disks
@@ -92,13 +104,13 @@ class Saver:
             if disks.are_several:
                 shared = control.broadcast_object(mine.state)
                 mine.state = shared if disks.is_first else None
-            manifest = {**target.members, "step": step, **_manifest(run, control)}
+            manifest = {**target.members, **noted, **_manifest(run, control)}
         except BaseException:  # no memory for the copy, Ctrl-C: nothing half-written stays
             if disks.is_first:
                 target.discard()
             raise
         votes = self._votes.under(f"save/{target.save_id}")
-        return PendingSave(target, step, mine, control.size, manifest, votes)
+        return PendingSave(target, noted["step"], mine, control.size, manifest, votes)
 
     def wait(self, patience: float | None = None) -> None:
         """See `CheckpointSession.wait`."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_core.distributed.watch import assemble
 
@@ -44,6 +44,8 @@ class CheckpointSession:
         step: int | None = None,
         wait: bool = True,
         alone: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        needed: str | None = None,
     ) -> Path:
         """Save all state of the run as the checkpoint `directory`.
 
@@ -51,7 +53,8 @@ class CheckpointSession:
         holds as the checkpoint of a world of one.
 
         Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
-        of the two, whole. `step` is recorded as it is given. Without a directory it is the next of the
+        of the two, whole. `step` and `metrics`, where the one
+        called `needed` must be, are recorded. Without a directory it is the next of the
         numbered ones, and those over `total_limit` are removed once it is complete. With `wait=False` a
         copy of the state is taken now, and a thread writes it while training goes on; the next save waits
         for that, and raises what went wrong, as do `wait` and the end of the run.
@@ -72,10 +75,15 @@ class CheckpointSession:
         if self._saver is None or self._saver.alone is not alone:
             self.wait()
             self._saver = Saver(run, self.series, alone=alone)
-        return self._saver.save(directory, step=step, wait=wait)
+        return self._saver.save(directory, step=step, wait=wait, metrics=metrics, needed=needed)
 
     def load(
-        self, directory: str | os.PathLike[str] | None, *, strict: bool = True, missing_ok: bool = False
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        strict: bool = True,
+        missing_ok: bool = False,
+        best: bool = False,
     ) -> Path | None:
         """Bring the run into the state that the checkpoint `directory` holds.
 
@@ -85,8 +93,8 @@ class CheckpointSession:
         random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's. Gradients are
         dropped, and windows begin anew: a checkpoint is taken between two.
         `strict=False` loads what fits and logs the rest. Without a directory it is the newest valid one of
-        the numbered; what is damaged is logged and passed over. Returns the folder that was loaded; None,
-        with `missing_ok`, if there is none.
+        the numbered, or the `best`; what is damaged is logged and passed over. Returns the folder that was
+        loaded; None, with `missing_ok`, if there is none.
 
         Raises:
             CheckpointError: it is not a checkpoint, a file is damaged, or (strict) the run has other state
@@ -105,7 +113,7 @@ class CheckpointSession:
         # One rank may have saved alone, so that the others have nothing to wait for.
         run_on_all_ranks(run.collectives("control"), "load_state: wait for the save before", self.wait)
         with without_collecting_garbage():  # until `load` has dropped what it made
-            loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok)
+            loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok, best=best)
         if loaded is None:
             return None
         folder, manifest = loaded

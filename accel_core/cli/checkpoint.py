@@ -68,13 +68,24 @@ def list_(folder: Path, as_json: bool) -> None:
         lines = [*_table(_COLUMNS, [found]), "", *_table(("unit", "name", "shape", "dtype"), parameters)]
     else:
         found = sorted(map(_describe, _inside(folder)), key=lambda row: row["time"])
-        lines = list(_table(_COLUMNS, found)) if found else [f"no checkpoint in {folder}"]
+        columns = (
+            *_COLUMNS[:-1],
+            *(("metrics",) if any(row["metrics"] for row in found) else ()),
+            _COLUMNS[-1],
+        )
+        lines = list(_table(columns, found)) if found else [f"no checkpoint in {folder}"]
     print(json.dumps(found, indent=1) if as_json else "\n".join(lines))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    cells = [[str(row[column]) if row[column] is not None else "-" for column in columns] for row in rows]
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
     return table([[column.upper() for column in columns], *cells])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {float(number):.6g}" for name, number in value.items()) or "-"
+    return str(value) if value is not None else "-"
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -92,7 +103,11 @@ def _describe(folder: Path) -> dict[str, Any]:
     from accel_core.checkpoint.manifest import read_manifest
     from accel_core.checkpoint.reader import CheckpointFiles
 
-    row: dict[str, Any] = {**dict.fromkeys((*_COLUMNS, "bytes")), "name": folder.name, "path": str(folder)}
+    row: dict[str, Any] = {
+        **dict.fromkeys((*_COLUMNS, "bytes", "metrics")),
+        "name": folder.name,
+        "path": str(folder),
+    }
     row |= {"time": "", "valid": "yes"}
     try:
         manifest = read_manifest(folder)
@@ -100,6 +115,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(about["time"])
         row |= {"step": about["step"], "time": about["time"], "ranks": about["world"]["size"]}
         row |= {"age": _short(age.total_seconds(), _TIMES), "bytes": size, "size": _short(size, _SIZES)}
+        row["metrics"] = about.get("metrics", {})
         row["stack"] = about["stack"]["summary"]
         CheckpointFiles.open(folder)
     except CheckpointError as error:

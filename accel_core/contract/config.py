@@ -205,11 +205,35 @@ class ProjectConfiguration(Remembering):
         only_with="automatic_checkpoint_naming",
         help="How many saved states are kept; unset: all.",
     )
+    keep_best: str | None = option(
+        None,
+        only_with="automatic_checkpoint_naming",
+        help="Metric whose best saved state stays beyond total_limit: a loss, min:NAME or max:NAME.",
+    )
     iteration: int = option(0, minimum=0, help="Number of the next saved state.")
     save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
     record_every: int = option(
         10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.keep_best is not None:
+            metric_and_mode(self.keep_best)
+
+
+def metric_and_mode(keep_best: str) -> tuple[str, bool]:
+    """Return the metric's name, and True if the largest value is the best.
+
+    Raises:
+        ValueError: it is not a loss, and no mode says which value is the best.
+    """
+    mode, _, name = keep_best.rpartition(":")
+    if mode not in ("min", "max", "") or not name or not (mode or name.endswith("loss")):
+        raise ValueError(
+            f"keep_best {keep_best!r} does not say which value is the best;"
+            f" write 'max:{name}' or 'min:{name}'"
+        )
+    return name, mode == "max"
 
 
 def host_and_port(place: str, nodes: int) -> tuple[str, int]:

@@ -1,0 +1,74 @@
+"""Metrics that the caller measured for a checkpoint, and the best by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_core.checkpoint.agree import gather_from_all_ranks
+from accel_core.contract.config import metric_and_mode
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.manifest import Manifest
+    from accel_core.contract.world import Collectives
+
+__all__ = ["agreed_metrics", "best_first"]
+
+
+def agreed_metrics(
+    control: Collectives, metrics: Mapping[str, Any] | None, needed: str | None
+) -> dict[str, float | str]:
+    """Return the metrics as the manifest has them; "nan" and "inf" are text.
+
+    Collective.
+
+    needed: the name of one that must be there.
+
+    Raises:
+        CheckpointError: it is missing, one is not a number, or ranks have different ones.
+    """
+
+    def plain() -> dict[str, float | str]:
+        named = {name: _number(name, value) for name, value in (metrics or {}).items()}
+        if needed is not None and needed not in named:
+            raise CheckpointError(
+                f"save_state: project.keep_best goes by the metric {needed!r}, which is not among the"
+                f" metrics ({', '.join(named) or 'none'})\n"
+                f"call save_state(metrics={{{needed!r}: value}}) on all ranks"
+            )
+        return named
+
+    told = gather_from_all_ranks(control, "save_state: compare metrics", plain)
+    for rank, each in enumerate(told):
+        if each != told[0]:
+            raise CheckpointError(
+                f"save_state: rank 0 has the metrics {told[0]}, rank {rank} has {each}\n"
+                "give all ranks the same: accelerator.reduce(value, 'mean') before the save"
+            )
+    return told[0]
+
+
+def _number(name: str, value: Any) -> float | str:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"save_state: metric {name!r} is {value!r}, and not a number\ngive a number, or a tensor of one"
+        ) from error
+    return number if math.isfinite(number) else repr(number)
+
+
+def best_first(keep_best: str | None, manifests: Mapping[int, Manifest | None]) -> list[int]:
+    """Return the numbers of checkpoints that have the metric, the best first.
+
+    NaN is not among them. Of equal ones the earliest is first.
+    """
+    if keep_best is None:
+        return []
+    name, is_largest = metric_and_mode(keep_best)
+    found = {number: each.members.get("metrics", {}) for number, each in manifests.items() if each}
+    values = {number: float(metrics[name]) for number, metrics in found.items() if name in metrics}
+    ranked = [number for number in sorted(values) if not math.isnan(values[number])]
+    return sorted(ranked, key=lambda number: -values[number] if is_largest else values[number])
