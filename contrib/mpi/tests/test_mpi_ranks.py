@@ -48,7 +48,9 @@ def written(folder: Path) -> list[dict[str, object]]:
 def first_on_path(kind: str, folder: Path) -> str:
     """Return a PATH on which `mpirun` is that of this kind."""
     (folder / "bin").mkdir()
-    (folder / "bin" / "mpirun").symlink_to(program(kind))
+    script = folder / "bin" / "mpirun"  # not a link: MPICH looks for its other programs beside itself
+    script.write_text(f'#!/bin/sh\nexec {program(kind)} "$@"\n')
+    script.chmod(0o755)
     return f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
 
