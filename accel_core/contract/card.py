@@ -49,6 +49,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "streamed_weights": "prepares models whose weights come and go, or are loaded later",
     "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
     "forked_functions": "starts functions in forks, which cannot use a device that this process has used",
+    "worker_output": "writes the output of workers to `log_dir`, and prints lines after their rank (`tee`)",
     "named_rendezvous": "starts several nodes only if the user names the place where they meet",
 }
 """The closed vocabulary of `offers` and `needs`: word -> promise of the plugin."""

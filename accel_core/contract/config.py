@@ -271,6 +271,16 @@ class LaunchConfig:
         "auto",
         help="The launcher plugin; auto: that of the scheduler's job around this process, else torchrun.",
     )
+    log_dir: str | None = option(
+        None,
+        converter=optional(_home),
+        help="Folder for what workers write, a file by rank and attempt.",
+    )
+    tee: str = option(
+        "none",
+        choices=("none", "main", "all"),
+        help="Workers whose lines are printed after their rank; none: untagged, or with log_dir not at all.",
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.node_rank >= self.nodes:

@@ -37,6 +37,10 @@ class Job:
     max_restarts: int = 0
     min_nodes: int | None = None
     """Number of nodes to start with, or to go on with after losing some; None: all."""
+    log_dir: str | None = None
+    """Folder for what workers write: files for each rank and attempt."""
+    tee: str = "none"
+    """Workers whose lines are printed after their rank: none, main (rank 0) or all."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables that each worker gets on top of this process's environment."""
 

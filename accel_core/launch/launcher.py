@@ -91,10 +91,11 @@ def _run_agent(
     host, port = rendezvous_address(job, RENDEZVOUS_SECONDS)
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from accel_core.launch.agent import SPREAD_SECONDS, STOPPED, Agent, make_rendezvous
+    from accel_core.launch.output import WorkerLogs
 
     _quiet_agent()
     handover = job.environment.get(WORKER_CONFIG_VARIABLE)
@@ -111,12 +112,14 @@ def _run_agent(
                 max_restarts=job.max_restarts,
                 monitor_interval=0.1,
             )
-            agent = Agent(spec, DefaultLogsSpecs(log_dir=notes), start_method=start_method)
+            logs = WorkerLogs(notes, job)
+            agent = Agent(spec, logs, start_method=start_method)
             agent.pass_on_warnings()
             try:
                 result = agent.run()
             finally:
                 agent.stop_listening()
+                logs.end()
         except SignalException as stop:
             agent.announce(STOPPED, f"it was stopped by signal {stop.sigval}")
             if stop.sigval == signal.SIGINT:

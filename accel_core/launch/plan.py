@@ -242,6 +242,11 @@ class Launch:
         """Make the job; the file with its merged config exists inside."""
         launch, allocation = self.config.launch, self.allocation
         place = f"{allocation.address}:0" if allocation and launch.nodes > 1 else None
+        if (launch.log_dir or launch.tee != "none") and not self.launcher_offers("worker_output"):
+            raise LaunchError(
+                f"launch.log_dir and launch.tee: launcher {launch.launcher} does not handle the output of"
+                " workers\nleave them out, and use the options of that launcher"
+            )
         with TemporaryDirectory(prefix="accel-") as folder, _removed_by_signals(folder):
             handover = Path(folder, "config.json")
             handover.write_text(self.resolved.worker_config(), encoding="utf-8")
@@ -255,6 +260,8 @@ class Launch:
                 rendezvous=launch.rendezvous or place,
                 max_restarts=launch.max_restarts,
                 min_nodes=launch.min_nodes,
+                log_dir=launch.log_dir,
+                tee=launch.tee,
                 environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
             )
 

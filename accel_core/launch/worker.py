@@ -28,10 +28,12 @@ from typing import Any, NoReturn, TypeVar
 
 from accel_core.errors import LaunchError
 
-__all__ = ["WARNING", "command", "guard", "main", "mark_of"]
+__all__ = ["LOGGED", "WARNING", "command", "guard", "main", "mark_of"]
 
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
+LOGGED = "ACCEL_WORKER_LOGGED"
+"""Variable of a worker whose output, its traceback too, goes to a file."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
@@ -140,7 +142,7 @@ def guard(call: Callable[[], R]) -> R:
     except BaseException as error:  # noted, not swallowed: the process ends here
         sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
         text = _render(error)
-        if not _note(_told(error), text):
+        if not _note(_told(error), text) or LOGGED in os.environ:
             sys.stderr.write(text)
         _tell_others(error)
         sys.exit(1)
