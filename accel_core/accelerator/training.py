@@ -49,7 +49,7 @@ class Training:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        for window in self.run.windows or [unit.window for unit in self.run.units]:
+        for window in self.run.windows or [self.run.window, *(unit.window for unit in self.run.units)]:
             window.mark_last(value)
         if self.run.accumulation is not None:
             self.run.accumulation.follow_windows()

@@ -15,7 +15,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from accelerate.utils import launch as launching
 from peers import needs_accelerate, said
 
-from accel_compat.launch import commands, config_file, worker_commands
+from accel_compat.launch import commands, config_file, config_questions, request, worker_commands
 
 PARSED = """
 import json
@@ -331,3 +331,43 @@ def test_the_script_tests_processes(monkeypatch, tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "2 process(es) on cpu: communication, data and training are right" in shown
     assert "Test is a success!" in shown
+
+
+def test_questions_write_a_file_that_launch_reads(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "asked" / "config.yaml"
+    monkeypatch.setattr(config_questions.click, "prompt", prompts(distributed="FSDP", num_processes="2"))
+    monkeypatch.setattr(config_questions.click, "confirm", lambda *_, default: default)
+    config_questions.config_command(Namespace(config_file=str(path)))
+
+    read = request.read_file(str(path))
+    assert (read["num_processes"], read["use_fsdp"], read["fsdp_sharding_strategy"]) == (
+        2,
+        True,
+        "FULL_SHARD",
+    )
+    assert load_config_from_file(str(path)).distributed_type == DistributedType.FSDP
+    assert f"saved at {path}" in capsys.readouterr().out
+
+
+def prompts(distributed: str, **answers: str):
+    """Answers by the start of a question; else its default."""
+
+    def prompt(text: str, default: str = "", **_: object) -> str:
+        named = text.partition(":")[0]
+        return distributed if named.startswith("How") else answers.get(named, default)
+
+    return prompt
+
+
+def test_update_writes_a_file_again_with_todays_keys(tmp_path, file):
+    assert config_questions.update_config(Namespace(config_file=file)) == file
+    assert "num_machines: 1" in Path(file).read_text()
+    with pytest.raises(ValueError, match="nowhere doesn't exist"):
+        config_questions.update_config(Namespace(config_file="nowhere"))
+
+
+def test_a_basic_config_has_all_keys(tmp_path):
+    written = json.loads(
+        Path(str(config_file.write_basic_config("bf16", str(tmp_path / "basic.json")))).read_text()
+    )
+    assert {"num_machines", "machine_rank", "rdzv_backend", "main_training_function"} <= written.keys()

@@ -67,3 +67,14 @@ def test_weights_are_gathered_in_fp8_under_fsdp2_only(monkeypatch):
     assert not AORecipeKwargs(config=config).to_ours().gathers
     monkeypatch.setenv("ACCELERATE_FP8_PAD_INNER_DIM", "false")
     assert not AORecipeKwargs().to_ours().pad_inner_dim
+
+
+def test_a_model_is_converted_by_hand_but_for_its_ends():
+    from accelerate.utils.ao import convert_model_to_fp8_ao, find_first_last_linear_layers, has_ao_layers
+
+    model = net()
+    assert find_first_last_linear_layers(model) == ("0", "3")
+    assert not has_ao_layers(model)
+    convert_model_to_fp8_ao(model)
+    assert [type(layer).__name__ for layer in model] == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
+    assert has_ao_layers(model)

@@ -101,12 +101,9 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    {
-        "merge-weights": "accel checkpoint export",
-        "config": "accelerate config default",
-    }.items(),
+    {"confg": "merge-weights", "lunch": "launch"}.items(),
 )
-def test_the_shims_script_says_what_stands_for_the_other_commands(monkeypatch, name, advice):
+def test_the_shims_script_lists_its_commands_where_it_does_not_know_one(monkeypatch, name, advice):
     said = scripted(monkeypatch, name)
     assert f"accelerate {name} is not served" in said
     assert advice in said

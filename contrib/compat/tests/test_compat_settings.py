@@ -126,8 +126,38 @@ def test_what_has_no_meaning_here_is_named_with_the_reason():
 
 
 def test_keys_that_no_version_had_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no version of Accelerate has another_key, wrong_key"):
-        read_file(written(tmp_path, OLD + "wrong_key: 1\nanother_key: 2\n"))
+    with pytest.raises(ConfigError) as refused:
+        read_file(written(tmp_path, OLD + "num_proceses: 1\nanother_key: 2\n"))
+    assert [line.partition("default_config.yaml:")[2] for line in str(refused.value).splitlines()[:-1]] == [
+        "12: no version of Accelerate has num_proceses; did you mean num_processes?",
+        "13: no version of Accelerate has another_key",
+    ]
+
+
+def test_keys_of_a_section_that_no_version_had_are_refused_with_line_and_nearest_name(tmp_path):
+    text = FSDP.replace("fsdp_offload_params", "fsdp_offload_parms")
+    with pytest.raises(
+        ConfigError, match=r":5: .*fsdp_config\.fsdp_offload_parms; did you mean fsdp_offload_params"
+    ):
+        read_file(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    {
+        "num_processes: two": "num_processes is 'two', not a number of 1 or more",
+        "use_cpu: maybe": "use_cpu is 'maybe', not true or false",
+        "mixed_precision: bf61": "mixed_precision is 'bf61', not one of no, fp16, bf16, fp8",
+        "main_process_port: http": "main_process_port is 'http', not a number",
+        "debug: [": "no YAML: expected the node content",
+        "debug: true\ndebug: false": "debug stands in line 2 already",
+    }.items(),
+)
+def test_wrong_values_are_refused_with_key_and_line(tmp_path, line, wanted):
+    with pytest.raises(ConfigError) as refused:
+        read_file(written(tmp_path, f"distributed_type: 'NO'\n{line}\n"))
+    assert wanted in str(refused.value)
+    assert "default_config.yaml:" in str(refused.value)
 
 
 def test_a_file_that_is_not_there_is_refused():

@@ -53,7 +53,7 @@ MORE = {
     "accelerator.Accelerator.accumulate": "items of accel-core",
     "accelerator.Accelerator.prepare": "strategy and name of accel-core",
     "tracking.GeneralTracker.start": "options of accel-core",
-    "utils.dataclasses.ProjectConfiguration": "keep_best and record_every of accel-core",
+    "utils.dataclasses.ProjectConfiguration": "keep_best of accel-core",
 }
 """Name that has more arguments here -> which."""
 LESS = {

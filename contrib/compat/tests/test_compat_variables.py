@@ -8,6 +8,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from peers import said
+from torch import nn
 
 needs_fsdp = pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
 
@@ -108,3 +109,25 @@ def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
 
     assert device == "cpu"
     assert told == ["ACCELERATE_TORCH_DEVICE=cpu:3: the number is left out; several processes share none"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "eight",
+        "ACCELERATE_USE_CPU": "maybe",
+        "ACCELERATE_MIXED_PRECISION": "bf61",
+    }.items(),
+)
+def test_a_wrong_value_names_its_variable(variables, name, value):
+    variables(**{name: value})
+    with pytest.raises(ValueError, match=rf"the variable {name}.*{value}"):
+        Accelerator()
+
+
+def test_a_project_folder_has_no_records_unless_a_file_asks_for_them(variables, tmp_path):
+    variables()
+    Accelerator(project_dir=str(tmp_path / "plain")).prepare(nn.Linear(1, 1))
+    assert not (tmp_path / "plain" / "records").exists()
+    variables("project: {record_every: 1}\n")
+    assert Accelerator(project_dir=str(tmp_path / "asked")).run.config.project.record_every == 1

@@ -17,18 +17,8 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from accel_compat.environment.variables import str_to_bool
+from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 
-PREFIXES: Final = {
-    "fsdp_": ("FSDP_", "fsdp"),
-    "dynamo_": ("ACCELERATE_DYNAMO_", "compile"),
-    "megatron_lm_": ("MEGATRON_LM_", "megatron"),
-    "parallelism_config_": ("PARALLELISM_CONFIG_", "fsdp"),
-}
-"""Start of a setting -> (start of its variable, its section).
-
-It serves settings of older releases too, which have no row in the table.
-"""
 MEGATRON: Final = "megatron_lm_"
 STRATEGIES: Final = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
 """Switch -> the strategy that it chooses, whose section has the same name."""
@@ -66,9 +56,13 @@ class Setting:
         if text is None or text == self.unset:
             return self.unset
         if isinstance(self.unset, bool) or self.kind == "switch":
-            return str_to_bool(text) == 1
+            return parse_flag_from_env(self.variable)
         kind = type(self.unset).__name__ if isinstance(self.unset, (int, float)) else self.kind
-        return {"int": int, "float": float}.get(kind, str)(text)
+        return (
+            text
+            if kind not in ("int", "float")
+            else parse_number_from_env(self.variable, float if kind == "float" else int)
+        )
 
     def is_off(self, value: Any) -> bool:
         """Tell whether the value is megatron-core's default, so that it is not passed on."""
@@ -93,15 +87,8 @@ def fill_from_variables(config: Any, section: str, *names: str) -> None:
 
 
 def find_setting(name: str) -> Setting | None:
-    """Return the setting's row; of older releases by the start of its name."""
-    if name in settings():
-        return settings()[name]
-    for start, (variable, section) in PREFIXES.items():
-        if name.startswith(start):
-            rest = name.removeprefix(start)
-            path = "" if section == "compile" else f"{section}.{rest}"
-            return Setting(name, "str", variable=variable + rest.upper(), path=path)
-    return None
+    """Return the setting's row, if it has one."""
+    return settings().get(name)
 
 
 def ignored_settings() -> Mapping[str, str]:

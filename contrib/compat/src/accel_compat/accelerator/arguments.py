@@ -11,7 +11,7 @@ from attrs import define
 from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
 from accel_compat.configs.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
 from accel_compat.configs.low_precision import AORecipeKwargs
-from accel_compat.environment.variables import parse_flag_from_env
+from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 from accel_compat.notices import warn_once
 from accel_compat.runs import kind_of
 from accel_compat.trackers.registry import resolve_trackers
@@ -36,7 +36,9 @@ HANDLERS: Final[Mapping[str, str]] = {
 }
 """Class of a kwargs handler -> the attribute under which an Accelerator keeps it."""
 _RECIPES: Final = tuple(name for name in HANDLERS if "Recipe" in name)
+MODE: Final = "ACCELERATE_MIXED_PRECISION"
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+NO_RECORD: Final = {"project.record_every": (0, "accel-compat: Accelerate's project folders have no records")}
 PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
 
 
@@ -106,7 +108,7 @@ def read(given: dict[str, Any]) -> Asked:
         "kwargs_handlers": _with_recipe(chosen, given),
         **chosen.core(),
     }
-    core["presets"] = {**core.get("presets", {}), **_variables(None if compiled else dynamo)}
+    core["presets"] = {**NO_RECORD, **core.get("presets", {}), **_variables(None if compiled else dynamo)}
     return Asked(core, kept, accumulation, chosen.deepspeed)
 
 
@@ -118,8 +120,8 @@ def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
         for name, value in ({} if dynamo is None else dynamo.translation()).items()
     }
     named: dict[str, tuple[str, Any]] = {
-        "mixed_precision": ("ACCELERATE_MIXED_PRECISION", _precision(read("ACCELERATE_MIXED_PRECISION"))),
-        "gradient_accumulation_steps": (STEPS, int(read(STEPS, 0)) or None),
+        "mixed_precision": (MODE, _precision(read(MODE), f"the variable {MODE}: ")),
+        "gradient_accumulation_steps": (STEPS, parse_number_from_env(STEPS) or None),
         "device": ("ACCELERATE_TORCH_DEVICE", kind_of(read("ACCELERATE_TORCH_DEVICE", "")) or None),
     }
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
@@ -132,20 +134,20 @@ def _ours(thing: Any) -> Any:
     return None if thing is None else thing.to_ours()
 
 
-def _precision(asked: Any) -> str | None:
+def _precision(asked: Any, by: str = "") -> str | None:
     if asked is None:
         return None
     word = str(getattr(asked, "value", asked)).lower()
     if word not in PRECISIONS:
-        raise ValueError(f"Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
+        raise ValueError(f"{by}Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
     return word
 
 
 def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
     """Translate the handlers; fp8 without a recipe takes torchao's, as in Accelerate."""
     handlers = chosen.usable(given["kwargs_handlers"])
-    asked = given["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if _precision(asked) == "fp8" and not any(type(each).__name__ in _RECIPES for each in handlers):
+    asked = _precision(given["mixed_precision"]) or _precision(os.environ.get(MODE), f"the variable {MODE}: ")
+    if asked == "fp8" and not any(type(each).__name__ in _RECIPES for each in handlers):
         handlers.append(AORecipeKwargs())
     fsdp2 = chosen.fsdp is not None and chosen.fsdp.fsdp_version == 2
     return [each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else _ours(each) for each in handlers]
@@ -166,7 +168,7 @@ def _accumulation(given: Mapping[str, Any]) -> Any:
         return plugin
     if steps == 1:
         return None
-    found = int(os.environ.get(STEPS, steps))
+    found = parse_number_from_env(STEPS) or steps
     if found != steps:
         warn_once(f"gradient_accumulation_steps is {steps} in the program, {found} by {STEPS}; that counts")
     return GradientAccumulationPlugin(num_steps=found)

@@ -45,6 +45,11 @@ class Preparing(accel_core.Accelerator):
 
             args = tuple(for_megatron(self, args))
         places: Sequence[bool | None] = device_placement or [None] * len(args)
+        if len(places) != len(args):
+            raise ValueError(
+                f"`device_placement` should be a list with {len(args)} elements (the number of objects"
+                " passed)."
+            )
         results: list[Any] = [self._aside(thing, args) for thing in args]
         ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]
         adopted = self._adopted([args[number] for number in ours])

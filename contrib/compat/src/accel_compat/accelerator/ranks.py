@@ -10,7 +10,7 @@ from accel_compat.accelerator.tracking import Tracking
 from accel_compat.configs.enums import DistributedType
 from accel_compat.state.states import PartialState, distributed_type
 
-_MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
+_MULTI = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_")) - {"MULTI_CPU"}
 
 
 def _rank_along(dim: str) -> Any:

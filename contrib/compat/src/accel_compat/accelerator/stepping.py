@@ -40,7 +40,7 @@ class Stepping(Assignable):
         state, run = self.gradient_state, self.run
         ends = state.sync_with_dataloader and state.end_of_dataloader
         self._count = 0 if ends else self._count + 1
-        if models not in self._accumulations:
+        if any(isinstance(model, (list, tuple)) for model in models) or models not in self._accumulations:
             given = (
                 each for model in models for each in (model if isinstance(model, (list, tuple)) else [model])
             )

@@ -96,6 +96,9 @@ def _deepspeed(given: Mapping[str, Any]) -> Any:
     if plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         plugin = DeepSpeedPlugin()
     each = list(plugin.values()) if isinstance(plugin, dict) else [plugin] if plugin else []
+    for one in each:
+        if not isinstance(one, DeepSpeedPlugin):
+            raise TypeError("`deepspeed_plugin` must be a DeepSpeedPlugin object, or a dict of some by name.")
     for one in each[1:]:
         one._unselect()
     if each:

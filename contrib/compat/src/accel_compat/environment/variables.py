@@ -62,8 +62,33 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool | int = False) -> bool:
-    """Return the truth of a variable."""
-    return str_to_bool(os.environ.get(key, str(default))) == 1
+    """Return the truth of a variable.
+
+    Raises:
+        ValueError: it holds another word.
+    """
+    value = os.environ.get(key, str(default))
+    if value.lower() not in _TRUE + _FALSE:
+        raise ValueError(
+            f"the variable {key} is {value!r}, not yes or no\nset it to true or false, or unset it"
+        )
+    return value.lower() in _TRUE
+
+
+def parse_number_from_env(key: str, kind: type[float] = int) -> Any:
+    """Return the number that a variable holds; None if it is not set.
+
+    Raises:
+        ValueError: it holds no such number.
+    """
+    value = os.environ.get(key)
+    try:
+        return None if value is None else kind(value)
+    except ValueError as error:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(
+            f"the variable {key} is {value!r}, not {wanted}\nset it to one, or unset it"
+        ) from error
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:

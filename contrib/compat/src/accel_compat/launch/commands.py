@@ -15,21 +15,20 @@ import click
 
 from accel_core import AccelError
 
-_INSTEAD = {
-    "config": "write a config by `accelerate config default`, or accel's own by `accel config init`",
-    "merge-weights": "write the weights of a checkpoint by `accel checkpoint export`",
-}
-"""Command of Accelerate that is not served -> what to do."""
 _PARSERS = {
+    "config": "config_questions:config_command_parser",
+    "config update": "config_questions:update_command_parser",
     "env": "subcommands:env_command_parser",
     "estimate-memory": "memory_estimate:estimate_command_parser",
+    "merge-weights": "weight_merging:merge_command_parser",
     "test": "subcommands:test_command_parser",
     "to-fsdp2": "subcommands:to_fsdp2_command_parser",
     "tpu-config": "subcommands:tpu_command_parser",
 }
 """Command -> the module of this room and the function that makes its parser."""
 _USAGE = """\
-usage: accelerate {config default, env, estimate-memory, launch, test, to-fsdp2, tpu-config} ...
+usage: accelerate {config, config default, config update, env, estimate-memory, launch, merge-weights, test,
+                   to-fsdp2, tpu-config} ...
 `accel --help` lists accel's own commands"""
 _EXTRA = {"ignore_unknown_options": True, "help_option_names": []}
 
@@ -127,18 +126,20 @@ def accelerate(*first: str) -> None:
             sys.exit(_launch(tuple(words)))
         if (name, *words[:1]) == ("config", "default"):
             sys.exit(_basic_config(words[1:]))
+        if (name, *words[:1]) == ("config", "update"):
+            name, words = "config update", words[1:]
         if name in _PARSERS:
             sys.exit(_called(name, words))
     except AccelError as error:
         sys.exit(f"accelerate: {error}")
-    sys.exit(f"accelerate {name} is not served by accel-compat\n{_INSTEAD.get(name, _USAGE)}")
+    sys.exit(f"accelerate {name} is not served by accel-compat\n{_USAGE}")
 
 
 def _called(name: str, words: Sequence[str]) -> int:
     module, _, make_parser = _PARSERS[name].partition(":")
     parser = argparse.ArgumentParser("accelerate", allow_abbrev=False)
     getattr(import_module(f"accel_compat.launch.{module}"), make_parser)(parser.add_subparsers())
-    asked = parser.parse_args([name, *words])
+    asked = parser.parse_args([name.rpartition(" ")[2], *words])
     try:
         asked.func(asked)
     except (OSError, ValueError) as error:

@@ -222,5 +222,5 @@ def write_basic_config(
         "debug": False,
         "enable_cpu_affinity": False,
     }
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    ClusterConfig(**config).to_json_file(str(path))
     return path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_compat.configs.translation import load
 from accel_compat.launch.subcommands import subcommand_parser
+from accel_core import AccelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +62,11 @@ def gather_data(args: Namespace) -> list[list[Any]]:
     return rows
 
 
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Return the name as `timm.create_model` wants it: one of the hub with `hf-hub:`."""
+    return model_name if ":" in model_name or "/" not in model_name else f"hf-hub:{model_name}"
+
+
 def create_empty_model(
     model_name: str,
     library_name: str | None,
@@ -71,13 +77,17 @@ def create_empty_model(
 
     Raises:
         ValueError: timm is asked for.
+        OSError: there is no such model, or it needs code that is not trusted.
     """
     if library_name == "timm":
         raise ValueError(
             "models of timm are not known here; write a function that makes one, and name it MODULE:FUNCTION"
         )
     build = load("accel_big_models.models:empty_model", "accelerate estimate-memory")
-    model: nn.Module = build(model_name, trust_remote_code=trust_remote_code)
+    try:
+        model: nn.Module = build(model_name, trust_remote_code=trust_remote_code)
+    except AccelError as error:
+        raise OSError(str(error)) from error  # as Accelerate says it
     return model.float()
 
 

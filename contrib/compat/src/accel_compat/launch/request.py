@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.launch.file_mistakes import parse_file, refuse_mistakes
 from accel_compat.launch.parser import given_flags, launch_parser
-from accel_compat.settings import find_setting, ignored_settings
+from accel_compat.settings import ignored_settings
 from accel_core import ConfigError
 
 SECTIONS: Final[Mapping[str, str]] = {
@@ -74,29 +75,23 @@ def read_file(file: str) -> dict[str, Any]:
     """Read the settings of a YAML or JSON file by any version of `accelerate config`.
 
     Raises:
-        ConfigError: the file is missing, is not a mapping, or has keys that no version had.
+        ConfigError: the file is missing, is not a mapping, or has keys that no version had or wrong values.
     """
-    import yaml
-
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"there is no config file {file}\nname one that `accelerate config` wrote")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content, lines = parse_file(file, path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ConfigError(
             f"{file}: expected keys and values, found {type(content).__name__}\nname another file"
         )
-    settings = dict(_flat(content))
-    keys = settings.keys() - {"distributed_type", "use_cpu"}
-    unknown = sorted(name for name in keys if find_setting(name) is None or name == "module")
-    if unknown:
-        raise ConfigError(
-            f"{file}: no version of Accelerate has {', '.join(unknown)}\ncorrect the names, or take them out"
-        )
-    return _as_flags(settings)
+    found = {place: (name, value) for place, name, value in _flat(content)}
+    refuse_mistakes(file, lines, found)
+    return _as_flags(dict(found.values()))
 
 
-def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the place in the file, the setting and its value."""
     for key, value in content.items():
         if value is None:
             continue
@@ -104,9 +99,9 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             prefix = SECTIONS[key]
             for name, inner in value.items():
                 if inner is not None:
-                    yield (name if name.startswith(prefix) else f"{prefix}{name}"), inner
+                    yield f"{key}.{name}", (name if name.startswith(prefix) else f"{prefix}{name}"), inner
         elif key != "mpirun_config" and value not in ({}, []):
-            yield key, value
+            yield key, key, value
 
 
 def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:

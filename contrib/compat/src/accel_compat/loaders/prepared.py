@@ -38,6 +38,9 @@ class AcceleratedLoader(PreparedLoader):
             self.__dict__["_skip"] = self._skips
         return super().__iter__()
 
+    def __len__(self) -> int:
+        return max(0, self._whole_length() - self._skips) if "_skips" in self.__dict__ else super().__len__()
+
     @property
     def gradient_state(self) -> GradientState:
         """Its run's."""
@@ -60,7 +63,7 @@ class AcceleratedLoader(PreparedLoader):
     @property
     def device(self) -> Any:
         """Device of the batches."""
-        return None if self._move is None else self._run.device
+        return self._run.device if self._run.config.device_placement else None
 
     @property
     def base_dataloader(self) -> Any:

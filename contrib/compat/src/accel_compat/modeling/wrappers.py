@@ -13,51 +13,9 @@ from torch import nn
 
 from accel_compat import runs
 from accel_compat.environment.libraries import is_peft_available
+from accel_compat.modeling.regional_compilation import is_wrapped
 from accel_compat.modeling.sizes import id_tensor_storage
 from accel_core import ops
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Tell whether `torch.compile` wrapped it, or `prepare` compiled it in place."""
-    return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _is_wrapper(module: Any) -> bool:
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-
-
-def has_compiled_regions(module: nn.Module) -> bool:
-    """Tell whether a part of it, and not the whole, is compiled."""
-    if not hasattr(module, "_modules") or is_compiled_module(module):
-        return False
-    return any(is_compiled_module(part) for part in module.modules())
-
-
-def is_repeated_blocks(module: nn.Module) -> bool:
-    """Tell whether it is a list of equal blocks."""
-    return isinstance(module, nn.ModuleList) and all(isinstance(part, type(module[0])) for part in module)
-
-
-def has_repeated_blocks(module: nn.Module) -> bool:
-    """Tell whether there is a list of equal blocks in it."""
-    return any(is_repeated_blocks(part) for part in module.modules())
-
-
-def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each repeated block by itself, in place."""
-    for part in module.modules():
-        if is_repeated_blocks(part):
-            for block in part.children():
-                block.compile(**compile_kwargs)
-    return module
-
-
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Call `compile_regions`."""
-    compile_regions(module, **compile_kwargs)
-
-
-compile_regions_fsdp2 = compile_regions
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -69,7 +27,10 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Return the tensor-parallel degree that a transformers model was loaded with."""
-    return getattr(model, "tp_size", None)
+    held = getattr(getattr(model, "config", None), "distributed_config", None)
+    known = held.get("tp_size") if isinstance(held, dict) else getattr(held, "tp_size", None)
+    own: int | None = getattr(model, "tp_size", None)
+    return known if own is None else own
 
 
 def extract_model_from_parallel(
@@ -80,16 +41,15 @@ def extract_model_from_parallel(
     unit = None if run is None else run.unit_of_model(model)
     if unit is not None:
         return unit.hooks.unwrap_model(unit, model, keep_torch_compile)
-    compiled = model if _is_wrapper(model) else None
-    inner = model._orig_mod if compiled is not None else model
+    compiled = model if is_wrapped(model) or "_orig_mod" in vars(model) else None
+    inner = model if compiled is None else compiled._orig_mod
     while isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
-    if compiled is not None and keep_torch_compile:
-        if inner is compiled._orig_mod:
-            return compiled
+    if compiled is None or not keep_torch_compile:
+        return inner
+    if inner is not compiled._orig_mod:
         compiled._orig_mod = inner
-        return compiled
-    return inner
+    return compiled
 
 
 def is_peft_model(model: Any) -> bool:

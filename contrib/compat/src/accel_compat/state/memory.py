@@ -41,7 +41,10 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    _, *others = inspect.signature(function).parameters
+    first, *others = [*inspect.signature(function).parameters] or [""]
+    if not first:
+        name = getattr(function, "__name__", "function")
+        raise TypeError(f"`{name}` takes no batch size\nmake it the first argument")
     size = starting_batch_size
 
     @functools.wraps(function)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accel_compat import runs
+from accel_compat.configs.enums import RNGType
 from accel_compat.configs.handlers import TensorInformation
 from accel_core import CollectiveError, Run, ops
 from accel_core import set_seed as _set_seed
@@ -331,6 +332,10 @@ def synchronize_rng_state(rng_type: Any = None, generator: Any = None) -> None:
 
 
 def synchronize_rng_states(rng_types: Sequence[Any], generator: Any = None) -> None:
-    """Give all ranks rank 0's streams. Collective."""
+    """Give all ranks rank 0's streams. Collective.
+
+    Raises:
+        ValueError: there is no such stream.
+    """
     for rng_type in rng_types:
-        synchronize_rng_state(rng_type, generator)
+        synchronize_rng_state(RNGType(rng_type), generator)

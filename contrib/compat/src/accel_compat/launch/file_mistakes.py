@@ -1,0 +1,90 @@
+"""Mistakes in a config file of Accelerate, each with its line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import yaml
+
+from accel_compat.environment.variables import str_to_bool
+from accel_compat.settings import Setting, settings
+from accel_core import ConfigError
+
+PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+
+
+def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
+    """Return what a YAML or JSON file holds, and the line of each key, with dots between depths.
+
+    Raises:
+        ConfigError: it is neither, or a mapping has a key twice.
+    """
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = file if mark is None else f"{file}:{mark.line + 1}"
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{where}: no YAML: {problem}\ncorrect the line") from error
+    lines: dict[str, int] = {}
+    for path, line in _keys(node):
+        if path in lines:
+            raise ConfigError(f"{file}:{line}: {path} stands in line {lines[path]} already\nkeep one of them")
+        lines[path] = line
+    return content, lines
+
+
+def _keys(node: Any, above: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = f"{above}{key.value}"
+            yield path, key.start_mark.line + 1
+            yield from _keys(value, f"{path}.")
+
+
+def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise one ConfigError for all unknown keys and wrong values of a file.
+
+    found: path in the file -> the setting's name, and its value.
+    """
+    known = {**settings(), **{name: settings()["debug"] for name in ("use_cpu", "distributed_type")}}
+    wrong = []
+    for path, (name, value) in found.items():
+        where = f"{file}:{lines[path]}" if path in lines else file
+        if name not in known or name == "module":
+            section = path.rpartition(".")[0]
+            names = [each for each in known if not section or each.startswith(name.partition("_")[0])]
+            near = difflib.get_close_matches(name, names or known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            wrong.append(f"{where}: no version of Accelerate has {path}{hint}")
+        elif name != "distributed_type" and (wanted := unmet(known[name], value)):
+            wrong.append(f"{where}: {path} is {value!r}, not {wanted}")
+    if wrong:
+        raise ConfigError("\n".join([*wrong, "correct these lines, or take them out"]))
+
+
+def unmet(setting: Setting, value: Any) -> str:
+    """Return what the value should have been, or nothing."""
+    if setting.name == "mixed_precision":
+        return "" if value is False or str(value).lower() in PRECISIONS else f"one of {', '.join(PRECISIONS)}"
+    whole: Callable[[str], Any] | None = {"int": int, "float": float}.get(setting.kind)
+    if setting.name in ("num_processes", "num_machines"):
+        whole = _positive
+    words = "a number of 1 or more" if whole is _positive else f"a number ({setting.kind})"
+    if whole is None and (setting.kind == "switch" or setting.default in ("true", "false")):
+        whole, words = str_to_bool, "true or false"
+    try:
+        if whole is not None:
+            whole(str(value))
+    except ValueError:
+        return words
+    return ""
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1 and int(text) != -1:  # which asks for it on the command line
+        raise ValueError(text)
+    return int(text)

@@ -1,0 +1,3 @@
+"""Layers that torchao converts to fp8."""
+
+from accel_compat.modeling.float8_layers import *

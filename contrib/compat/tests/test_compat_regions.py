@@ -1,0 +1,56 @@
+"""Compiling the repeated blocks of a model one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.utils import (
+    compile_regions,
+    extract_model_from_parallel,
+    has_compiled_regions,
+    is_compiled_module,
+)
+from accelerate.utils.other import compile_regions_fsdp2
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it as it traces
+def test_a_twin_shares_the_weights_and_the_model_stays_as_it_is():
+    model, x = Net(), torch.ones(1, 2)
+    twin = compile_regions(model, backend="eager")
+
+    assert [is_compiled_module(part) for part in (twin, *twin.blocks, twin.head)] == [False, True, True, True]
+    assert not has_compiled_regions(model)
+    assert torch.equal(twin(x), model(x))
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_the_twin_is_unwrapped_to_its_model():
+    model = Net()
+    twin = compile_regions(model, backend="eager")
+
+    assert extract_model_from_parallel(twin) is twin
+    assert extract_model_from_parallel(twin, keep_torch_compile=False) is model
+
+
+def test_in_place_the_model_itself_is_compiled_in_its_parts():
+    model = Net()
+    assert compile_regions_fsdp2(model, backend="eager") is model
+    assert [is_compiled_module(part) for part in (model, *model.blocks, model.head)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
