@@ -20,7 +20,7 @@ from accel_compat.environment.constants import (
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
 )
-from accel_compat.environment.variables import str_to_bool
+from accel_compat.environment.variables import parse_flag_from_env, str_to_bool
 from accel_compat.settings import fill_from_variables
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _FLAGS_OF_VERSION_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def _torchs(name: str) -> Any:
@@ -169,9 +170,8 @@ class FullyShardedDataParallelPlugin(Translated):
             self.sync_module_states = True
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True requires activation_checkpointing=True")
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(
-            self.cpu_ram_efficient_loading
-        )  # transformers reads it
+        if bool(self.cpu_ram_efficient_loading) != parse_flag_from_env(_EFFICIENT):  # transformers reads it
+            os.environ[_EFFICIENT] = str(self.cpu_ram_efficient_loading)
 
     def set_cpu_offload(self) -> None:
         """Turn a bool into torch's object for this version."""
