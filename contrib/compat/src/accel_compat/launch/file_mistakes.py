@@ -16,7 +16,9 @@ PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 
 
 def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
-    """Return what a YAML or JSON file holds, and the line of each key, with dots between depths.
+    """Return what a file of YAML or JSON holds, and the line of each key.
+
+    Keys of sections are written with dots.
 
     Raises:
         ConfigError: it is neither, or a mapping has a key twice.

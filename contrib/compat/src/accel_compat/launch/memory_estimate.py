@@ -63,7 +63,7 @@ def gather_data(args: Namespace) -> list[list[Any]]:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name as `timm.create_model` wants it: one of the hub with `hf-hub:`."""
+    """Return the name as `timm.create_model` takes it: `hf-hub:OWNER/NAME`."""
     return model_name if ":" in model_name or "/" not in model_name else f"hf-hub:{model_name}"
 
 

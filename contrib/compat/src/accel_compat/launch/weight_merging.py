@@ -28,7 +28,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of a folder of shards, whole, into a folder. Collective.
+    """Write the weights of a folder of shards, whole. Collective.
 
     The main process writes. The folder is one that `save_fsdp_model` or Accelerate wrote under
     SHARDED_STATE_DICT, or a checkpoint of accel-core.

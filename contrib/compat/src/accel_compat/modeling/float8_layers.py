@@ -18,7 +18,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Tell whether a layer is to be converted: its sizes fit, and it is not among those."""
+    """Tell whether a layer fits and is not among those that are left out."""
     fits = not isinstance(module, nn.Linear) or not (module.in_features % 16 or module.out_features % 16)
     return fits and fqn not in layers_to_filter
 
@@ -40,7 +40,7 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
-    """Convert linear layers in place: by default all that fit, but the first and the last.
+    """Convert linear layers in place, but by default not the first and the last.
 
     Accelerator(mixed_precision="fp8") does it in `prepare`.
     """
