@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 from te_problem import CONVERTED, accelerator, batches, by_hand, loss_of, model, train, weights
+from torch import nn
+from torch.utils import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import quantization
 
+from accel_core import AccelError
 from accel_testing import run_processes
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
@@ -133,3 +137,38 @@ def test_a_run_leaves_nothing_to_be_reduced_by_later_ones() -> None:
     held = len(state.global_amax_buffer)
     run.end_training()
     assert held - len(state.global_amax_buffer) == 2
+
+
+class Recomputed(nn.Module):
+    """A layer that is computed again in the backward, by torch's function or the library's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.layer = how, nn.Linear(16, 16)
+
+    def forward(self, x):
+        if self.how == "torch":
+            return checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+        return te.checkpoint(self.layer, x) if self.how == "library" else self.layer(x)
+
+
+def gradients(how: str) -> list[torch.Tensor]:
+    run = accelerator(recipe="delayed")
+    net = run.prepare(Recomputed(how))
+    x = torch.linspace(-1, 1, 256).view(16, 16)
+    for _ in range(2):  # the second with scales of the first
+        run.backward(net(x.requires_grad_()).square().sum())
+    found = [parameter.grad.clone() for parameter in net.parameters()]
+    run.end_training()
+    return found
+
+
+def test_the_librarys_own_checkpoint_gives_the_same_gradients() -> None:
+    for one, other in zip(gradients("library"), gradients("not"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_torchs_checkpoint_would_recompute_in_another_precision_and_is_refused() -> None:
+    with pytest.raises(AccelError, match=r"layer layer was computed in float8.*\n.*pytorch.checkpoint"):
+        gradients("torch")

@@ -161,12 +161,8 @@ fsdp_plugin = FullyShardedDataParallelPlugin(
 accelerator = Accelerator(fsdp_plugin=fsdp_plugin)
 """,
     ),
-}
-"""Number -> the package that it needs, and the code."""
-
-REFUSED = {
     "kwargs 3": (
-        "a later package",
+        "accel_transformer_engine",
         """
 from accelerate import Accelerator
 from accelerate.utils import FP8RecipeKwargs
@@ -174,8 +170,11 @@ from accelerate.utils import FP8RecipeKwargs
 kwargs = FP8RecipeKwargs(backend="te", fp8_format="HYBRID")
 accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[kwargs])
 """,
-        "NotServedError: .*fp8 comes in a later package",
     ),
+}
+"""Number -> the package that it needs, and the code."""
+
+REFUSED = {
     "kwargs 4": (
         "1.15 refuses it",
         """

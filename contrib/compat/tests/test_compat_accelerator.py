@@ -100,9 +100,9 @@ def test_a_precision_that_there_is_not_is_refused():
         Accelerator(mixed_precision="fp17")
 
 
-def test_fp8_by_another_library_than_torchao_is_refused_with_the_reason():
-    with pytest.raises(NotServedError, match=r"fp8 comes in a later package.*\n.*AORecipeKwargs"):
-        Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="te")])
+def test_fp8_by_ms_amp_is_refused_with_the_reason():
+    with pytest.raises(NotServedError, match=r"MS-AMP is no longer maintained.*\n.*AORecipeKwargs"):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="msamp")])
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_what_cannot_run_says_what_to_write_instead(number):
 def test_an_example_names_the_package_it_needs(number, monkeypatch):
     package, code = NEED_A_PACKAGE[number]
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    with pytest.raises(PluginError, match=f"pip install ./backends/{package.removeprefix('accel_')}"):
+    folder = package.removeprefix("accel_").replace("_", "-")
+    with pytest.raises(PluginError, match=f"pip install ./backends/{folder}"):
         run(code)
 
 

@@ -36,6 +36,7 @@ class Inputs:
     padded: int
     keeps: bool
     _version: int = -1
+    _was_float8: bool = False
 
     def complete(self, x: Tensor) -> tuple[Tensor, int]:
         """Return rows of a number that can be multiplied, and how many of them count.
@@ -52,6 +53,21 @@ class Inputs:
                 "set fp8_te.pad_tokens: true, or take batches of such a number of tokens"
             )
         return pad(x.reshape(tokens, x.shape[-1]), (0, 0, 0, -tokens % self.padded)), tokens
+
+    def note(self, *, float8: bool) -> None:
+        """Note whether a forward is in float8.
+
+        Raises:
+            AccelError: it computes a float8 forward again, in another precision.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            self._was_float8 = float8
+        elif self._was_float8 and not float8:
+            raise AccelError(
+                f"fp8-te: layer {self.name or 'the model'} was computed in float8, and is computed again in"
+                " the backward in bfloat16: torch's checkpoint does not know of float8\n"
+                "recompute by transformer_engine.pytorch.checkpoint, or leave out activation checkpointing"
+            )
 
     def is_first(self, weight: Tensor) -> bool | None:
         """Return whether float8 weights are computed anew; None: nothing is kept."""
@@ -74,7 +90,9 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
         def forward(self, input: Tensor) -> Tensor:
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-            if not FP8GlobalStateManager.is_fp8_enabled():
+            float8 = FP8GlobalStateManager.is_fp8_enabled()
+            self._inputs.note(float8=float8)
+            if not float8:
                 output: Tensor = super().forward(input)
                 return output
             rows, count = self._inputs.complete(input)

@@ -16,7 +16,7 @@ from accel_core import AccelError, install_hint
 MEGATRON: Final = "accel-megatron takes plain models, optimizers and dataloaders, and makes the rest itself"
 REASONS: Final[Mapping[str, str]] = {
     "accelerate.utils.bnb": "accel-bitsandbytes keeps quantized weights away by itself",
-    "accelerate.utils.transformer_engine": "fp8 by Transformer Engine comes in a later package",
+    "accelerate.utils.transformer_engine": "accel-transformer-engine converts models in prepare",
     "accelerate.utils.megatron_lm": MEGATRON,
     "accelerate.utils.launch": "the launcher of accel-core starts the workers",
     "accelerate.checkpointing": "accelerator.save_state and load_state do it, in accel-core's format",

@@ -113,9 +113,15 @@ class Accelerator(Stepping):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8: torchao's, or NO."""
-        by_torchao = self.run.stack.precision.name == "fp8-torchao"
-        return FP8BackendType.AO if by_torchao else FP8BackendType.NO
+        """The library that computes in fp8, or NO."""
+        backends = {"fp8-torchao": FP8BackendType.AO, "fp8-te": FP8BackendType.TE}
+        return backends.get(self.run.stack.precision.name, FP8BackendType.NO)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision asked for; fp8 by whichever library."""
+        word = super().mixed_precision
+        return "fp8" if word.startswith("fp8-") else word
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

@@ -10,11 +10,12 @@ from attrs import define
 
 from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
 from accel_compat.configs.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
-from accel_compat.configs.low_precision import AORecipeKwargs
+from accel_compat.configs.low_precision import AORecipeKwargs, TERecipeKwargs
 from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 from accel_compat.notices import warn_once
 from accel_compat.runs import kind_of
 from accel_compat.trackers.registry import resolve_trackers
+from accel_core import plugin_status
 
 STATE_PLUGINS: Final = (
     "dynamo_plugin",
@@ -59,13 +60,16 @@ class Asked:
     kept: dict[str, Any]
     accumulation: Any
     deepspeed: Any
+    precision: str | None = None
+    """The precision that the recipe for fp8 belongs to."""
 
     def spoken(self) -> dict[str, Any]:
         """Return the arguments that differ from Accelerate's defaults.
 
         A file wins over the others.
         """
-        return {name: value for name, value in self.core.items() if value != UNSAID.get(name)}
+        said = {name: value for name, value in self.core.items() if value != UNSAID.get(name)}
+        return said | ({} if self.precision is None else {"mixed_precision": self.precision})
 
 
 def read(given: dict[str, Any]) -> Asked:
@@ -109,7 +113,7 @@ def read(given: dict[str, Any]) -> Asked:
         **chosen.core(),
     }
     core["presets"] = {**NO_RECORD, **core.get("presets", {}), **_variables(None if compiled else dynamo)}
-    return Asked(core, kept, accumulation, chosen.deepspeed)
+    return Asked(core, kept, accumulation, chosen.deepspeed, _precision_of_recipe(core, given))
 
 
 def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
@@ -144,13 +148,25 @@ def _precision(asked: Any, by: str = "") -> str | None:
 
 
 def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
-    """Translate the handlers; fp8 without a recipe takes torchao's, as in Accelerate."""
+    """Translate the handlers.
+
+    fp8 without a recipe takes torchao's, and where that cannot be used Transformer Engine's.
+    """
     handlers = chosen.usable(given["kwargs_handlers"])
     asked = _precision(given["mixed_precision"]) or _precision(os.environ.get(MODE), f"the variable {MODE}: ")
     if asked == "fp8" and not any(type(each).__name__ in _RECIPES for each in handlers):
-        handlers.append(AORecipeKwargs())
+        by_te = plugin_status("fp8-torchao") != "available" and plugin_status("fp8-te") == "available"
+        handlers.append(TERecipeKwargs() if by_te else AORecipeKwargs())
     fsdp2 = chosen.fsdp is not None and chosen.fsdp.fsdp_version == 2
     return [each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else _ours(each) for each in handlers]
+
+
+def _precision_of_recipe(core: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """Return the precision that serves the recipe, where several might serve fp8."""
+    asked = given["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    kinds = {type(each).__name__ for each in core["kwargs_handlers"]}
+    by_te = _precision(asked) == "fp8" and "TransformerEngineConfig" in kinds
+    return "fp8-te" if by_te else None
 
 
 def _accumulation(given: Mapping[str, Any]) -> Any:

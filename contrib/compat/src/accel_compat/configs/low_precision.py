@@ -1,10 +1,11 @@
 """BnbQuantizationConfig and recipes for fp8.
 
-All but torchao's are refused where they are used.
+Those of MS-AMP are refused where they are used.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -75,14 +76,6 @@ _NO_MSAMP: Final = (
 )
 
 
-class _Recipe(KwargsHandler):
-    def to_ours(self) -> object:
-        raise NotServedError(
-            f"{type(self).__name__}: fp8 comes in a later package of accel-core by this library\n"
-            'take AORecipeKwargs, which torchao serves, or mixed_precision="bf16" meanwhile'
-        )
-
-
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """fp8 by torchao."""
@@ -121,8 +114,11 @@ class AORecipeKwargs(KwargsHandler):
 
 
 @dataclass
-class TERecipeKwargs(_Recipe):
-    """fp8 by Transformer Engine."""
+class TERecipeKwargs(KwargsHandler):
+    """fp8 by Transformer Engine.
+
+    What is left unset has the value that Accelerate documents, or that of its variable.
+    """
 
     use_autocast_during_eval: bool | None = None
     margin: int | None = None
@@ -133,10 +129,67 @@ class TERecipeKwargs(_Recipe):
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
 
+    def to_ours(self) -> object:
+        """Return the options of accel-transformer-engine that say the same.
+
+        Raises:
+            ValueError: an argument has no meaning in Transformer Engine any more.
+        """
+        ours = load("accel_transformer_engine:TransformerEngineConfig", type(self).__name__)
+        said = {name: self._said(name) for name in _TE_DEFAULTS}
+        precisions = tuple(bool(each) for each in said["override_linear_precision"])
+        if int(said["interval"]) != 1:
+            raise ValueError(
+                f"interval={said['interval']}: Transformer Engine computes scales in every step\nleave it out"
+            )
+        if precisions not in ((False, False, False), (False, True, True)):
+            raise ValueError(
+                f"override_linear_precision={precisions}: Transformer Engine computes both products of the"
+                " backward in high precision, or none\ngive (False, True, True), or leave it out"
+            )
+        options: dict[str, Any] = {
+            "format": said["fp8_format"],
+            "in_evaluation": said["use_autocast_during_eval"],
+            "high_precision_backward": precisions[1],
+        }
+        if not said["use_mxfp8_block_scaling"]:
+            delayed = {name: int(said[name]) for name in ("margin", "amax_history_len")}
+            return ours(recipe="delayed", amax_compute_algo=said["amax_compute_algo"], **delayed, **options)
+        if odd := [name for name in _OF_DELAYED if getattr(self, name) is not None]:
+            raise ValueError(f"{odd[0]}: MXFP8 block scaling has no history of maxima\nleave it out")
+        return ours(recipe="mxfp8", **options)
+
+    def _said(self, name: str) -> Any:
+        """Return an argument, else its variable, else Accelerate's documented default."""
+        if (value := getattr(self, name)) is not None:
+            return value
+        variable = f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}"
+        default = _TE_DEFAULTS[name]
+        if isinstance(default, bool):
+            return parse_flag_from_env(variable, default=default)
+        if (text := os.environ.get(variable)) is None:
+            return default
+        if isinstance(default, tuple):
+            return [part.strip().lower() == "true" for part in text.strip("()").split(",")]
+        return text
+
+
+_TE_DEFAULTS: Final[dict[str, Any]] = {
+    "use_autocast_during_eval": False,
+    "margin": 0,
+    "interval": 1,
+    "fp8_format": "HYBRID",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "most_recent",
+    "override_linear_precision": (False, False, False),
+    "use_mxfp8_block_scaling": False,
+}
+_OF_DELAYED: Final = ("margin", "amax_history_len", "amax_compute_algo")
+
 
 @dataclass
-class MSAMPRecipeKwargs(_Recipe):
-    """fp8 by MS-AMP."""
+class MSAMPRecipeKwargs(KwargsHandler):
+    """fp8 by MS-AMP, which is not served."""
 
     opt_level: Literal["O1", "O2"] | None = None
 
@@ -158,5 +211,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
                 raise ValueError("`backend` must be 'MSAMP' or 'TE' (TransformerEngine)")
 
     def to_ours(self) -> object:
-        """Raise NotServedError for MS-AMP; else as its base does."""
-        return MSAMPRecipeKwargs.to_ours(self) if self.backend == "MSAMP" else TERecipeKwargs.to_ours(self)
+        """Return the options of accel-transformer-engine, unless MS-AMP is asked for."""
+        by_msamp = self.backend == "MSAMP" or (self.backend is None and self.opt_level is not None)
+        return MSAMPRecipeKwargs.to_ours(self) if by_msamp else TERecipeKwargs.to_ours(self)

@@ -28,8 +28,12 @@ class Converted:
 def convert(settings: Mapping[str, Any]) -> Converted:
     """Put each setting at its path, or among the dropped."""
     dropped = {name: why for name, why in {**ignored_settings(), **ELSEWHERE}.items() if name in settings}
-    if settings.get("mixed_precision") == "fp8" and plugin_status("fp8-torchao") != "available":
-        dropped["mixed_precision"] = "fp8 needs accel-torchao, which cannot be used here; choose bf16 or fp16"
+    serves_fp8 = any(plugin_status(name) == "available" for name in ("fp8-torchao", "fp8-te"))
+    if settings.get("mixed_precision") == "fp8" and not serves_fp8:
+        dropped["mixed_precision"] = (
+            "fp8 needs accel-torchao or accel-transformer-engine, of which none can be used here;"
+            " choose bf16 or fp16"
+        )
     bound = settings.get("enable_cpu_affinity")
     if "enable_cpu_affinity" in settings and (not bound or plugin_status("cuda") == "missing"):
         dropped["enable_cpu_affinity"] = (
