@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,39 @@ def sharded(device: str, offload: bool) -> str:
     return equals_plain(device, strategy="fsdp", plugins=[options])
 
 
+def by_transformer_engine(device: str, recipe: str) -> str:
+    """Train in float8, and go on from a checkpoint of the middle with the same losses."""
+    if find_spec("transformer_engine") is None or find_spec("accel_transformer_engine") is None:
+        raise NotHereError("transformer-engine or accel-transformer-engine is not installed")
+    from accel_transformer_engine import TransformerEngineConfig
+
+    def train(folder: str, loads: bool) -> list[float]:
+        config = TransformerEngineConfig(recipe=recipe)
+        run = accelerator(device, mixed_precision="fp8-te", plugins=[config])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 256))
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), **SGD))
+        x, losses = torch.linspace(-1, 1, 32 * 256, device=run.device).view(32, 256), []
+        if loads:
+            run.load_state(folder)
+        for step in range(10 if loads else 20):
+            if step == 10:
+                run.save_state(folder)
+            loss = F.mse_loss(model(x).float(), x)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        run.end_training()
+        return losses
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, resumed = train(folder, loads=False), train(folder, loads=True)
+    assert whole[-1] < whole[0], whole
+    assert whole[10:] == resumed, (whole[10:], resumed)
+    return f"loss {whole[0]:.3f} to {whole[-1]:.3f}, resumed alike"
+
+
 def bound_to_the_device(device: str) -> str:
     """Run on the user's own group, made with `device_id`, with one rank per device."""
     import torch.distributed as dist
@@ -233,6 +267,7 @@ CHECKS: tuple[Check, ...] = (
     *(("a checkpoint comes back", saved_and_loaded, (wait,), 1) for wait in (True, False)),
     *(("compiled, with graphs in the second", compiled, (mode,), 1) for mode in (None, "reduce-overhead")),
     *(("fsdp 2 on one device, offloaded in the second", sharded, (offload,), 1) for offload in (False, True)),
+    *(("float8 by Transformer Engine", by_transformer_engine, (each,), 1) for each in ("delayed", "current")),
     ("ddp on two devices", lambda device: equals_plain(device, split_batches=True), (), 2),
     ("a group that is bound to the device", bound_to_the_device, (), 2),
 )

@@ -66,6 +66,8 @@ def test_an_example_names_the_package_it_needs(number, monkeypatch):
 def test_an_example_runs_with_its_package(number):
     package, code = NEED_A_PACKAGE[number]
     pytest.importorskip(package)
+    if package == "accel_transformer_engine" and find_spec("transformer_engine") is None:
+        pytest.skip("transformer-engine, which needs CUDA, is not installed")
     done = subprocess.run(
         [sys.executable, "-c", OURS + code], capture_output=True, text=True, timeout=110, check=False
     )
