@@ -600,6 +600,16 @@ def memory_stats(device: torch.device) -> Mapping[str, int]:
 
 
 @spec("owner")
+def device_specs(device: torch.device) -> Mapping[str, Json]:
+    """Return the peaks of this chip as its vendor states them; empty if unknown.
+
+    flops: dtype (float64, float32, bfloat16, float16 or float8) -> FLOP/s of dense matrix products, as the
+    process is set up now. memory: bytes. bandwidth: bytes/s of that memory. source: the vendor's paper that
+    has them. A figure that the vendor does not state is left out: nobody guesses. base: empty.
+    """
+
+
+@spec("owner")
 def empty_cache() -> None:
     """Give unused cached device memory back."""
 

@@ -20,6 +20,7 @@ from accel_core.defaults.lines import LineFile
 from accel_core.errors import AccelError
 from accel_core.runtime.explain import explain
 from accel_core.runtime.sampling import Reads, StepSampler
+from accel_core.runtime.utilization import utilization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,8 +112,10 @@ class RunRecord:
             text = f"the run's record ends, and training goes on: {type(error).__name__}: {error}"
             warnings.warn(text, stacklevel=2)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self, flops: Mapping[str, float | None]) -> dict[str, Any]:
         """Return what `Accelerator.metrics` gives.
+
+        flops: rate -> model FLOPs of one of them, or None.
 
         Raises:
             AccelError: the main process keeps no record.
@@ -126,6 +129,7 @@ class RunRecord:
         found = {name: sample.get(name) for name in METRICS}
         found |= {f"{part}_seconds": seconds for part, seconds in sample.get("split", {}).items()}
         found |= {f"memory_{part}": size for part, size in sample.get("memory", {}).items()}
+        found["mfu"] = utilization(self.run, sample, flops)
         return {name: value for name, value in found.items() if value is not None}
 
     # -- what is written --------------------------------------------------------------------------
@@ -181,6 +185,7 @@ class RunRecord:
             "restarts": run.world.restart_count,
             "host": platform.node(),
             "device": {"type": run.device.type, "name": name},
+            "device_specs": dict(run.hooks.device_specs(run.device)),
             "mesh": None if run.mesh is None else {dim.name: dim.size for dim in run.mesh.dims},
         }
 

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, AccelError, GradScalerKwargs, ProfileKwargs, ProjectConfiguration
+from accel_core import (
+    Accelerator,
+    AccelError,
+    AutocastKwargs,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
 from accel_core.runtime import sampling
 from accel_testing import ProcessError, run_processes
 
@@ -291,6 +298,95 @@ def metered(folder):
 def test_metrics_of_a_run_without_a_record_are_an_error():
     with pytest.raises(AccelError, match="keeps none\nset project_dir"):
         Accelerator(cpu=True).metrics()
+
+
+def test_flops_without_the_devices_peak_are_no_utilization(tmp_path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)  # no vendor states the peak of "the CPU"
+    model = nn.Linear(2, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(8, 2), 2)
+    )
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+
+    assert "mfu" not in accelerator.metrics(flops_per_sample=12.0)
+
+
+def test_flops_are_given_once(tmp_path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+
+    with pytest.raises(AccelError, match="two counts of the same FLOPs\ngive it one of them"):
+        accelerator.metrics(flops_per_sample=1.0, flops_per_item=1.0)
+
+
+def used(folder, precision, dtype, counts, more=None):
+    """Train on a simulated device of 1e12 FLOP/s in float32 and 2e12 in 16 bits."""
+    from accel_testing.simulated import declare
+
+    sampling.CLOSE = 0.0
+    declare(folder / "plugins")
+    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
+    accelerator = Accelerator(
+        device="sim", mixed_precision=precision, project_config=project, kwargs_handlers=more or []
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(dtype[0])
+    model[1].to(dtype[-1])
+    if dtype[0] != dtype[-1]:
+        model[0].register_forward_hook(lambda _, inputs, output: output.to(dtype[-1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(torch.ones(8, 4, dtype=dtype[0]), 2)
+    )
+    for batch in loader:
+        with accelerator.accumulate(model, items=3):
+            accelerator.backward(model(batch).float().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    found = accelerator.metrics(**counts)
+    accelerator.end_training()
+    return found
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.together
+@pytest.mark.parametrize(
+    ("precision", "dtype", "peak"),
+    [
+        ("no", [FLOAT32], 1e12),
+        ("no", [BFLOAT16], 2e12),
+        ("no", [BFLOAT16, FLOAT32], None),
+        ("no", [torch.float64], None),
+        ("bf16", [FLOAT32], 2e12),
+    ],
+)
+def test_utilization_is_the_models_flops_over_the_peak_in_the_runs_dtype(tmp_path, precision, dtype, peak):
+    (found,) = run_processes(used, tmp_path, precision, dtype, {"flops_per_sample": 5e8}, world=1)
+
+    assert found.get("mfu") == (
+        None if peak is None else pytest.approx(found["samples_per_second"] * 5e8 / peak)
+    )
+
+
+@pytest.mark.together
+def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path):
+    off = [AutocastKwargs(enabled=False)]
+    (found,) = run_processes(used, tmp_path, "bf16", [FLOAT32], {"flops_per_item": 5e8}, off, world=1)
+
+    assert found["mfu"] == pytest.approx(found["items_per_second"] * 5e8 / 1e12)
+
+
+@pytest.mark.together
+def test_utilization_counts_the_devices_of_all_ranks(tmp_path):
+    ours, other = run_processes(used, tmp_path, "no", [FLOAT32], {"flops_per_item": 5e8}, world=2)
+    (record,) = records(tmp_path)
+
+    assert ours["mfu"] == pytest.approx(ours["items_per_second"] * 5e8 / 2e12)
+    assert other == {}
+    assert of_kind(record, "run")[0]["device_specs"]["flops"]["float32"] == 1e12
+    assert of_kind(record, "run")[0]["device_specs"]["source"] == "accel-testing: made up"
 
 
 def test_an_option_turns_it_off(tmp_path):

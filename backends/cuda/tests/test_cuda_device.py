@@ -16,6 +16,7 @@ from accel_core import ConfigError, World
 from accel_core.plugins.binding import Binder
 from accel_cuda import CudaConfig, affinity, device, machine
 from accel_cuda.device import CudaDevice, verify
+from accel_cuda.specs import CHIPS
 from accel_testing import Recorder
 
 DEVICE = torch.device("cuda", 0)
@@ -174,6 +175,114 @@ def test_a_chip_that_torch_has_no_code_for_is_told(
 
     usable = usable or (portable == "compute_90" and chip > (9, 0))  # the driver compiles that
     assert (verify() is None) == usable
+
+
+# -- peaks ---------------------------------------------------------------------------------------
+
+
+def peaks(cuda: Recorder, name: str, gib: float, units: int = 132) -> dict[str, Any]:
+    about = SimpleNamespace(name=name, total_memory=round(gib * 2**30), multi_processor_count=units)
+    cuda.answers("get_device_properties", about)
+    return dict(plugin().device_specs(DEVICE))
+
+
+def test_the_peaks_of_a_chip_are_its_data_sheets_without_sparsity(cuda: Recorder) -> None:
+    plugin(CudaConfig(tf32=False)).select_device(World())
+
+    assert peaks(cuda, "NVIDIA H200", 139.8) == {
+        "flops": {
+            "float64": 67e12,
+            "float32": 67e12,
+            "bfloat16": 989.5e12,
+            "float16": 989.5e12,
+            "float8": 1979e12,
+        },
+        "memory": 141 * 2**30,
+        "bandwidth": 4.8e12,
+        "source": "NVIDIA H200 Tensor Core GPU data sheet: nvidia.com/en-us/data-center/h200",
+    }
+
+
+def test_a_figure_that_no_paper_states_is_left_out(cuda: Recorder) -> None:
+    found = peaks(cuda, "Tesla T4", 14.6, 40)
+
+    assert found["flops"] == {"float32": 8.1e12, "float16": 65e12}
+    assert "bandwidth" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "units"),
+    [
+        ("NVIDIA H200 MIG 3g.71gb", 69.5, 60),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, 76),
+        ("NVIDIA GeForce RTX 4090 D", 24.0, 114),
+        ("NVIDIA GeForce RTX 3080", 12.0, 70),  # the one of 10 GB is another chip
+        ("AMD Instinct MI300X", 24.0, 38),  # an eighth of one
+        ("AMD Instinct MI300X", 192.0, 38),
+        ("AMD Radeon Graphics", 192.0, 304),
+        ("NVIDIA H2000", 141.0, 132),
+    ],
+)
+def test_nothing_is_guessed_of_other_chips_and_of_parts(
+    cuda: Recorder, name: str, gib: float, units: int
+) -> None:
+    assert peaks(cuda, name, gib, units) == {}
+
+
+@pytest.mark.parametrize(("tf32", "peak"), [(True, 156e12), (False, 19.5e12)])
+def test_float32_is_that_of_tf32_where_it_is_switched_on(cuda: Recorder, tf32: bool, peak: float) -> None:
+    plugin(CudaConfig(tf32=tf32)).select_device(World())
+
+    assert peaks(cuda, "NVIDIA A100-SXM4-80GB", 79.3, 108)["flops"]["float32"] == peak
+
+
+def test_float32_has_no_peak_where_only_convolutions_use_tf32(cuda: Recorder) -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True  # both are torch's own defaults
+
+    assert "float32" not in peaks(cuda, "NVIDIA A100-SXM4-80GB", 79.3, 108)["flops"]
+    assert peaks(cuda, "Tesla V100-SXM2-16GB", 15.8, 80)["flops"]["float32"] == 15.7e12, "it has no TF32"
+
+
+def test_float16_has_no_peak_where_products_add_up_in_16_bits(cuda: Recorder) -> None:
+    products = torch.backends.cuda.matmul
+    try:
+        products.allow_fp16_accumulation = True
+
+        assert "float16" not in peaks(cuda, "NVIDIA GeForce RTX 4090", 23.6, 128)["flops"]
+    finally:
+        products.allow_fp16_accumulation = False
+    assert peaks(cuda, "NVIDIA GeForce RTX 4090", 23.6, 128)["flops"]["float16"] == 165.2e12
+
+
+def test_switches_that_the_older_names_cannot_tell_leave_float32_out(
+    cuda: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mixed:
+        allow_fp16_accumulation = False
+
+        @property
+        def allow_tf32(self) -> bool:
+            raise RuntimeError("mixed")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
+
+    assert "float32" not in peaks(cuda, "NVIDIA A100-SXM4-80GB", 79.3, 108)["flops"]
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_each_row_has_a_source_and_figures_that_fit_one_another(name: str) -> None:
+    row = CHIPS[name]
+    narrow = row.bfloat16 or row.float16
+
+    assert row.source.startswith(("NVIDIA ", "AMD "))
+    assert row.float32 is not None
+    assert narrow is not None
+    assert row.float16 in (row.bfloat16, narrow)
+    # Without sparsity each dtype of half the bits is twice as fast, and TF32 half as fast as bfloat16.
+    assert row.float8 is None or row.float8 == pytest.approx(2 * narrow, rel=0.02)
+    assert row.tf32 is None or row.tf32 == pytest.approx(narrow / 2, rel=0.02)
+    assert row.float64 is None or row.float64 <= row.float32 <= narrow
 
 
 # -- affinity ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from accel_core import ConfigError, hooks, implements
 from accel_cuda import machine
 from accel_cuda.affinity import set_numa_affinity
 from accel_cuda.config import CudaConfig
+from accel_cuda.specs import find_chip, specs
 
 if TYPE_CHECKING:
     from accel_core import Run, World
@@ -94,6 +95,17 @@ class CudaDevice:
         since = {"bf16": (8, 0), "fp8": (8, 9)}
         return able - {word for word, first in since.items() if chip < first}
 
+    @implements(hooks.device_specs)
+    def device_specs(self, device: torch.device) -> Mapping[str, Any]:
+        about = torch.cuda.get_device_properties(device)
+        chip = find_chip(about.name, about.total_memory, about.multi_processor_count)
+        if chip is None:
+            return {}
+        found = specs(chip, _uses_tf32())
+        if torch.backends.cuda.matmul.allow_fp16_accumulation:  # then some chips exceed the figure
+            found["flops"].pop("float16", None)
+        return found
+
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
         if not dist.is_nccl_available():  # true of a torch with RCCL too, under the same name
@@ -140,6 +152,15 @@ class CudaDevice:
                         " such switch\nuse one value, or end the other run first (end_training)"
                     )
         _live.add(self)
+
+
+def _uses_tf32() -> bool | None:
+    """Return whether float32 products and convolutions use TF32; None if only one of them does."""
+    try:
+        products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set by torch's newer names, in a way that the older ones cannot tell
+        return None
+    return bool(products) if products == convolutions else None
 
 
 def _set_switches(config: CudaConfig) -> None:

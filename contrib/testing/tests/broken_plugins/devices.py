@@ -114,6 +114,18 @@ class ForgetsWhatIsHeld(SimulatedDevice):
         return {**stats, "free": stats["total"]}
 
 
+class StatesTeraflops(SimulatedDevice):
+    @implements(hooks.device_specs)
+    def device_specs(self, device):
+        return {**self.below.device_specs(device), "flops": {"float32": 67.0}, "source": "a data sheet"}
+
+
+class GuessesPeaks(SimulatedDevice):
+    @implements(hooks.device_specs)
+    def device_specs(self, device):
+        return {"flops": {"float32": 67e12}}
+
+
 class NarrowsFloats(SimulatedDevice):
     @implements(hooks.move)
     def move(self, tree, device, non_blocking):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "seeded",
     "seeded_streams",
     "services",
+    "specs",
     "waits",
 ]
 
@@ -164,6 +166,18 @@ def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     hooks.empty_cache()
     stats.append(dict(hooks.memory_stats(device)))
     found = {"claimed": "memory_stats" in hooks.capabilities(device), "stats": stats}
+    accelerator.end_training()
+    return found
+
+
+def specs(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the peaks of the chip, as JSON has them, and the bytes of memory that it reports."""
+    accelerator = make(arguments)
+    hooks, device = accelerator.run.hooks, accelerator.device
+    found = {
+        "specs": json.loads(json.dumps(dict(hooks.device_specs(device)))),
+        "total": hooks.memory_stats(device).get("total"),
+    }
     accelerator.end_training()
     return found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import hooks, implements
-from accel_testing.simulated.device import simulate
+from accel_testing.simulated.device import TOTAL_MEMORY, simulate
 
 if TYPE_CHECKING:
     from accel_core import Run, World
@@ -27,6 +27,15 @@ class SimulatedDevice:
     @implements(hooks.select_device)
     def select_device(self, world: World) -> torch.device:
         return torch.device("sim", 0)
+
+    @implements(hooks.device_specs)
+    def device_specs(self, device: torch.device) -> Mapping[str, Any]:
+        return {
+            "flops": {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12},
+            "memory": TOTAL_MEMORY,
+            "bandwidth": 1e11,
+            "source": "accel-testing: made up",
+        }
 
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
