@@ -15,7 +15,7 @@ from accel_testing.kit.stack import TestedStack
 Run = Callable[..., list[Any]]
 MEGABYTES_4 = 4_000_000
 LEAST_PEAK = 1e9
-"""FLOP/s, and bytes/s, that any accelerator exceeds."""
+"""FLOP/s, bytes and bytes/s that any accelerator exceeds."""
 
 
 def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
@@ -83,20 +83,15 @@ def test_memory_is_reported_in_bytes(run: Run) -> None:
 
 
 def test_peaks_are_in_their_units_and_have_a_source(run: Run) -> None:
-    (found,) = run(tasks.specs)
-    specs = found["specs"]
-    flops, figures = (
-        specs.get("flops", {}),
-        {key: specs[key] for key in specs if key not in ("flops", "source")},
-    )
+    (specs,) = run(tasks.specs)
+    flops = specs.get("flops", {})
+    figures = [*flops.values(), *(specs[key] for key in ("memory", "bandwidth") if key in specs)]
     assert specs.keys() <= {"flops", "memory", "bandwidth", "source"}
     assert flops.keys() <= {"float64", "float32", "bfloat16", "float16", "float8"}
-    assert all(type(value) in (int, float) for value in (*flops.values(), *figures.values()))
     assert not specs or specs.get("source"), "a figure without a source is a guess"
-    assert all(value >= LEAST_PEAK for value in flops.values()), "flops are FLOP/s, not TFLOP/s"
-    assert specs.get("bandwidth", LEAST_PEAK) >= LEAST_PEAK, "bandwidth is in bytes/s, not GB/s"
-    if found["total"] is not None and "memory" in specs:
-        assert 0.8 <= found["total"] / specs["memory"] <= 1.1, "memory is not that of this chip, in bytes"
+    assert all(type(value) in (int, float) and value >= LEAST_PEAK for value in figures), (
+        "units are FLOP/s, bytes and bytes/s, not TFLOP/s or GB"
+    )
 
 
 @requires("float64")
