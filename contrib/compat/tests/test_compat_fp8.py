@@ -78,3 +78,13 @@ def test_a_model_is_converted_by_hand_but_for_its_ends():
     convert_model_to_fp8_ao(model)
     assert [type(layer).__name__ for layer in model] == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
     assert has_ao_layers(model)
+
+
+def test_the_library_that_the_launcher_names_is_taken(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    with pytest.raises(NotImplementedError, match="MS-AMP is no longer maintained"):
+        Accelerator(cpu=True)
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "tee")
+    with pytest.raises(ValueError, match="ACCELERATE_FP8_BACKEND: tee is none of ao, te, msamp"):
+        Accelerator(cpu=True)

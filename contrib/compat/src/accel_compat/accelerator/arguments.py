@@ -10,7 +10,7 @@ from attrs import define
 
 from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
 from accel_compat.configs.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
-from accel_compat.configs.low_precision import AORecipeKwargs, TERecipeKwargs
+from accel_compat.configs.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 from accel_compat.notices import warn_once
 from accel_compat.runs import kind_of
@@ -37,6 +37,8 @@ HANDLERS: Final[Mapping[str, str]] = {
 }
 """Class of a kwargs handler -> the attribute under which an Accelerator keeps it."""
 _RECIPES: Final = tuple(name for name in HANDLERS if "Recipe" in name)
+_BACKENDS: Final = {"ao": AORecipeKwargs, "te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs}
+BACKEND: Final = "ACCELERATE_FP8_BACKEND"
 MODE: Final = "ACCELERATE_MIXED_PRECISION"
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 NO_RECORD: Final = {"project.record_every": (0, "accel-compat: Accelerate's project folders have no records")}
@@ -150,13 +152,17 @@ def _precision(asked: Any, by: str = "") -> str | None:
 def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
     """Translate the handlers.
 
-    fp8 without a recipe takes torchao's, and where that cannot be used Transformer Engine's.
+    fp8 without a recipe takes that of ACCELERATE_FP8_BACKEND; without it torchao's, and where that cannot be
+    used Transformer Engine's.
     """
     handlers = chosen.usable(given["kwargs_handlers"])
     asked = _precision(given["mixed_precision"]) or _precision(os.environ.get(MODE), f"the variable {MODE}: ")
     if asked == "fp8" and not any(type(each).__name__ in _RECIPES for each in handlers):
         by_te = plugin_status("fp8-torchao") != "available" and plugin_status("fp8-te") == "available"
-        handlers.append(TERecipeKwargs() if by_te else AORecipeKwargs())
+        word = os.environ.get(BACKEND, "te" if by_te else "ao").lower()
+        if word not in _BACKENDS:
+            raise ValueError(f"the variable {BACKEND}: {word} is none of {', '.join(_BACKENDS)}")
+        handlers.append(_BACKENDS[word]())
     fsdp2 = chosen.fsdp is not None and chosen.fsdp.fsdp_version == 2
     return [each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else _ours(each) for each in handlers]
 

@@ -167,11 +167,10 @@ class TERecipeKwargs(KwargsHandler):
         default = _TE_DEFAULTS[name]
         if isinstance(default, bool):
             return parse_flag_from_env(variable, default=default)
-        if (text := os.environ.get(variable)) is None:
-            return default
         if isinstance(default, tuple):
-            return [part.strip().lower() == "true" for part in text.strip("()").split(",")]
-        return text
+            products = ("FPROP", "DGRAD", "WGRAD")
+            return [parse_flag_from_env(f"ACCELERATE_FP8_OVERRIDE_{each}") for each in products]
+        return os.environ.get(variable, default)
 
 
 _TE_DEFAULTS: Final[dict[str, Any]] = {

@@ -15,6 +15,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "num_cpu_threads_per_process": "set OMP_NUM_THREADS",
     "debug": "set ACCEL_DEBUG=1",
 }
+RECIPES: Final = "the program gives TransformerEngineConfig or Float8Config"
 
 
 @frozen
@@ -28,6 +29,7 @@ class Converted:
 def convert(settings: Mapping[str, Any]) -> Converted:
     """Put each setting at its path, or among the dropped."""
     dropped = {name: why for name, why in {**ignored_settings(), **ELSEWHERE}.items() if name in settings}
+    dropped |= {name: RECIPES for name in settings if name.startswith("fp8_")}
     serves_fp8 = any(plugin_status(name) == "available" for name in ("fp8-torchao", "fp8-te"))
     if settings.get("mixed_precision") == "fp8" and not serves_fp8:
         dropped["mixed_precision"] = (

@@ -13,6 +13,17 @@ from accel_compat.settings import Setting, settings
 from accel_core import ConfigError
 
 PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+_OF_JSON: Final = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+    "zero_stage",
+)
+"""What the JSON of DeepSpeed alone says where one is named."""
 
 
 def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
@@ -64,6 +75,8 @@ def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tup
             wrong.append(f"{where}: no version of Accelerate has {path}{hint}")
         elif name != "distributed_type" and (wanted := unmet(known[name], value)):
             wrong.append(f"{where}: {path} is {value!r}, not {wanted}")
+        elif name in _OF_JSON and "deepspeed_config.deepspeed_config_file" in found:
+            wrong.append(f"{where}: {path} stands beside deepspeed_config_file; only that file may say it")
     if wrong:
         raise ConfigError("\n".join([*wrong, "correct these lines, or take them out"]))
 

@@ -15,6 +15,8 @@ from accel_compat.configs.enums import DynamoBackend, PrecisionType
 from accel_compat.launch.workers import environment
 from accel_compat.modeling.wrappers import get_free_port, is_port_in_use
 
+_LAYOUT = "use_parallelism_config"
+
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """Return one process's command (mpirun's with a hostfile) and environment."""
@@ -24,9 +26,6 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
     if not args.no_python:
         command += [sys.executable, *(["-m"] if args.module else [])]
     found = _environment(args)
-    found["ACCELERATE_USE_CPU"] = str(bool(args.cpu or args.use_cpu))
-    if args.cpu or args.use_cpu:
-        found |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
     several = (args.num_processes or 1) > 1 or args.num_machines > 1
     if args.num_machines > 1 and None in (args.main_process_ip, args.main_process_port):
         raise ValueError("When using multiple machines, you need to specify the main process IP and port.")
@@ -80,15 +79,14 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
         warnings.warn(f"Port `{port}` is already in use; an open one is taken instead.", stacklevel=2)
     if args.module and args.no_python:
         raise ValueError("--module and --no_python cannot be used together")
-    found = _environment(args)
-    return prepare_extend_env_parallelism_config(args, found) if args.use_parallelism_config else found
+    return _environment(args)
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """`current_env`, with the variables that ParallelismConfig reads."""
-    said = {name: value for name, value in vars(args).items() if name.startswith("parallelism_config_")}
-    current_env.update(environment({name: value for name, value in said.items() if value is not None}))
-    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    said = {name: each for name, each in vars(args).items() if name.startswith("parallelism_config_")}
+    told = environment({name: each for name, each in said.items() if each is not None} | {_LAYOUT: True})
+    current_env.update({name: each for name, each in told.items() if "PARALLELISM_CONFIG" in name})
     return current_env
 
 
@@ -110,12 +108,8 @@ def _environment(args: Namespace) -> dict[str, str]:
     ):
         if asked not in kinds.list():
             raise ValueError(f"Unknown {what}: {asked}. Choose between {kinds.list()}.")
-    strategies = {"fsdp_": args.use_fsdp, "megatron_lm_": args.use_megatron_lm, "parallelism_config_": False}
-    idle = tuple(start for start, used in strategies.items() if not used)
-    said = vars(args).items()
-    told = {name: value for name, value in said if value is not None and not name.startswith(idle)}
-    found = {**os.environ, **environment(told), "ACCELERATE_DYNAMO_BACKEND": args.dynamo_backend.upper()}
-    return {**found, "ACCELERATE_CPU_AFFINITY": "1"} if args.enable_cpu_affinity else found
+    said = {name: value for name, value in vars(args).items() if value is not None}
+    return {**os.environ, **environment({**said, "cpu": args.cpu or getattr(args, "use_cpu", False)})}
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:

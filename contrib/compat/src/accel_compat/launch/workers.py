@@ -26,6 +26,14 @@ _VISIBLE = (
     "SDAA_VISIBLE_DEVICES",
     "NEURON_RT_VISIBLE_CORES",
 )
+_NEEDS = {
+    "fsdp_": "use_fsdp",
+    "fp8_": "fp8",
+    "megatron_lm_": "use_megatron_lm",
+    "parallelism_config_": "use_parallelism_config",
+}
+"""Start of settings -> the setting without which they are nothing."""
+_PRODUCTS = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
 
 
 def launch(request: Request) -> int:
@@ -39,7 +47,9 @@ def launch(request: Request) -> int:
     with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
         write_shim(Path(folder))
         variables = {**os.environ, **environment(request.settings)}
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, variables.get("PYTHONPATH")]))
+        here = [str(Path.cwd())] if request.settings.get("use_deepspeed") else []  # as DeepSpeed's launcher
+        paths = [folder, variables.get("PYTHONPATH"), *here]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         variables["PATH"] = os.pathsep.join([str(Path(folder, "bin")), variables.get("PATH", "")])
         done = subprocess.run(command(request), env=variables, check=False)  # noqa: S603  the user's script
         return done.returncode
@@ -84,25 +94,45 @@ def environment(settings: Mapping[str, Any]) -> dict[str, str]:
     """
     variables: dict[str, str] = {}
     # Accelerate's launcher tells workers these defaults though nobody asked for them.
-    unasked = defaults("dynamo_", *(["fsdp_"] if settings.get("use_fsdp") else []))
-    for name, value in {**unasked, **settings}.items():
+    told = _in_use({**defaults("dynamo_", "fsdp_", "fp8_"), **settings}, settings)
+    for name, value in told.items():
         setting = find_setting(name)
         if setting is None or not setting.variable:
             continue
         of_dynamo = setting.section == "compile"
-        if setting.section == "deepspeed" and not settings.get("use_deepspeed"):
-            warn_once(f"{name} is DeepSpeed's, and nothing without --use_deepspeed, as in Accelerate")
-        elif setting.kind == "switch" and not of_dynamo:
+        if setting.kind == "switch" and not of_dynamo:
             variables |= {setting.variable: "true"} if value else {}
         else:
             plain = isinstance(value, bool) and not of_dynamo
             variables[setting.variable] = str(value).lower() if plain else str(value)
+    three = variables.pop("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "").strip("([])").split(",")
+    if len(three) == len(_PRODUCTS):
+        variables |= {name: part.strip() for name, part in zip(_PRODUCTS, three, strict=True)}
     variables["ACCELERATE_MIXED_PRECISION"] = str(settings.get("mixed_precision", "no"))
     variables["ACCELERATE_DYNAMO_BACKEND"] = str(settings.get("dynamo_backend", "no")).upper()
     variables["ACCELERATE_USE_CPU"] = str(bool(settings.get("cpu")))
+    if settings.get("cpu"):
+        variables |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
     if settings.get("enable_cpu_affinity"):
         variables |= {"ACCELERATE_CPU_AFFINITY": "1", "ACCEL__CUDA__NUMA_AFFINITY": "true"}
     devices = settings.get("gpu_ids", "all")
     if devices != "all":
         variables |= dict.fromkeys(_VISIBLE, str(devices))  # each kind of device reads its own
     return variables
+
+
+def _in_use(told: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the settings of what is not used, as Accelerate does; name the given."""
+    used = {**given, "fp8": str(given.get("mixed_precision")).lower() == "fp8"}
+    left = dict(told)
+    for name in told:
+        setting = find_setting(name)
+        needed = next((need for start, need in _NEEDS.items() if name.startswith(start)), None)
+        if setting is not None and setting.section == "deepspeed":
+            needed = "use_deepspeed"
+        if needed is not None and not used.get(needed):
+            del left[name]
+            if setting is not None and given.get(name, setting.default) != setting.default:
+                flag = "--mixed_precision fp8" if needed == "fp8" else f"--{needed}"
+                warn_once(f"{name} is nothing without {flag}, as in Accelerate")
+    return left
