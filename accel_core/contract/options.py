@@ -77,7 +77,7 @@ class Option:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if self.choices and item not in self.choices:
                 return f"expected one of {', '.join(map(_word, self.choices))}, got {_word(item)}"
-        if self.minimum is not None and isinstance(value, (int, float)) and value < self.minimum:
+        if self.minimum is not None and isinstance(value, (int, float)) and not value >= self.minimum:
             return f"must be at least {self.minimum:g}, got {value!r}"
         return None
 

@@ -187,6 +187,19 @@ def exported(way: str, folder: str) -> dict[str, Tensor]:
     return job.average()
 
 
+def edited(way: str) -> tuple[float, float]:
+    """Edit a weight in place; return it before and after an evaluation of the average."""
+    job = Job(way, {"decay": 0.5})
+    for number in range(2):
+        job.micro_batch(number)
+    edited = dict(job.accelerator.unwrap_model(job.model).named_parameters())["last.bias"]
+    with torch.no_grad():
+        edited.fill_(3)
+    before = edited[0].item()
+    job.average()
+    return before, edited[0].item()
+
+
 def overflowed(world: int) -> tuple[list[bool], dict[str, Tensor], dict[str, Tensor]]:
     """Train in float16; the gradients of some steps overflow. Return which, the average and the formula."""
     job = Job("ddp" if world > 1 else "single", {"decay": 0.5, "warmup": "none"}, mixed_precision="fp16")

@@ -34,3 +34,9 @@ def test_the_average_is_that_of_whole_weights(stage: int) -> None:
 def test_in_bfloat16_it_is_the_average_of_the_masters(stage: int) -> None:
     for found in trained(f"deepspeed-{stage}-bf16"):
         torch.testing.assert_close(*found["outputs"], rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_weights_edited_in_place_outlast_an_evaluation_of_the_average(stage: int) -> None:
+    for edited, found in run_processes(problem.edited, f"deepspeed-{stage}-bf16", world=2, timeout=300):
+        assert found == edited

@@ -10,7 +10,12 @@ import torch
 
 from accel_testing import run_processes
 
-WAYS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp-1", 2), ("fsdp-tp", 2)]
+WAYS = [
+    "ddp",
+    "fsdp",
+    pytest.param("fsdp-1", marks=pytest.mark.slow),
+    pytest.param("fsdp-tp", marks=pytest.mark.slow),
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "usual": {},
     "constant": {"decay": 0.5, "warmup": "none"},
@@ -26,9 +31,9 @@ def check(found: dict[str, Any], tolerance: float = 1e-6) -> None:
     assert found["restored"]
 
 
-@pytest.mark.parametrize(("way", "world"), WAYS)
-def test_the_average_is_that_of_whole_weights(way: str, world: int) -> None:
-    for found in run_processes(problem.trained, way, OPTIONS["usual"], world=world):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_average_is_that_of_whole_weights(way: str) -> None:
+    for found in run_processes(problem.trained, way, OPTIONS["usual"], world=2):
         check(found)
         torch.testing.assert_close(*found["outputs"], rtol=1e-5, atol=1e-5)
         assert found["plain"], "evaluations outside have the trained weights"
@@ -36,5 +41,4 @@ def test_the_average_is_that_of_whole_weights(way: str, world: int) -> None:
 
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_each_schedule_is_followed(name: str) -> None:
-    (found,) = run_processes(problem.trained, "single", OPTIONS[name], world=1)
-    check(found)
+    check(problem.trained("single", OPTIONS[name]))

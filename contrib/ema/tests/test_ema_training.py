@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
+from accel_core import Accelerator, AccelError, CheckpointError, ConfigError, whole
 from accel_ema import EMAConfig, averaged
 from accel_testing import run_processes
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-1"])
+@pytest.mark.parametrize(
+    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "fsdp-1"))]
+)
 def test_evaluations_of_the_average_change_no_later_step(way: str) -> None:
     evaluated = _run(problem.evaluated_between, way, evaluates=True)
     alone = _run(problem.evaluated_between, way, evaluates=False)
@@ -32,7 +34,7 @@ def test_a_window_of_micro_batches_is_one_update() -> None:
         assert found["steps"] == problem.STEPS
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_skipped_by_an_overflow_are_no_updates(world: int) -> None:
     for skipped, found, expected in run_processes(problem.overflowed, world, world=world):
         assert skipped == [False, True, False, True, False]
@@ -162,6 +164,60 @@ def test_weights_that_get_other_memory_are_followed() -> None:
         torch.testing.assert_close(model.weight.detach(), expected)
 
 
+def test_weights_that_an_optimizer_gets_later_are_averaged_from_then_on() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5, warmup="none")])
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizers = [torch.optim.SGD(model[number].parameters(), lr=0.1) for number in range(2)]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    step(accelerator, model, *optimizers)
+    model[2] = nn.Linear(3, 2)
+    optimizers[0].add_param_group({"params": list(model[2].parameters())})
+    weights = []
+    for _ in range(3):
+        step(accelerator, model, *optimizers)
+        weights.append(model[2].weight.detach().clone())
+    with averaged(model):
+        expected = weights[0].lerp(weights[1], 0.5).lerp(weights[2], 0.5)
+        torch.testing.assert_close(model[2].weight.detach(), expected)
+
+
+def test_weights_of_another_shape_are_an_error() -> None:
+    accelerator, _, _ = prepared()
+    model = nn.Sequential(nn.Linear(3, 2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(accelerator, model, optimizer)
+    model[0] = nn.Linear(3, 4)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(AccelError, match="0.weight of unit .* is laid out anew"):
+        step(accelerator, model, optimizer)
+
+
+def test_weights_that_are_copies_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer = prepared()
+    (unit,) = accelerator.run.units
+    offered = unit.hooks.model_state
+
+    def copies(unit: Any) -> dict[str, Any]:
+        return {name: whole(leaf.shards[0][1].clone()) for name, leaf in offered(unit).items()}
+
+    monkeypatch.setattr(unit.hooks, "model_state", copies)
+    with pytest.raises(AccelError, match="offers copies of bias"):
+        step(accelerator, model, optimizer)
+
+
+def test_weights_that_are_held_in_parts_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer = prepared()
+    (unit,) = accelerator.run.units
+    offered = unit.hooks.model_state
+
+    def parts(unit: Any) -> dict[str, Any]:
+        return {name.replace("weight", "weight#codes"): leaf for name, leaf in offered(unit).items()}
+
+    monkeypatch.setattr(unit.hooks, "model_state", parts)
+    with pytest.raises(AccelError, match="ema: weight of unit .* is trained, and held as several tensors"):
+        step(accelerator, model, optimizer)
+
+
 def test_the_average_may_lie_on_the_cpu() -> None:
     accelerator, model, optimizer = prepared(decay=0.5, device="cpu")
     step(accelerator, model, optimizer)
@@ -215,9 +271,24 @@ def test_a_save_and_a_load_inside_are_refused(tmp_path: Path) -> None:
 def test_a_model_without_an_average_is_named() -> None:
     with pytest.raises(AccelError, match="this Linear was not prepared"), averaged(nn.Linear(1, 1)):
         pass
+    with pytest.raises(AccelError, match="without a model"), averaged():
+        pass
 
 
-@pytest.mark.parametrize("options", [{"decay": 1.5}, {"min_decay": 2}, {"inv_gamma": 0}])
+def test_a_model_that_two_accelerators_train_has_no_one_average() -> None:
+    first, model, _ = prepared()
+    second = Accelerator(cpu=True, plugins=[EMAConfig()])
+    second.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(AccelError, match="2 Accelerators, each with an average"), averaged(model):
+        pass
+    first.free_memory()
+    with averaged(model):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options", [{"decay": 1.5}, {"min_decay": 2}, {"min_decay": 0.9, "decay": 0.5}, {"inv_gamma": 0}]
+)
 def test_options_that_are_no_average_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"ema.{next(iter(options))}"):
         Accelerator(cpu=True, plugins=[EMAConfig(**options)])
@@ -241,6 +312,22 @@ def test_weights_come_back_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), averaged(model):
         _ = 1 / 0
     assert torch.equal(model.weight, before)
+
+
+def _give_other_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("move", [nn.Module.double, _give_other_memory])
+def test_weights_come_back_where_they_moved_inside(move: Any) -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    before = model.weight.detach().clone()
+    with averaged(model):
+        move(model)
+    torch.testing.assert_close(model.weight.detach(), before, check_dtype=False, rtol=0, atol=0)
 
 
 def test_weights_come_back_after_ctrl_c_at_any_moment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,9 +74,11 @@ class Average:
         self._boxes: dict[str, tuple[Tensor, ...]] = {}
         self._leaves: dict[str, Leaf] = {}
         self._parts: list[Part] = []
+        self._weights: dict[str, list[Tensor]] = {}
         self._found: list[tuple[nn.Parameter, tuple[int, bool]]] = []
-        self._held: tuple[list[Tensor], list[Tensor]] | None = None
-        """Weights, and their own values while the average is in their place."""
+        self._stepped: list[nn.Parameter] = []
+        self._held: dict[str, list[Tensor]] | None = None
+        """The weights' own values, while the average is in their place."""
 
     @property
     def is_swapped(self) -> bool:
@@ -119,44 +122,72 @@ class Average:
     @torch.no_grad()
     def put_in(self) -> None:
         """Put the average in the place of the weights. Collective."""
+        self.forget_weights()  # a strategy takes over edited weights when it is asked for them
         self._find()
-        averages: list[Tensor] = []
-        weights: list[Tensor] = []
-        for part, steps in zip(self._parts, self.steps, strict=False):
-            if steps > self.config.update_after:
-                lists = part.lists()
-                averages += lists[0]
-                weights += lists[1]
-        self._held = weights, [weight.clone() for weight in weights]
-        _copy(averages, weights)
+        begun = [
+            part
+            for part, steps in zip(self._parts, self.steps, strict=False)
+            if steps > self.config.update_after
+        ]
+        names = {name for part in begun for name in part.names & self._weights.keys()}
+        self._held = {name: [weight.clone() for weight in self._weights[name]] for name in names}
+        for part in begun:
+            _copy(*part.lists())
         self.unit.hooks.state_loaded(self.unit)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the weights their own values back. Collective."""
-        weights, own = self._held or ([], [])
-        _copy(own, weights)
+        """Give the weights their own values back, also where they moved meanwhile. Collective."""
+        held = self._held or {}
+        self._find()
+        for name, own in held.items():
+            _copy(own, self._weights[name])
         self.unit.hooks.state_loaded(self.unit)
         self._held = None
 
     # -- the tensors -----------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """Pair averages with weights, again where some have moved or were unfrozen."""
-        if self._found and all(_place(parameter) == place for parameter, place in self._found):
-            return
+        """Pair averages with weights, again where some have moved, were unfrozen or are new."""
         unit = self.unit
+        stepped = _stepped(unit)
+        if (
+            self._found
+            and len(stepped) == len(self._stepped)
+            and all(map(is_, stepped, self._stepped))
+            and all(_place(parameter) == place for parameter, place in self._found)
+        ):
+            return
         named = unit.named_parameters()
         trained = {name for name, parameter in named.items() if parameter.requires_grad} | self._boxes.keys()
         parts = [Part(names & trained) for names in self._names()]
-        self._leaves = {}
-        for name, leaf in unit.hooks.model_state(unit).items():
+        self._leaves, self._weights = {}, {}
+        state = unit.hooks.model_state(unit)
+        self._check({name for part in parts for name in part.names}, state)
+        for name, leaf in state.items():
             for part in parts:
                 if name in part.names:
                     self._add(part, name, leaf)
-        self._parts = parts
+        self._parts, self._stepped = parts, stepped
         self._found = [(parameter, _place(parameter)) for parameter in named.values()]
+
+    def _check(self, names: set[str], state: Mapping[str, Leaf]) -> None:
+        """Raise if weights to be averaged are not there, or are there as copies."""
+        apart = sorted(names & self.unit.named_parameters().keys() - state.keys())
+        if apart:
+            raise AccelError(
+                f"ema: {apart[0]} of unit {self.unit.name!r} is trained, and held as several tensors"
+                " (quantised, say), of which there is no average\nfreeze it, or leave out the extension ema"
+            )
+        again = {} if self._boxes else self.unit.hooks.model_state(self.unit)
+        for name in sorted(names & again.keys()):
+            pairs = zip(state[name].shards, again[name].shards, strict=True)
+            if any(one.data_ptr() != other.data_ptr() for (_, one), (_, other) in pairs):
+                raise AccelError(
+                    f"ema: the strategy offers copies of {name}, and an average of them follows no step\n"
+                    "leave out the extension ema, or take another strategy"
+                )
 
     def _names(self) -> list[set[str]]:
         """Return the names that each optimizer steps."""
@@ -175,7 +206,8 @@ class Average:
                     "save the state before, and load it after that"
                 )
             boxes = self._boxes[name] = tuple(self._begin(name, box) for _, box in leaf.shards)
-        for average, (_, weight) in zip(boxes, leaf.shards, strict=True):
+        self._weights[name] = [weight for _, weight in leaf.shards]
+        for average, weight in zip(boxes, self._weights[name], strict=True):
             part.add(average, weight)
         offsets = [offset for offset, _ in leaf.shards]
         self._leaves[name] = evolve(leaf, shards=tuple(zip(offsets, boxes, strict=True)))
@@ -195,6 +227,12 @@ class Average:
 def _copy(source: list[Tensor], target: list[Tensor]) -> None:
     if source:
         torch._foreach_copy_(target, source)
+
+
+def _stepped(unit: Unit) -> list[nn.Parameter]:
+    return [
+        each for optimizer in unit.optimizers for group in optimizer.param_groups for each in group["params"]
+    ]
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, bool]:

@@ -40,10 +40,13 @@ def averaged(*models: nn.Module) -> Iterator[None]:
         models: as given to `prepare`, or returned by it.
 
     Raises:
-        AccelError: a model belongs to no run with this extension, has no optimizer, or its average is in
-            place already. Inside: a forward with gradients, or an optimizer's step.
+        AccelError: no model is given, one belongs to no run with this extension or to several, has no
+            optimizer, or its average is in place already. Inside: a forward with gradients, or an optimizer's
+            step.
         CheckpointError: inside: the state is saved or loaded.
     """
+    if not models:
+        raise AccelError("averaged() without a model puts no average in place\nname it: averaged(model)")
     averages = dict.fromkeys(_average_of(model) for model in models)
     with ExitStack() as stack:
         for average in averages:
@@ -53,10 +56,14 @@ def averaged(*models: nn.Module) -> Iterator[None]:
 
 def _average_of(model: nn.Module) -> Average:
     units = [(plugin, unit) for plugin in _live if (unit := plugin.run.unit_of_model(model)) is not None]
-    for plugin, unit in units:
-        if unit.optimizers:
-            return plugin.average_of(unit)
-    if units:
+    trained = [(plugin, unit) for plugin, unit in units if unit.optimizers]
+    if len(trained) == 1:
+        ((plugin, unit),) = trained
+        return plugin.average_of(unit)
+    if trained:
+        problem = f"is trained by {len(trained)} Accelerators, each with an average of its own"
+        remedy = "call free_memory() of those that have ended"
+    elif units:
         problem, remedy = "has no optimizer, so nothing is averaged", "prepare it together with its optimizer"
     else:
         problem = "was not prepared by an Accelerator with the extension ema"
@@ -112,6 +119,11 @@ class MovingAverages:
             for name, value in given.items()
             if value > 1
         ]
+        if given["decay"] < given["min_decay"] <= 1:
+            reasons.append(
+                f"ema.min_decay is {given['min_decay']:g}, above ema.decay, {given['decay']:g}, which it"
+                " would replace\nset it to decay or less"
+            )
         if not self.config.inv_gamma:
             reasons.append("ema.inv_gamma is 0, and the number of updates is divided by it\nset it above 0")
         return reasons
@@ -178,7 +190,9 @@ class MovingAverages:
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         if "steps" in entries:
             steps: Any = entries["steps"].value
-            self.average_of(unit).steps = [*steps]
+            optimizers = len(unit.optimizers)
+            same = len(steps) == optimizers
+            self.average_of(unit).steps = [*steps] if same else [max(steps, default=0)] * optimizers
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
