@@ -138,7 +138,7 @@ class Average:
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the weights their own values back, also where they moved meanwhile. Collective."""
+        """Give weights their own values back, moved or not. Collective."""
         held = self._held or {}
         self._find()
         for name, own in held.items():
@@ -149,7 +149,7 @@ class Average:
     # -- the tensors -----------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """Pair averages with weights, again where some have moved, were unfrozen or are new."""
+        """Pair averages with weights; again if some moved, were unfrozen, are new."""
         unit = self.unit
         stepped = _stepped(unit)
         if (
