@@ -9,10 +9,10 @@ from torch.utils.data import TensorDataset
 
 def network(seed: int = 0, noise: float = 0.0, larger: bool = False) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
-    width = 64 if larger else 16
     dropout = [nn.Dropout(noise)] if noise else []
+    more = [nn.Linear(16, 16)] if larger else []
     model = nn.Sequential(
-        nn.Linear(16, width), nn.LayerNorm(width), nn.Tanh(), *dropout, nn.Linear(width, 16)
+        nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), *dropout, nn.Linear(16, 16), *more
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -76,13 +76,14 @@ def moved(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def placed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare a model, and compare parameters, buffers, gradients, tied weights."""
     accelerator = make(arguments)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+    # 16 features, which precisions that multiply by blocks can multiply too.
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 16, bias=False))
     model[2].weight = model[0].weight
     frozen = model[1].weight
     frozen.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(prepared(torch.ones(2, 4, device=accelerator.device)).float().pow(2).sum())
+    accelerator.backward(prepared(torch.ones(2, 16, device=accelerator.device)).float().pow(2).sum())
     inner: Any = accelerator.unwrap_model(prepared)
     tensors = [
         *inner.parameters(),

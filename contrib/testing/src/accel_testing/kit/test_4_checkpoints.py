@@ -124,6 +124,7 @@ def test_replicas_are_equal(run: Run, world: int) -> None:
 def test_what_does_not_fit_is_refused_and_nothing_touched(run: Run, resumed: Resumed, own: Scenario) -> None:
     resumed.original(own)
     for said, lacking, touched in run(tasks.misfit, resumed._folder, str(own), world=own.world):
+        assert lacking, "the larger network has no weights that the other lacks by name"
         missing = said.partition("missing in the checkpoint: ")[2]
         assert any(f"unit0: model/{name}" in missing for name in lacking), said
         assert not touched
