@@ -11,9 +11,7 @@ def network(seed: int = 0, noise: float = 0.0, larger: bool = False) -> nn.Seque
     generator = torch.Generator().manual_seed(seed)
     dropout = [nn.Dropout(noise)] if noise else []
     more = [nn.Linear(16, 16)] if larger else []
-    model = nn.Sequential(
-        nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), *dropout, nn.Linear(16, 16), *more
-    )
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh(), *dropout, nn.Linear(16, 16), *more)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
