@@ -1,0 +1,38 @@
+"""Calls that Accelerate answers in a way of its own: lengths, lists and wrong arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def test_a_loader_that_skips_is_as_long_after_an_epoch_as_before():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(list(range(16)), batch_size=4))
+    shorter = accelerator.skip_first_batches(loader, 1)
+    assert [len(shorter), len(list(shorter)), len(shorter)] == [3, 3, 3]
+
+
+def test_a_device_placement_for_each_object_is_asked_for():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="a list with 2 elements"):
+        Accelerator(cpu=True).prepare(model, optimizer, device_placement=[True])
+
+
+def test_models_to_accumulate_may_be_a_list():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate([model]):
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, True, False, True]
+
+
+def test_a_deepspeed_plugin_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="`deepspeed_plugin` must be a DeepSpeedPlugin"):
+        Accelerator(cpu=True, deepspeed_plugin=3)
