@@ -7,7 +7,9 @@ whose weights are stand-ins without values: sharded weights need not be gathered
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy as shallow
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +48,7 @@ class _StandIn(nn.Parameter):
     """A weight without values."""
 
     canonical: str
+    outline: tuple[torch.Size, torch.dtype]
 
     def detach(self) -> _StandIn:
         return self
@@ -66,6 +69,11 @@ def module_state(unit: Unit, number: int) -> ModuleState:
     assert found.names is not None
     for key, value in told.items():
         name = value.canonical if isinstance(value, _StandIn) else key
+        if isinstance(value, _StandIn) and value.outline != (value.shape, value.dtype):
+            raise CheckpointError(
+                f"{type(model).__qualname__}.state_dict() brings {key!r} into another layout, in which it is"
+                " stored\ncall the model's own state_dict() before, which leaves the weights so"
+            )
         # Extra state goes back by set_extra_state, which a name of a weight does not.
         if name in found.names and key.rpartition(".")[2] != "_extra_state":
             found.names[name].append(key)
@@ -113,7 +121,8 @@ def restore_extra(unit: Unit, number: int, extra: Mapping[str, Any]) -> None:
         for key, value in extra.items()
     }
     if type(model).load_state_dict is not nn.Module.load_state_dict:
-        model.load_state_dict(values, strict=False)
+        told = model.load_state_dict(values, strict=False)
+        _require_taken(model, getattr(told, "unexpected_keys", ()), values, here)
         return
     names = {module: name.removeprefix(prefix) for name, module in _modules(unit, number).items()}
     by_module: dict[nn.Module, dict[str, Any]] = {}
@@ -129,8 +138,32 @@ def restore_extra(unit: Unit, number: int, extra: Mapping[str, Any]) -> None:
         if errors:
             about = f"{name or type(model).__qualname__}: {'; '.join(errors)}"
             raise CheckpointError(f"{about}\nbuild the model as it was when it was saved")
-        if unexpected:
-            logger.warning("%s takes no notice of its %s", type(module).__qualname__, ", ".join(unexpected))
+        _require_taken(module, unexpected, values, here)
+
+
+def _require_taken(
+    module: nn.Module, ignored: Sequence[str], values: Mapping[str, Any], here: Mapping[str, Any]
+) -> None:
+    """Raise if a module takes no notice of tensors, and has others itself."""
+    kind = type(module).__qualname__
+    differ = [key for key in ignored if not _same(values[key], here.get(key))]
+    if tensors := [key for key in differ if isinstance(values[key], Tensor)]:
+        raise CheckpointError(
+            f"{kind} takes no notice of its {', '.join(tensors)}, and has other values\n"
+            "build the model with the values that were saved, or take the plugin that restores them"
+        )
+    if differ:
+        logger.warning("%s takes no notice of its %s", kind, ", ".join(differ))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        alike = isinstance(other, Tensor) and one.dtype == other.dtype
+        return alike and torch.equal(one, other)
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # of several values, such as an array's
+        return False
 
 
 def _has_own_state_dict(module: nn.Module) -> bool:
@@ -175,6 +208,10 @@ def _copy_without_weights(unit: Unit, number: int, module: nn.Module, name: str)
             key: None if tensor is None else _stand_in(unit, number, here + key, tensor)
             for key, tensor in module.__dict__[tensors].items()
         }
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            for key, stand in stands.items():  # for what it tells of weights may be in their attributes
+                if stand is not None:
+                    vars(stand).update(_attributes(module.__dict__[tensors][key]) | vars(stand))
         copy.__dict__[tensors] = stands
     for hooks in ("_state_dict_hooks", "_state_dict_pre_hooks"):
         mine = {key: hook for key, hook in module.__dict__[hooks].items() if not _is_torchs(hook)}
@@ -191,5 +228,15 @@ def _stand_in(unit: Unit, number: int, name: str, tensor: Tensor) -> _StandIn:
         require_plain(f"{name} of unit {unit.name!r}", tensor)
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     stand: _StandIn = torch.Tensor._make_subclass(_StandIn, like, False)
+    stand.outline = tensor.shape, tensor.dtype
     stand.canonical = unit.qualify(number, name).removeprefix(unit.qualify(number, ""))
     return stand
+
+
+def _attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes, such that the tensor's own are not changed."""
+    own = dict(vars(tensor))
+    for key, value in vars(tensor).items():
+        with suppress(TypeError):  # a handle, such as of a process group
+            own[key] = value if isinstance(value, Tensor) else shallow(value)
+    return own

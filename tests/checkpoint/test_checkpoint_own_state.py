@@ -127,6 +127,65 @@ def test_weights_go_out_under_the_names_that_a_hook_gives_them(accelerator, tmp_
     assert torch.equal(model[0].weight, before)
 
 
+class Scaled(nn.Parameter):
+    """Keeps its scale in an attribute, as quantised weights of some libraries do."""
+
+    scale: torch.Tensor
+
+
+class Scaling(nn.Linear):
+    """Tells of its weight's scale, which nothing takes back."""
+
+    def __init__(self, scale):
+        super().__init__(2, 2, False)
+        self.weight = Scaled(self.weight.detach())
+        self.weight.scale = torch.full((3,), scale)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = self.weight.scale
+
+
+def test_what_a_weight_keeps_in_attributes_is_stored(accelerator, tmp_path):
+    model = accelerator.prepare(nn.Sequential(Scaling(2.0)))
+    accelerator.save_model(model, tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == model.state_dict().keys()
+    assert torch.equal(exported["0.weight.scale"], torch.full((3,), 2.0))
+
+
+def test_what_no_module_takes_back_is_refused_unless_it_is_the_same(accelerator, tmp_path):
+    model = accelerator.prepare(nn.Sequential(Scaling(2.0)))
+    expected = model[0].weight.detach().clone()
+    accelerator.save_state(tmp_path / "ck")
+    nn.init.zeros_(model[0].weight)
+    accelerator.load_state(tmp_path / "ck")
+    assert torch.equal(model[0].weight, expected)
+    second = Accelerator(device="cpu")
+    other = second.prepare(nn.Sequential(Scaling(5.0)))
+    before = other[0].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"Scaling takes no notice of its 0\.weight\.scale"):
+        second.load_state(tmp_path / "ck")
+    assert torch.equal(other[0].weight, before)
+    second.end_training()
+
+
+class Packing(nn.Linear):
+    """Lets its weight lie in another layout until somebody asks for its state."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self.weight.data = self.weight.data.reshape(-1, 1)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def test_a_weight_in_another_layout_than_the_stored_one_is_refused_by_name(accelerator, tmp_path):
+    model = accelerator.prepare(nn.Sequential(Packing(2, 2, False)))
+    with pytest.raises(CheckpointError, match=r"'0\.weight' into another layout[^\n]*\ncall the model's own"):
+        accelerator.save_state(tmp_path / "ck")
+    model.state_dict()
+    accelerator.save_state(tmp_path / "ck")
+
+
 class Computing(nn.Linear):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

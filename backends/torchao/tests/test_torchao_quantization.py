@@ -91,6 +91,37 @@ def test_another_scheme_is_refused_and_nothing_touched(tmp_path: Path) -> None:
     again.end_training()
 
 
+def test_files_that_do_not_fit_are_refused_by_name_and_nothing_touched(tmp_path: Path) -> None:
+    run = Accelerator(device="cpu")
+    net = run.prepare(quantize(model(), "int8"))
+    run.save_model(net, tmp_path, safe_serialization=False, max_shard_size="4KB")
+    run.end_training()
+    other = model()
+    nn.init.zeros_(other.first.weight)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    first, *_ = sorted(tmp_path.glob("*.bin"))
+    content = first.read_bytes()
+    first.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=f"{first.name} cannot be read"):
+        load_quantized(other, tmp_path)
+    first.unlink()
+    with pytest.raises(CheckpointError, match="does not fit this Model: the files lack "):
+        load_quantized(other, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+def test_buffers_without_values_are_refused_by_name(tmp_path: Path) -> None:
+    run = Accelerator(device="cpu")
+    net = run.prepare(quantize(model(), "int8"))
+    run.save_model(net, tmp_path, safe_serialization=False)
+    run.end_training()
+    with torch.device("meta"):
+        other = Model()
+        other.register_buffer("steps", torch.ones(2), persistent=False)
+    with pytest.raises(CheckpointError, match="steps is on the meta device, and no checkpoint has it"):
+        load_quantized(other, tmp_path)
+
+
 def test_safetensors_are_refused_with_the_remedy(tmp_path: Path) -> None:
     run, net, _ = stepped(Adapted("int8"))
     with pytest.raises(CheckpointError, match=r"is a Int8Tensor.*\nsave with safe_serialization=False"):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from accel_big_models import empty_weights, load, plan, weights_of
 from accel_big_models.planning import plan_from_map
-from accel_core import Accelerator, CheckpointError
+from accel_core import Accelerator, CheckpointError, ConfigError
 
 
 def empty() -> Model:
@@ -98,6 +98,13 @@ def test_progress_ends_with_all_bytes(tmp_path):
 
 def unchanged(target, before):
     return all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+def test_a_device_that_is_not_here_is_named_before_anything_changes(tmp_path):
+    target = empty()
+    with pytest.raises(ConfigError, match=r"parts on cuda:63, which cannot be used here.*\nname devices"):
+        load(target, shards(tmp_path / "c", model()), plan_from_map(target, {"": "cuda:63"}))
+    assert all(each.is_meta for each in target.parameters())
 
 
 def test_a_cut_shard_is_named_and_the_model_stays_as_it_was(tmp_path):

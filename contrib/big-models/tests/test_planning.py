@@ -108,7 +108,8 @@ def test_a_device_map_may_divide_a_block():
 
 
 @pytest.mark.parametrize(
-    ("places", "name"), [({"blocks": "cpu"}, "frequencies"), ({"": "cpu", "blok": "cpu"}, "blok")]
+    ("places", "name"),
+    [({"blocks": "cpu"}, "frequencies"), ({"": "cpu", "blok": "cpu"}, "blok"), ({"": None}, "place None")],
 )
 def test_a_map_with_gaps_or_unknown_names_is_an_error(places, name):
     with pytest.raises(ConfigError, match=name):

@@ -162,6 +162,31 @@ def test_the_extension_keeps_models_of_other_loaders_whole(tmp_path: Path, kind:
     run.end_training()
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_without_the_extension_scales_are_stored_too(tmp_path: Path, kind: str) -> None:
+    run, net = prepared(foreign(kind))
+    expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    run.save_model(net, tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
+    run.save_state(tmp_path / "state")
+    run.load_state(tmp_path / "state")
+    run.end_training()
+
+
+def test_without_the_extension_scales_of_another_model_are_refused(tmp_path: Path) -> None:
+    run, _ = prepared(foreign("nf4"))
+    run.save_state(tmp_path / "state")
+    run.end_training()
+    run, net = prepared(foreign("nf4", 7))
+    before = net(ids()).detach()
+    with pytest.raises(CheckpointError, match=r"takes no notice of its blocks\.0\.up\.weight\.absmax"):
+        run.load_state(tmp_path / "state")
+    assert torch.equal(net(ids()), before)
+    run.end_training()
+
+
 def test_adopting_twice_changes_nothing() -> None:
     net = foreign("nf4")
     assert adopt(net) == QUANTISED

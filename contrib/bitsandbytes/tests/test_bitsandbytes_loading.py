@@ -178,6 +178,47 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path: 
     assert net.words.weight.is_meta
 
 
+def interrupted_at_the_third_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(100))
+
+    def interrupting(real: Any) -> Any:
+        def quantise(*args: Any, **options: Any) -> Any:
+            if next(count) == 2:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        return quantise
+
+    for name in ("quantize_4bit", "int8_vectorwise_quant"):
+        monkeypatch.setattr(bnb.functional, name, interrupting(getattr(bnb.functional, name)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp4"])
+def test_a_load_that_is_interrupted_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    saved(tmp_path)
+    interrupted_at_the_third_layer(monkeypatch)
+    net = empty()
+    before = {name: (id(each), each.dtype, each.device) for name, each in net.named_parameters()}
+    with pytest.raises(KeyboardInterrupt):
+        load_and_quantize_model(net, config(kind, torch_dtype=torch.float16), tmp_path)
+    assert {name: (id(each), each.dtype, each.device) for name, each in net.named_parameters()} == before
+    assert type(net.blocks[0].up) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp4"])
+def test_an_interrupted_quantisation_in_memory_leaves_each_layer_as_one_that_computes(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    interrupted_at_the_third_layer(monkeypatch)
+    net = model()
+    with pytest.raises(KeyboardInterrupt):
+        load_and_quantize_model(net, config(kind))
+    assert isinstance(net.blocks[0].up, Quantised)
+    assert net(ids()).isfinite().all()
+
+
 def test_weights_that_do_not_fit_into_the_kind_are_refused_by_name(tmp_path: Path) -> None:
     state = model().state_dict()
     state["blocks.1.up.weight"][3, 3] = 1e6  # float16 has no such number
@@ -203,6 +244,7 @@ def test_weights_that_do_not_fit_into_the_kind_are_refused_by_name(tmp_path: Pat
         ({"load_in_8bit": True, "llm_int8_threshold": "6"}, "a number"),
         ({"load_in_8bit": True, "skip_modules": "head"}, "a list of names"),
         ({"load_in_8bit": True, "torch_dtype": "half"}, "torch_dtype is 'half'"),
+        ({"load_in_4bit": True, "torch_dtype": torch.float64}, "torch_dtype is torch.float64\ngive one of"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(wrong: dict[str, Any], says: str) -> None:
@@ -221,6 +263,8 @@ def test_wrong_calls_say_what_to_do() -> None:
         load_and_quantize_model(empty(), config("int8"))
     with pytest.raises(ConfigError, match="give one of auto, sequential"):
         load_and_quantize_model(model(), config("int8"), device_map="balanced")
+    with pytest.raises(ConfigError, match="device_map is 0\nfor the whole model"):
+        load_and_quantize_model(model(), config("int8"), device_map=0)  # type: ignore[arg-type]
 
 
 def test_moved_and_copied_layers_keep_their_statistics() -> None:

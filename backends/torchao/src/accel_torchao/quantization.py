@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core import ConfigError, is_out_of_memory
+from accel_core import CheckpointError, ConfigError, is_out_of_memory
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
 
 __all__ = ["SCHEMES", "load_quantized", "quantize", "quantizer"]
@@ -96,10 +97,11 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
     """Load what `save_model` wrote into a model of the same class.
 
     Quantised weights come back as they were. The model need not be quantised; one on the meta device has
-    no other weights.
+    no other weights. An error leaves the model as it was.
 
     Raises:
         ConfigError: the folder has no `pytorch_model*.bin`.
+        CheckpointError: a file is damaged or missing, or is of another model.
     """
     files = sorted(Path(folder).glob("pytorch_model*.bin"))
     if not files:
@@ -110,7 +112,11 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
     _library()  # which tells torch.load what classes its tensors have
     state: dict[str, Tensor] = {}
     for file in files:
-        state.update(torch.load(file, weights_only=True))
+        try:
+            state.update(torch.load(file, weights_only=True))
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}\ncopy it again", path=str(file)) from error
+    _compare(model, state, folder)
     ties = _ties(model)
     model.load_state_dict(state, assign=True)  # which gives each name a parameter of its own
     for first, others in ties:
@@ -118,6 +124,31 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
             setattr(module, key, model.get_parameter(first))
     _freeze(model)
     return model
+
+
+def _compare(model: nn.Module, state: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
+    """Raise unless the model's names and shapes are those of the files."""
+    mine: dict[str, Any] = model.state_dict()
+    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    problems = [f"the files lack {name}" for name in mine if name not in state]
+    problems += [f"the model lacks {name}" for name in state if name not in mine]
+    problems += [
+        f"{name} has shape {list(state[name].shape)}, and the model's {list(tensor.shape)}"
+        for name, tensor in mine.items()
+        if isinstance(tensor, Tensor) and name in state and state[name].shape != tensor.shape
+    ]
+    problems += [
+        f"{name} is on the meta device, and no checkpoint has it"
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and id(buffer) not in kept
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"{os.fspath(folder)} does not fit this {type(model).__name__}: {'; '.join(problems[:8])}{more}\n"
+            "give all files of the model that was saved; accel_big_models.empty_weights() keeps buffers real",
+            path=os.fspath(folder),
+        )
 
 
 def _library() -> Any:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from accel_big_models.casting import layerwise_casting
     from accel_big_models.checkpoints import open_checkpoint
     from accel_big_models.config import DispatchedPlugin
+    from accel_big_models.converting import unchanged_on_error
     from accel_big_models.dispatching import dispatch, offload, undo
     from accel_big_models.empty import empty_weights
     from accel_big_models.loading import load
@@ -22,6 +23,7 @@ _PUBLIC: Final = {
     "casting": "layerwise_casting",
     "checkpoints": "open_checkpoint",
     "config": "DispatchedPlugin",
+    "converting": "unchanged_on_error",
     "dispatching": "dispatch offload undo",
     "empty": "empty_weights",
     "loading": "load",
@@ -43,6 +45,7 @@ __all__ = [
     "open_checkpoint",
     "plan",
     "plan_from_map",
+    "unchanged_on_error",
     "undo",
     "weights_of",
 ]

@@ -18,7 +18,7 @@ from accel_big_models.arranging import READERS
 from accel_big_models.blocks import Block, blocks_named, named_tensors
 from accel_big_models.plans import Plan
 from accel_big_models.sources import InMemory, values_of
-from accel_big_models.swapping import like
+from accel_big_models.swapping import like, takes
 from accel_big_models.tenants import Tenant, tenants_of
 from accel_core import ConfigError
 
@@ -30,8 +30,12 @@ Convert: TypeAlias = Callable[[str, nn.Module], nn.Module]
 
 @contextmanager
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Give the model its modules and tensors back if the context ends with an error."""
+    """Give the model its modules and tensors back if the context ends with an error.
+
+    Its parameters get their dtypes and values back where they lie as before.
+    """
     before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    data = [(each, each.data) for each in model.parameters() if takes(each, each.data)]
     try:
         yield
     except BaseException:
@@ -42,6 +46,9 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
             for table, entries in zip(_tables(module), contents, strict=True):
                 table.clear()
                 table.update(entries)
+        for parameter, values in data:
+            if takes(parameter, values):
+                parameter.data = values
         raise
 
 

@@ -134,7 +134,7 @@ def place_name(place: str | int | torch.device) -> str:
             kind = torch.accelerator.current_accelerator()
             place = torch.device(kind.type if kind else "cuda", int(str(place)))
         device = torch.device(place)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"place {place!r} is not a torch device: {str(error).splitlines()[0]}\n"
             "name devices as 'cuda:0' or 'xpu:1', or write 'cpu' or 'disk'"

@@ -10,7 +10,7 @@ from accel_big_models.blocks import Block, blocks_named
 from accel_big_models.planning import HOST
 from accel_big_models.plans import Plan
 from accel_big_models.sources import Source
-from accel_core import ConfigError
+from accel_core import ConfigError, is_out_of_memory
 
 __all__ = ["Tenant", "tenants_of"]
 
@@ -53,7 +53,8 @@ def tenants_of(model: nn.Module, plan: Plan) -> list[Tenant]:
     """Return the model's tensors with their places, each once.
 
     Raises:
-        ConfigError: the plan has no place for one, or parts that share one are on two devices.
+        ConfigError: the plan has no place for one, parts that share one are on two devices, or this process
+            has no such device.
     """
     tenants: dict[int, Tenant] = {}
     for block in blocks_named(model, {part.name for part in plan.places}):
@@ -74,4 +75,18 @@ def tenants_of(model: nn.Module, plan: Plan) -> list[Tenant]:
                 )
             tenant.names.append(name)
             tenant.blocks.append(block)
+    for device in {tenant.device for tenant in tenants.values()}:
+        _require(device)
     return list(tenants.values())
+
+
+def _require(device: torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"the plan has parts on {device}, which cannot be used here: {str(error).partition(chr(10))[0]}\n"
+            "name devices that this process sees, 'cpu' or 'disk'"
+        ) from error

@@ -10,7 +10,7 @@ from attrs import Attribute, field, frozen
 
 from accel_core import ConfigError
 
-__all__ = ["BnbQuantizationConfig"]
+__all__ = ["BnbQuantizationConfig", "require_dtype"]
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp32": torch.float32,
@@ -46,7 +46,6 @@ def _one_of(*choices: Any) -> Any:
 
 
 _IS_BOOL: Final = _is(bool, "True or False")
-_IS_DTYPE: Final = _is(torch.dtype, "a torch.dtype, or one of fp32, fp16 and bf16")
 
 
 @frozen(kw_only=True)
@@ -72,7 +71,7 @@ class BnbQuantizationConfig:
     load_in_4bit: bool = field(default=False, validator=_IS_BOOL)
     bnb_4bit_quant_type: str = field(default="fp4", validator=_one_of("fp4", "nf4"))
     bnb_4bit_use_double_quant: bool = field(default=False, validator=_IS_BOOL)
-    bnb_4bit_compute_dtype: Any = field(default="fp16", converter=_dtype, validator=_IS_DTYPE)
+    bnb_4bit_compute_dtype: Any = field(default="fp16", converter=_dtype)
     bnb_4bit_quant_storage: torch.dtype = field(default=torch.uint8, validator=_one_of(*_STORAGES))
     torch_dtype: Any = field(default=None, converter=_dtype)
     skip_modules: Sequence[str] | None = field(default=None, validator=_names)
@@ -90,4 +89,15 @@ class BnbQuantizationConfig:
         if self.torch_dtype is None:
             usual = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
             object.__setattr__(self, "torch_dtype", usual)
-        _IS_DTYPE(self, type(self).__attrs_attrs__.torch_dtype, self.torch_dtype)
+        require_dtype(self)
+
+
+def require_dtype(config: Any) -> None:
+    """Raise unless bitsandbytes quantises and multiplies in the dtypes of a config.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in ("torch_dtype", "bnb_4bit_compute_dtype"):
+        if (value := getattr(config, name)) not in _DTYPES.values():
+            raise ConfigError(f"{name} is {value!r}\ngive one of {', '.join(map(str, _DTYPES.values()))}")

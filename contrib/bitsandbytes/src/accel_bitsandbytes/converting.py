@@ -25,7 +25,6 @@ def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> 
         ConfigError: the weight has values that the quantised one cannot hold.
     """
     weight = layer.weight.detach().to(device, config.torch_dtype)
-    become(layer, config)
     made, scales = _in_8bit(weight) if config.load_in_8bit else _in_4bit(weight, config)
     if not bool(scales.float().isfinite().all()):
         raise ConfigError(
@@ -33,6 +32,7 @@ def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> 
             f" {torch.float16 if config.load_in_8bit else config.torch_dtype}\n"
             f"mend the checkpoint, or leave the layer as it is: skip_modules=[{name!r}, ...]"
         )
+    become(layer, config)
     if layer.bias is not None:
         layer.bias.data = layer.bias.data.to(device)
     layer.weight = made

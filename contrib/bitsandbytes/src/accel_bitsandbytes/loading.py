@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from accel_big_models import dispatch, load, open_checkpoint, undo
+from accel_big_models import dispatch, load, open_checkpoint, unchanged_on_error, undo
 from accel_bitsandbytes.choosing import Choice, choose
+from accel_bitsandbytes.config import require_dtype
 from accel_bitsandbytes.converting import cast, quantise, shell
 from accel_bitsandbytes.layers import Quantised
 from accel_bitsandbytes.parking import park
@@ -43,7 +45,8 @@ def load_and_quantize_model(
 
     Blocks are read, quantised and placed one by one: the peak is the result and one block. Layers change in
     place, so that ties, hooks, training mode and names stay. Quantised weights are frozen, other parameters
-    keep their `requires_grad`, and are in `torch_dtype`. `report(model)` says what was quantised.
+    keep their `requires_grad`, and are in `torch_dtype`. `report(model)` says what was quantised. An error
+    leaves the model as it was; one without `weights_location` may have some layers quantised by then.
 
     Args:
         model: on the meta device, as `accel_big_models.empty_weights` makes it, or with weights.
@@ -66,6 +69,7 @@ def load_and_quantize_model(
         CheckpointError: a file is damaged, or is of another model.
     """
     config = bnb_quantization_config
+    require_dtype(config)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if is_empty and weights_location is None:
         raise ConfigError(
@@ -77,11 +81,12 @@ def load_and_quantize_model(
     if found := quantised_names(sources):
         choice = parts_of(choice, model, config, found)
     made = planned(model, config, choice, device_map, no_split_module_classes, max_memory)
-    cast(model, config, choice)
     resident = _resident(made)
     if offload_folder is not None:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="accel-bitsandbytes-", dir=offload_folder) as folder:
+    whole = nullcontext() if weights_location is None else unchanged_on_error(model)
+    with whole, TemporaryDirectory(prefix="accel-bitsandbytes-", dir=offload_folder) as folder:
+        cast(model, config, choice)
         if found:
             for name, layer in choice.chosen.items():
                 shell(layer, config, {key: sources[f"{name}.{key}"] for key in found[name]})

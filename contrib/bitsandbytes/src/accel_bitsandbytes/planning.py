@@ -44,6 +44,8 @@ def planned(
         )
     if isinstance(device_map, str):
         made = plan(small, memory, whole=whole)
+    elif device_map is not None and not isinstance(device_map, Mapping):
+        raise ConfigError(f"device_map is {device_map!r}\nfor the whole model in one place, {{'': place}}")
     else:
         made = plan_from_map(small, {"": usual_device()} if device_map is None else device_map, whole=whole)
     for place in {str(made.device), *made.used} - {"disk"}:
