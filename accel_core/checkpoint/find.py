@@ -62,15 +62,26 @@ def find(
         except CheckpointError as error:
             if control.rank == 0:
                 logger.warning("passed over: %s", error)
-    if missing_ok and not names:
+    unmeasured = (
+        best
+        and not names
+        and any(
+            gather_from_all_ranks(control, "load_state: look", lambda: first and bool(series.candidates()))
+        )
+    )
+    if missing_ok and not names and not unmeasured:
         return None
     of_metric = f" with a value of {run.config.project.keep_best!r}" if best else ""
+    start = (
+        "to take the newest, load_state()"
+        if unmeasured
+        else "to start without one, load_state(missing_ok=True)"
+    )
     raise CheckpointError(
         f"none of the {len(names)} checkpoints in {series.folder} can be loaded, the log says why\n"
         "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
         if names
-        else f"there is no checkpoint{of_metric} in {series.folder}\n"
-        "to start without one, load_state(missing_ok=True)",
+        else f"there is no checkpoint{of_metric} in {series.folder}\n{start}",
         path=str(series.folder),
     )
 

@@ -53,7 +53,7 @@ def agreed_metrics(
 def _number(name: str, value: Any) -> float | str:
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"save_state: metric {name!r} is {value!r}, and not a number\ngive a number, or a tensor of one"
         ) from error

@@ -105,8 +105,12 @@ class CheckpointSeries:
         return [path.name for path, _ in found]
 
     def best_candidates(self) -> list[str]:
-        """Names of the checkpoints with the metric of `keep_best`, the best first."""
-        return [f"checkpoint_{number}" for number in self._best_first(map(number_in, self.candidates()))]
+        """Names of the checkpoints with the metric of `keep_best`, the best first.
+
+        Also those that led to this run, which has saved others since.
+        """
+        numbers = {*map(number_in, self.candidates()), *self.kept}
+        return [f"checkpoint_{number}" for number in self._best_first(numbers)]
 
     def _best_first(self, numbers: Iterable[int]) -> list[int]:
         found = {number: manifest_if_any(self.folder / f"checkpoint_{number}") for number in numbers}

@@ -227,11 +227,13 @@ def metric_and_mode(keep_best: str) -> tuple[str, bool]:
     Raises:
         ValueError: it is not a loss, and no mode says which value is the best.
     """
-    mode, _, name = keep_best.rpartition(":")
-    if mode not in ("min", "max", "") or not name or not (mode or name.endswith("loss")):
+    mode, _, name = keep_best.partition(":")
+    if mode not in ("min", "max"):
+        mode, name = "", keep_best
+    if not name or not (mode or name.endswith("loss")):
         raise ValueError(
             f"keep_best {keep_best!r} does not say which value is the best;"
-            f" write 'max:{name}' or 'min:{name}'"
+            f" write 'max:{name or 'NAME'}' or 'min:{name or 'NAME'}'"
         )
     return name, mode == "max"
 

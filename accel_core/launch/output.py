@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 from attrs import define, field
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
+from accel_core.errors import LaunchError
 from accel_core.launch.worker import LOGGED
 
 if TYPE_CHECKING:
@@ -39,9 +42,15 @@ class WorkerLogs(DefaultLogsSpecs):
         if job.log_dir is None and job.tee == "none":
             return places
         folder = Path(job.log_dir or self._notes)
-        folder.mkdir(parents=True, exist_ok=True)
         ranks = {local: int(variables["RANK"]) for local, variables in envs.items()}
-        attempt = _free_attempt(folder, ranks.values())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            attempt = _new_attempt(folder, ranks.values())
+        except OSError as error:
+            raise LaunchError(
+                f"launch.log_dir: the files of the workers cannot be made: {error}\n"
+                "give a folder that this user may write, on a disk with room"
+            ) from error
         files = []
         for local, rank in ranks.items():
             if job.log_dir is not None:
@@ -65,10 +74,20 @@ def _file(folder: Path, rank: int, attempt: int, ending: str) -> Path:
     return folder / f"rank-{rank:05d}.attempt-{attempt}.{ending}"
 
 
-def _free_attempt(folder: Path, ranks: Any) -> int:
-    """Return the number after all attempts of these ranks, in earlier jobs too."""
-    taken = [path.name for rank in ranks for path in folder.glob(f"rank-{rank:05d}.attempt-*.out")]
-    return max((int(name.split(".")[1].removeprefix("attempt-")) for name in taken), default=-1) + 1
+def _new_attempt(folder: Path, ranks: Collection[int]) -> int:
+    """Return the number after all attempts of these ranks, in other jobs too.
+
+    Makes its files, so that a job which starts at the same time takes another.
+    """
+    while True:
+        taken = [path.name for rank in ranks for path in folder.glob(f"rank-{rank:05d}.attempt-*.out")]
+        attempt = max((int(name.split(".")[1].removeprefix("attempt-")) for name in taken), default=-1) + 1
+        try:
+            for rank in ranks:
+                _file(folder, rank, attempt, "out").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return attempt
 
 
 @define
@@ -90,12 +109,30 @@ class _Followed:
         except FileNotFoundError:  # its worker has not started
             return
         self._position += len(read)
-        *lines, self._rest = (self._rest + read).split(b"\n")
+        *lines, rest = (self._rest + read).split(b"\n")
+        self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]  # of a bar, what a terminal would show
         if whole and self._rest:
             lines, self._rest = [*lines, self._rest], b""
         stream: TextIO = sys.stdout if self.ending == "out" else sys.stderr
-        stream.writelines(f"{self.tag}{line.decode(errors='replace')}\n" for line in lines)
-        stream.flush()
+        try:
+            stream.writelines(f"{self.tag}{_shown(line)}\n" for line in lines)
+            stream.flush()
+        except OSError as error:  # nobody reads the pipe, the disk is full: the workers go on
+            _give_up(stream, error)
+
+
+def _shown(line: bytes) -> str:
+    """Return what a terminal would show of a line."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+def _give_up(stream: TextIO, error: OSError) -> None:
+    """Print nothing more there, not at exit either, and say so."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with suppress(OSError):
+        sys.stderr.write(f"accel: output of the workers is printed no more: {error}\n")
+        sys.stderr.flush()
 
 
 class _Follower(threading.Thread):

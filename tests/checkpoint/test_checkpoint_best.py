@@ -87,6 +87,15 @@ def test_the_best_is_loaded(job):
     assert job(total_limit=2).load(best=True) == 1
 
 
+def test_the_best_may_be_of_the_run_that_led_to_this_one(job):
+    saved(job(), 0.7, 0.3, 0.9)
+    resumed = job()
+    resumed.load()
+    saved(resumed, 0.8)
+
+    assert resumed.load(best=True) == 1
+
+
 def test_a_missing_metric_is_an_error_that_names_it(job, tmp_path):
     with pytest.raises(CheckpointError, match=r"'val_loss', which is not among the metrics \(accuracy\)"):
         job().accelerator.save_state(metrics={"accuracy": 0.5})
@@ -94,9 +103,10 @@ def test_a_missing_metric_is_an_error_that_names_it(job, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_is_not_a_number_is_refused(job):
-    with pytest.raises(CheckpointError, match="metric 'val_loss' is 'low', and not a number"):
-        job().accelerator.save_state(metrics={"val_loss": "low"})
+@pytest.mark.parametrize("value", ["low", 10**400, torch.zeros(2)], ids=["text", "huge", "two"])
+def test_what_is_not_a_number_is_refused(job, value):
+    with pytest.raises(CheckpointError, match="metric 'val_loss' is .*, and not a number"):
+        job().accelerator.save_state(metrics={"val_loss": value})
 
 
 def test_a_name_of_ones_own_needs_no_metric(job, tmp_path):
@@ -131,6 +141,23 @@ def test_no_checkpoint_with_the_metric_is_an_error_that_names_it(job):
 
     with pytest.raises(CheckpointError, match="there is no checkpoint with a value of 'val_loss' in "):
         job().accelerator.load_state(best=True)
+
+
+def test_missing_ok_does_not_begin_anew_beside_checkpoints_that_nothing_measured(job):
+    job(keep_best=None).save(1.0)
+
+    with pytest.raises(CheckpointError, match=r"a value of 'val_loss' in .*\nto take the newest, load_state"):
+        job().accelerator.load_state(best=True, missing_ok=True)
+
+
+def test_missing_ok_begins_anew_where_there_is_none(job):
+    assert job().accelerator.load_state(best=True, missing_ok=True) is None
+
+
+def test_a_name_may_have_a_colon(job, tmp_path):
+    saved(job("max:top:1"), 0.7, 0.9, 0.3, name="top:1")
+
+    assert left(tmp_path) == [1, 2]
 
 
 def test_list_shows_the_metrics(job, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from accel_command import accel
 
 from accel_core.contract.job import Job
 from accel_core.launch.launcher import TorchrunLauncher
-from accel_core.launch.output import _Followed
+from accel_core.launch.output import _Followed, _new_attempt
 
 SCRIPT = """\
 import os, sys, time
@@ -137,3 +139,43 @@ def test_a_line_is_printed_when_it_is_whole(tmp_path, capsys):
         assert capsys.readouterr().out == printed
     followed.copy(whole=True)
     assert capsys.readouterr().out == "[rank 7] rest\n"
+
+
+def test_of_a_bar_the_terminal_gets_what_it_would_show(tmp_path, capsys):
+    followed = _Followed(tmp_path / "file", "[rank 0] ", "out")
+    for text in ("10%\r20", "%\r", "done\r\n"):
+        with Path(tmp_path / "file").open("a", newline="") as file:
+            file.write(text)
+        followed.copy(whole=False)
+
+    assert capsys.readouterr().out == "[rank 0] done\n"
+
+
+def test_a_terminal_that_is_gone_costs_its_lines_and_not_the_job(tmp_path, capsys, monkeypatch):
+    followed = _Followed(tmp_path / "file", "[rank 0] ", "out")
+    (tmp_path / "file").write_text("one\ntwo\n")
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        followed.copy(whole=True)
+        (tmp_path / "file").write_text("one\ntwo\nthree\n")
+        followed.copy(whole=True)
+
+    told = "accel: output of the workers is printed no more: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == told
+
+
+def test_jobs_that_start_together_write_files_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: _new_attempt(tmp_path, [0, 1]), range(24)))
+
+    assert sorted(found) == list(range(24))
+
+
+def test_a_folder_that_cannot_be_made_is_named(launch, tmp_path):
+    (tmp_path / "logs").write_text("")
+
+    ended = launch(SCRIPT, "--log-dir", "logs")
+
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") < 4
+    assert "launch.log_dir: the files of the workers cannot be made: [Errno 17] File exists" in ended.stderr
