@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -13,10 +14,12 @@ from html.parser import HTMLParser
 import inspect_jobs as jobs
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from click.testing import CliRunner
 
 from accel_core import CheckpointContents, whole
+from accel_core.checkpoint.files import write_file
+from accel_core.checkpoint.manifest import MANIFEST, manifest_of, read_manifest, write_manifest
 from accel_core.cli import accel
 from accel_testing import run_processes
 
@@ -223,6 +226,73 @@ def test_what_cannot_be_compared_has_an_exit_status_of_its_own(runs, tmp_path):
 
     assert ended.exit_code == 2
     assert "is not a checkpoint" in ended.stderr
+
+
+def test_damage_is_no_difference(runs, tmp_path):
+    shutil.copytree(runs / "one" / "step3", tmp_path / "damaged")
+    data = tmp_path / "damaged" / "rank-00000.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 0x40
+    data.write_bytes(content)
+
+    ended = command("diff", runs / "one" / "step3", tmp_path / "damaged")
+
+    assert ended.exit_code == 2
+    assert f"{data} is damaged: block 0 is not what was written" in ended.stderr
+
+
+def test_an_index_that_no_save_writes_is_no_difference(runs, tmp_path):
+    shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
+    index = tmp_path / "forged" / "rank-00000.json"
+    forge(index, lambda told: told["tensors"]["unit0"]["model/layers.0.weight"].pop("shape"))
+
+    ended = command("diff", runs / "one" / "step3", tmp_path / "forged")
+
+    assert ended.exit_code == 2
+    assert "accel: this cannot be understood: KeyError('shape')" in ended.stderr
+
+
+def forge(file, change):
+    """Change a JSON file of a checkpoint, and what the manifest says of it."""
+    told, manifest = json.loads(file.read_bytes()), read_manifest(file.parent).members
+    change(told)
+    file.unlink()
+    record, _ = write_file(file, [json.dumps(told).encode()])
+    members = {**manifest, "files": {**manifest["files"], file.name: asdict(record)}}
+    members.pop("checksum")
+    (file.parent / MANIFEST).unlink()
+    write_manifest(file.parent, manifest_of(members))
+
+
+def test_a_reader_that_has_read_enough_does_not_change_the_exit_status(runs):
+    words = [sys.executable, "-m", "accel_core", "checkpoint", "diff"]
+    folders = runs / "one" / "step2", runs / "one" / "step3"
+    with subprocess.Popen([*words, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ended:
+        ended.stdout.close()
+        told = ended.stderr.read()
+
+    assert (ended.returncode, told) == (1, b"")
+
+
+def test_what_moves_the_cursor_in_a_name_is_printed_as_escapes(changed):
+    def rename(contents):
+        contents.leaves["unit0", "model/\x1b[2J\nno difference"] = whole(torch.ones(2))
+
+    first, other = changed(rename)
+
+    for ended in (command("diff", first, other), command("show", other)):
+        assert "\\x1b[2J\\nno difference" in ended.stdout
+        assert "\x1b" not in ended.stdout
+
+
+def test_the_text_for_what_is_absent_is_a_value(changed):
+    def register(contents):
+        contents.state["registered"] = [{"class": "Mine", "state": {"note": "(absent)"}}]
+
+    first, other = changed(register)
+    code, found = diff(first, other)
+
+    assert (code, paths(found, "registered")) == (1, {""})
 
 
 class Page(HTMLParser):

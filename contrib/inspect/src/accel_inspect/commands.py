@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,28 @@ def _failing_with(code: int, call: Callable[[], int]) -> int:
     """Return what `call` returns; an error is printed, and is this code."""
     try:
         return call()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (AccelError, OSError) as error:
         click.echo(f"accel: {error}", err=True)
-        return code
+    except Exception as error:  # a file says what no save writes: status 1 would be a result
+        click.echo(f"accel: this cannot be understood: {error!r}\nrun `accel checkpoint verify`", err=True)
+    return code
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print lines, what would move the cursor in names as escapes.
+
+    A reader that has read enough, such as `head`, is no error.
+    """
+    text = "\n".join(
+        "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
+        for line in lines
+    )
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.command()
@@ -69,8 +90,8 @@ def diff(
         opened = CheckpointFiles.open(a), CheckpointFiles.open(b)
         found = compare(*opened, only=only, tolerance=Tolerance(rtol, atol))
         if html is not None:
-            html.write_text(page(found), encoding="utf-8")
-        click.echo(json.dumps(as_plain(found), indent=1) if as_json else "\n".join(lines(found)))
+            html.write_text(page(found), encoding="utf-8", errors="backslashreplace")
+        _print(json.dumps(as_plain(found), indent=1).split("\n") if as_json else lines(found))
         return _DIFFERENT if found.differs else 0
 
     sys.exit(_failing_with(_ERROR, call))
@@ -85,7 +106,7 @@ def show(folder: Path, as_json: bool) -> None:
 
     def call() -> int:
         opened = CheckpointFiles.open(folder)
-        click.echo(json.dumps(as_rows(opened), indent=1) if as_json else "\n".join(lines(opened)))
+        _print(json.dumps(as_rows(opened), indent=1).split("\n") if as_json else lines(opened))
         return 0
 
     sys.exit(_failing_with(_ERROR, call))

@@ -15,7 +15,8 @@ from accel_inspect.tensors import Key, StoredTensor, inline, tensors_of
 
 __all__ = ["ABSENT", "Comparison", "TensorPair", "ValuePair", "compare"]
 
-ABSENT: Final = "(absent)"
+ABSENT: Final = object()
+"""In place of a value, on a side without it; like no value."""
 
 
 @frozen
@@ -93,7 +94,7 @@ def compare(
     """Compare two opened checkpoints of any stacks, in these or all sections.
 
     Raises:
-        CheckpointError: files of a node are not here, or cannot be read.
+        CheckpointError: files of a node are not here, are damaged, or cannot be read.
     """
     for each in (a, b):
         if each.absent:
@@ -112,6 +113,9 @@ def compare(
         if section == "model":
             one, other = {**one, "ties": ties[0]}, {**other, "ties": ties[1]}
         found.values += [ValuePair(section, *each) for each in comparer.values("", one, other)]
+    if any(each.difference for each in (*found.tensors, *found.values)):
+        for opened in (a, b):  # what damage has changed is no difference
+            opened.verify(0, 1)
     return found
 
 

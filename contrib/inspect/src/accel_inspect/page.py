@@ -99,7 +99,7 @@ def _split(name: str) -> tuple[str, str]:
 
 def _in_order(layer: str) -> list[tuple[bool, int, str]]:
     """Sort numbers as numbers."""
-    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in layer.split(".")]
+    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in layer.split(".")]
 
 
 def _cell(pair: TensorPair | None) -> str:

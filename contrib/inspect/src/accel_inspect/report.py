@@ -35,7 +35,8 @@ def lines(found: Comparison) -> Iterator[str]:
             continue
         count = f": {len(differing)} of {len(pairs)} tensors differ" if pairs else ""
         note = "" if section in found.decisive else " (told only: does not change the exit status)"
-        yield f"\n{section}{count}{note}"
+        yield ""
+        yield f"{section}{count}{note}"
         width = max((len(f"{pair.key[0]}  {pair.name}") for pair in differing), default=0)
         for pair in differing:
             name = f"{pair.key[0]}  {pair.name}"
@@ -91,7 +92,7 @@ def _change(value: ValuePair) -> str:
 
 def _shown(value: Any) -> str:
     if value is ABSENT:
-        return ABSENT
+        return "(absent)"
     text = json.dumps(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
 

@@ -78,12 +78,19 @@ def _model(told: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _optimizer(told: list[Mapping[str, Any]]) -> dict[str, Any]:
-    optimizers = [optimizer for each in told for optimizer in each["optimizers"]]
+    optimizers: list[Mapping[str, Any]] = []
+    for optimizer in (optimizer for each in told for optimizer in each["optimizers"]):
+        if _parameters(optimizer) not in map(_parameters, optimizers):  # as a load has it: the first is right
+            optimizers.append(optimizer)
     return {
         "classes": sorted({optimizer["class"] for optimizer in optimizers}),
         "plain": _joined(optimizer["plain"] for optimizer in optimizers),
-        "own": [optimizer["own"] for optimizer in told[0]["optimizers"] if "own" in optimizer],
+        "own": [optimizer["own"] for optimizer in optimizers if "own" in optimizer],
     }
+
+
+def _parameters(optimizer: Mapping[str, Any]) -> list[str]:
+    return [name for group in optimizer["groups"] for name in group["params"]]
 
 
 def _hyperparameters(told: list[Mapping[str, Any]]) -> dict[str, Any]:
