@@ -109,5 +109,7 @@ class _Sums:
         relative = math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf
         relative = relative if math.isfinite(self.largest) else self.largest
         norms = math.sqrt(self.squares_a) * math.sqrt(self.squares_b)
-        cosine = min(1.0, max(-1.0, self.products / norms)) if norms else 0.0
+        ratio = self.products / norms if norms else 0.0
+        # Beyond 1e154 squares are no numbers any more, and nor is the angle.
+        cosine = min(1.0, max(-1.0, ratio)) if math.isfinite(ratio) and math.isfinite(norms) else math.nan
         return Difference(self.elements, self.different, self.largest, relative, cosine)

@@ -37,13 +37,13 @@ def _row(key: Key, tensor: StoredTensor) -> dict[str, Any]:
 def lines(opened: CheckpointFiles) -> Iterator[str]:
     """Yield the tree, a tensor per line, then ties and totals."""
     tensors = tensors_of(opened)
-    tree: dict[str, Any] = {}
+    tree: dict[tuple[str, bool], Any] = {}  # by name, and whether it is a tensor's: both may have it
     for key, tensor in tensors.items():
         node = tree
         *path, last = _path(key)
         for word in path:
-            node = node.setdefault(word, {})
-        node[last] = tensor
+            node = node.setdefault((word, False), {})
+        node[last, True] = tensor
     rows = [*_rows(tree, 0)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     for name, dtype, shape, size, files in rows:
@@ -67,8 +67,8 @@ def _path(key: Key) -> list[str]:
     return [unit, sort, *owner.split("."), *([part] if slash else [])]
 
 
-def _rows(tree: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str, str, str, str]]:
-    for word, node in tree.items():
+def _rows(tree: Mapping[tuple[str, bool], Any], depth: int) -> Iterator[tuple[str, str, str, str, str]]:
+    for (word, _), node in tree.items():
         name = f"{'  ' * depth}{word}"
         if isinstance(node, StoredTensor):
             files = list(dict.fromkeys(box.source.path.name for box in node.boxes))
