@@ -132,6 +132,47 @@ def test_a_sample_stands_for_the_steps_since_the_one_before():
     assert record.time_by_phase() == pytest.approx({"forward": 2.0, "checkpoint": 0.5, "between": 7.5})
 
 
+def test_a_sample_stands_for_no_more_time_than_its_steps_took():
+    record = record_of(
+        sample(1, split={"other": 1.0}),
+        sample(11, seconds=0.4, split={"other": 2.0}),  # in which the program evaluated, say
+    )
+
+    assert record.time_by_phase() == pytest.approx({"other": 1.0 + 10 * 0.4})
+
+
+def test_a_run_that_begins_from_a_checkpoint_is_not_charged_for_the_steps_before_it():
+    begun = Record("a.jsonl", "a")
+    begun.add({"kind": "run", "time": 100.0, "step": 1000})
+    begun.add({"time": 101.0, **sample(1001, split={"forward": 0.5})})
+    loaded = record_of({"kind": "restart", "step": 1000}, sample(1001, split={"forward": 0.5}))
+
+    assert begun.time_by_phase() == pytest.approx({"forward": 0.5, "between": 0.5})
+    assert loaded.time_by_phase() == pytest.approx({"forward": 0.5, "between": 1.5})
+
+
+def test_a_line_that_lacks_its_parts_is_torn():
+    tail = Tail(Path("a.jsonl"))
+    tail.record.add({"kind": "run", "time": 100.0, "step": 0})
+    for text in (b'{"kind": "step", "time": 1}', b'{"kind": "step", "time": "x", "step": 1}', b"[]", b"5"):
+        tail._take(text)
+
+    assert tail.record.torn == 4
+    assert not tail.record.steps
+
+
+def test_a_number_beyond_all_floats_is_not_finite():
+    record = record_of({"kind": "log", "step": 1, "given": 1, "values": {"n": -(10**400)}})
+
+    assert values(record, "logged n") == [(1, -math.inf)]
+
+
+def test_the_same_record_given_twice_has_two_names(tmp_path):
+    write(tmp_path / "run", "a.jsonl")
+
+    assert [record.name for record in read([tmp_path / "run"] * 2)] == ["1: run/a", "2: run/a"]
+
+
 def test_time_between_two_processes_of_a_run_is_nobodys():
     record = record_of(sample(1, split={"forward": 1.0}))  # ends at 101
     record.add({"time": 500.0, "kind": "run", "step": 1})

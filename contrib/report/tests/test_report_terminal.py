@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_report.records import Record
-from accel_report.watching import frame, line
+from accel_report.watching import Newest, frame, line
 
 ACCEL = [sys.executable, "-m", "accel_core"]
 
@@ -151,3 +151,21 @@ def test_a_run_that_writes_nothing_says_for_how_long():
     assert "step 7" in line(record, None)
     assert "nothing new for 8 min" in line(record, None)
     assert frame(record, 80, 24, None) is not None
+
+
+def test_a_record_without_a_line_yet_is_shown():
+    assert "has written nothing yet" in line(Record("a.jsonl", "a"), None)
+    assert frame(Record("a.jsonl", "a"), 80, 24, None) is not None
+
+
+def test_a_run_that_begins_anew_is_followed_into_its_new_record(tmp_path):
+    folder = tmp_path / "records"
+    folder.mkdir()
+    head = json.dumps({"kind": "run", "time": time.time(), "step": 0}) + "\n"
+    (folder / "20260101-a.jsonl").write_text(head)
+    newest = Newest(tmp_path, once=False)
+    (folder / "20260102-b.jsonl").write_text(head)
+
+    assert newest.read().path.name == "20260102-b.jsonl"
+    os.utime(folder / "20260101-a.jsonl")  # one that goes on beside it
+    assert newest.read().path.name == "20260102-b.jsonl"

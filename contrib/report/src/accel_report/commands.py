@@ -37,8 +37,11 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
         return
     from accel_report.page import page
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(records), encoding="utf-8")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page(records), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise click.FileError(str(output), str(error)) from error
     click.echo(output)
 
 

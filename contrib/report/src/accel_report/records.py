@@ -80,7 +80,7 @@ class Record:
 
     def life_ends(self) -> list[float]:
         """Return when each start's process wrote its last line."""
-        return [*self._ends, self.last]
+        return [*self._ends, self.last][: len(self.starts)]
 
     def of(self, kind: str) -> list[Line]:
         """Return the events of this kind."""
@@ -88,7 +88,9 @@ class Record:
 
     def add(self, line: Line) -> None:
         """Take the next line of the file."""
-        kind = line["kind"]
+        kind, at = line["kind"], float(line["time"])
+        if kind != "settings" and not isinstance(line["step"], int):
+            raise TypeError(line)
         if kind == "run":
             if self.starts:
                 self._ends.append(self.last)
@@ -102,7 +104,7 @@ class Record:
             (self.steps if kind == "step" else self.logs).append(line)
         if kind not in ("run", "settings", "step", "log"):
             self.events.append(line)
-        self.ended, self.last = kind == "end", float(line["time"])
+        self.ended, self.last = kind == "end", at
 
     def _go_on(self, line: Line) -> None:
         self.resumed_at.append((line["time"], line["step"]))
@@ -140,15 +142,20 @@ class Record:
     def time_by_phase(self) -> dict[str, float]:
         """Return the seconds of the whole run by what they went to: an estimate.
 
-        A sample stands for the steps since the one before; what is left of the time is `between`: starting,
-        evaluating, and all else that is not part of a step.
+        A sample stands for the steps since the one before, and for no more time than these took; what is left
+        of the time is `between`: starting, evaluating, and all else that is not part of a step.
         """
         spent: dict[str, float] = {}
+        begun = [int(line["step"]) for line in (*self.starts, *self.of("restart"))]
         before = 0
         for line in self.steps:
-            weight = max(1, line["step"] - before)
-            before = line["step"]
-            for phase, seconds in line.get("split", {}).items():
+            split, step = line.get("split", {}), line["step"]
+            before = max(before, *(at for at in (0, *begun) if at < step))
+            weight, own = float(max(1, step - before)), math.fsum(split.values())
+            if line.get("seconds") and own:
+                weight = min(weight, max(1.0, line["seconds"] * weight / own))
+            before = step
+            for phase, seconds in split.items():
                 if phase != "checkpoint":  # these are counted one by one
                     spent[phase] = spent.get(phase, 0.0) + seconds * weight
         stalls = math.fsum(line.get("seconds") or 0.0 for line in self.of("checkpoint"))
@@ -229,6 +236,10 @@ def read(runs: Sequence[Path]) -> list[Record]:
         folder = record.path.resolve().parent.parent.name
         alike = [other for other in records if other.path.resolve().parent.parent.name == folder]
         record.name = folder if len(alike) == 1 else f"{folder}/{record.path.stem}"
+    names = [record.name for record in records]
+    for number, record in enumerate(records, 1):
+        if names.count(record.name) > 1:  # of one file, or of copies
+            record.name = f"{number}: {record.name}"
     return records
 
 
@@ -246,7 +257,10 @@ def _put(found: dict[str, list[Point]], name: str, x: float, line: Line, value: 
 def _number(value: Any) -> float | None:
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:  # an integer beyond all floats
+        return math.inf if value > 0 else -math.inf
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

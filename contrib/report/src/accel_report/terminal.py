@@ -159,6 +159,8 @@ def _events(record: Record) -> Iterator[tuple[str, str]]:
 
 def state(record: Record, now: float) -> str:
     """Return whether the run goes on: ended, or when it last wrote."""
+    if not record.starts:
+        return "has written nothing yet"
     if record.ended:
         return f"ended after {duration(record.last - record.began)}"
     silent = now - record.last

@@ -33,7 +33,7 @@ def watch_run(run: Path, *, steps: int | None, once: bool) -> None:
     """
     screen = console()
     try:
-        tail = Tail(_found(run, once=once))
+        tail = Newest(run, once=once)
         if once:
             screen.print(frame(tail.read(), screen.width, screen.height, steps))
         elif screen.is_terminal:
@@ -48,7 +48,25 @@ def watch_run(run: Path, *, steps: int | None, once: bool) -> None:
         return
 
 
-def _lines(tail: Tail, steps: int | None) -> None:
+class Newest:
+    """The run's latest record; one that begins later takes its place."""
+
+    def __init__(self, run: Path, *, once: bool) -> None:
+        self._run, self._tail = run, Tail(_found(run, once=once))
+
+    @property
+    def record(self) -> Record:
+        return self._tail.record
+
+    def read(self) -> Record:
+        """Add what has come since the last call."""
+        latest = find(self._run)[-1]
+        if latest.name > self.record.path.name:  # names begin with the time of the start
+            self._tail = Tail(latest)
+        return self._tail.read()
+
+
+def _lines(tail: Newest, steps: int | None) -> None:
     told = -LINE_SECONDS
     while True:
         ended, now = tail.read().ended, time.monotonic()

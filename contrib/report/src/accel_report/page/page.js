@@ -98,7 +98,7 @@ function drawPhases(plot) {
   }));
   plot.style.height = `${120 + 34 * shown.length}px`;
   draw(plot, traces, { barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -0.45 },
-    xaxis: { title: { text: word, standoff: 4 } }, bargap: 0.3 });
+    xaxis: { title: { text: word, standoff: 4 } }, yaxis: { type: "category" }, bargap: 0.3 });
 }
 
 function drawTimeline(plot) {
