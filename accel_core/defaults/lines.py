@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -51,7 +52,9 @@ class LineFile:
         if not self.close.alive:
             raise ValueError(f"{self.path} is closed")
         line = json.dumps({"time": round(time.time(), 3), **_plain(fields)}, ensure_ascii=False)
-        os.write(self._file, f"{line}\n".encode())
+        content = f"{line}\n".encode(errors="backslashreplace")  # half a surrogate pair, as in odd file names
+        if os.write(self._file, content) < len(content):
+            raise OSError(errno.ENOSPC, f"{self.path}: a line is cut, as on a full disk")
 
     def _byte(self, at: int) -> bytes:
         os.lseek(self._file, at, os.SEEK_SET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ class JsonLines:
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
         self._file: LineFile | None = None
+        self._warned = False
 
     @property
     def tracker(self) -> Path:
@@ -53,7 +55,13 @@ class JsonLines:
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         _refuse(options, "log_kwargs")
         assert self._file is not None
-        self._file.write(step=step, values=values)
+        try:
+            self._file.write(step=step, values=values)
+        except OSError as error:  # a full disk, say: it costs what was to be logged, and not the training
+            if not self._warned:
+                self._warned = True
+                text = f"tracker jsonl loses values, and training goes on: {self._file.path}: {error}"
+                warnings.warn(text, stacklevel=2)
 
     @implements(hooks.run_ended)
     def run_ended(self) -> None:

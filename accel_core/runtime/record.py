@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -65,7 +66,10 @@ class RunRecord:
     def __init__(self, run: Run) -> None:
         project = run.config.project
         self.run = run
-        self.active = run.world.rank == 0 and bool(project.record_every) and _is_local(project.project_dir)
+        self._is_asked = bool(project.record_every) and _is_local(project.project_dir)
+        self.active = run.world.rank == 0 and self._is_asked
+        if self.active and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
         started = time.strftime("%Y%m%d-%H%M%S")
         self._name = f"{started}-{re.sub('[^0-9A-Za-z]+', '', run.run_id)[:8]}"
         self._file: LineFile | None = None
@@ -105,7 +109,7 @@ class RunRecord:
     def fail(self, error: Exception) -> None:
         """End the record, with a warning."""
         if self.active:
-            self.active = False
+            self.active, self._latest = False, {}
             self.sampler.stop()
             if self._file is not None:
                 self._file.close()
@@ -118,9 +122,9 @@ class RunRecord:
         flops: rate -> model FLOPs of one of them, or None.
 
         Raises:
-            AccelError: the main process keeps no record.
+            AccelError: the main process was to keep no record.
         """
-        if not self.active and self.run.world.rank == 0:
+        if not self._is_asked and self.run.world.rank == 0:
             raise AccelError(
                 "metrics() has the values of the run's record, and this run keeps none\n"
                 "set project_dir to a local folder, and project.record_every above 0"
@@ -233,6 +237,14 @@ class RunRecord:
         if self._file is not None:
             self._file.close()
         self.active = False
+
+
+def _leave(record: weakref.ref[RunRecord]) -> None:
+    """In a fork: let go of the file, which is its parent's, and of its lock."""
+    if (mine := record()) is not None:
+        mine.active = False
+        if mine._file is not None:
+            mine._file.close()
 
 
 def _is_local(folder: str | None) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import StepOutput, Unit
+    from accel_core.contract.window import Window
     from accel_core.data.loader import PreparedLoader
 
 __all__ = ["Reads", "StepSampler"]
@@ -100,7 +101,8 @@ class StepSampler:
         applied = step.step(unit, optimizer, closure)
         if self._marks is not None:
             self.mark("optimizer")
-        if optimizer is self.run.optimizers[0][1].optimizer:
+        counted = self.run.optimizers  # none after free_memory
+        if counted and optimizer is counted[0][1].optimizer:
             self.count += 1
             if self._marks is not None or self.count == self._next:
                 try:
@@ -176,7 +178,7 @@ class StepSampler:
         self.mark("forward_backward")
         if output.valid and not rest[-1]:
             self._noted.clear()  # its micro-batches', if these passed by
-            self._note("loss", unit, output.loss)
+            self._note("whole", unit, output.loss)
         return output
 
     def _clip(self, plain: Callable[..., Any], unit: Unit, *rest: Any) -> Any:
@@ -198,13 +200,14 @@ class StepSampler:
             self._looked, values["memory"] = now, self._memory()
         items = None if unit.window.items is None else self.copied(unit.window.items)
         together = None if items is None else self.copied(unit.step_state.items)
-        marks, noted = self._marks or [], self._noted
+        marks, noted, window = self._marks or [], self._noted, unit.window
+        short = window.divisor / _micro_batches(window)  # a loader's end cuts a window
         self._release()
 
         def write() -> None:
             if together is not None and seconds:
                 values["items_per_second"] = float(together) / seconds
-            self._write({**values, "split": self._split(marks), **_passed(noted, items)})
+            self._write({**values, "split": self._split(marks), **_passed(noted, items, short)})
 
         self.when_copied(write)
 
@@ -213,7 +216,7 @@ class StepSampler:
         if reads is None:
             return {}
         samples = reads.loader.total_batch_size
-        rate = samples * unit.window.size / seconds if samples and seconds else None
+        rate = samples * _micro_batches(unit.window) / seconds if samples and seconds else None
         return {"samples_per_second": rate, **reads.place()}
 
     def _memory(self) -> dict[str, int]:
@@ -319,13 +322,21 @@ class Reads:
         return batch
 
 
-def _passed(noted: list[tuple[str, Unit, Any]], items: Any) -> dict[str, Any]:
-    """Return the last gradient norm, and this process's loss of each unit."""
+def _micro_batches(window: Window) -> int:
+    return window.index + 1 or window.size
+
+
+def _passed(noted: list[tuple[str, Unit, Any]], items: Any, short: float) -> dict[str, Any]:
+    """Return the last gradient norm, and this process's loss of each unit.
+
+    short: what each micro-batch's loss was divided by, to the number of micro-batches.
+    """
     losses: dict[str, float] = {}
     norms = {name: float(value) for name, _, value in noted if name == "grad_norm" and value is not None}
     for name, unit, value in noted:
-        if name == "loss" and value is not None:
-            losses[unit.name] = losses.get(unit.name, 0.0) + float(value) / (float(items) if items else 1.0)
+        if name in ("loss", "whole") and value is not None:
+            part = float(value) / float(items) if items else float(value) * (short if name == "loss" else 1)
+            losses[unit.name] = losses.get(unit.name, 0.0) + part
     if len(losses) == 1:
         return {**norms, "loss": next(iter(losses.values()))}
     return {**norms, "losses": losses} if losses else norms

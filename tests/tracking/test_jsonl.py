@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_core import Accelerator, ConfigError
+from accel_core import Accelerator, ConfigError, ProjectConfiguration
 from accel_core.defaults.lines import LineFile
 
 
@@ -109,6 +109,31 @@ def test_a_kill_cuts_the_last_line_at_most(tmp_path):
 
     assert len([json.loads(line) for line in lines]) > 20
     assert not last or last.startswith('{"time": ')
+
+
+def log_twice(accelerator):
+    accelerator.log({"x": 1})
+    accelerator.log({"x": 2})
+
+
+@pytest.mark.parametrize("full", [OSError(28, "No space left on device"), 3])
+def test_a_full_disk_costs_values_and_a_warning_but_not_the_training(tmp_path, monkeypatch, full):
+    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=0)
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_config=project)
+    accelerator.init_trackers("project")
+
+    def write(number, content):
+        if isinstance(full, OSError):
+            raise full
+        return full  # bytes that are written
+
+    with monkeypatch.context() as patched:
+        patched.setattr("accel_core.defaults.lines.os.write", write)
+        with pytest.warns(UserWarning, match="tracker jsonl loses values") as told:
+            log_twice(accelerator)
+
+    (said,) = [str(one.message) for one in told if "tracker jsonl" in str(one.message)]
+    assert said.startswith("tracker jsonl loses values, and training goes on")
 
 
 def test_a_project_may_lie_in_a_folder(lines):

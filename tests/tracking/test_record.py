@@ -255,6 +255,90 @@ def test_a_disk_that_fills_up_is_one_warning(tmp_path, monkeypatch):
     assert len(writes) == 6
 
 
+def test_metrics_of_a_record_that_has_failed_are_none_and_no_error(tmp_path):
+    (tmp_path / "records").write_text("in the way")
+    accelerator, model, optimizer = alone(tmp_path)
+    with pytest.warns(UserWarning, match="the run's record ends"):
+        step(accelerator, model, optimizer)
+
+    assert accelerator.metrics() == {}
+
+
+def test_an_optimizer_that_the_run_no_longer_has_steps_as_without_a_record(tmp_path):
+    accelerator, model, optimizer = alone(tmp_path)
+    step(accelerator, model, optimizer)
+    accelerator.free_memory()
+    model(torch.ones(2, 3)).sum().backward()
+
+    optimizer.step()
+
+
+def test_text_that_is_no_unicode_is_recorded(tmp_path):
+    accelerator, *_ = alone(tmp_path)
+    accelerator.init_trackers("line")
+    accelerator.log({"path": "a\udcff"})
+    accelerator.end_training()
+
+    ((*_, logged, _),) = records(tmp_path)
+    assert logged["values"] == {"path": "a\udcff"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_fork_that_lives_on_keeps_no_lock_on_the_record(tmp_path):
+    import fcntl
+
+    accelerator, model, optimizer = alone(tmp_path)
+    step(accelerator, model, optimizer)
+    lives, says = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(says, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(lives, 1)
+        accelerator.end_training()
+        (path,) = (tmp_path / "records").iterdir()
+        with path.open("a") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_the_loss_of_a_window_that_the_loader_cuts_is_the_mean_of_what_it_has(tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=1)
+    accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=3)
+    model = nn.Linear(3, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader(torch.ones(10, 3), 2)
+    )
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+
+    (record,) = records(tmp_path)
+    first, last = of_kind(record, "step")
+    assert [first["loss"], last["loss"]] == pytest.approx([loss.item()] * 2)
+    assert last["samples_per_second"] * last["seconds"] == pytest.approx(4)
+
+
+def alone(folder):
+    accelerator = Accelerator(cpu=True, project_dir=str(folder))
+    model = nn.Linear(3, 1)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def step(accelerator, model, optimizer):
+    accelerator.backward(model(torch.ones(2, 3)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_metrics_are_the_last_sample_as_values_to_log(tmp_path):
     ours, other = run_processes(metered, str(tmp_path), world=2)
     ((*_, sample),) = [of_kind(record, "step") for record in records(tmp_path)]
