@@ -194,7 +194,8 @@ def _preview(planned: Launch, again: Sequence[str], *, submits: bool) -> None:
     """Print the launcher's own description, if it has one."""
     hooks = planned.launcher()
     if hooks.implementations("preview"):
-        with planned.job((), _asked(planned), again) as job:
+        processes = _asked(planned) if submits else planned.processes()
+        with planned.job((), processes, again) as job:
             print(hooks.preview(job, submits), flush=True)
 
 

@@ -26,7 +26,7 @@ class Job:
     nodes: int = 1
     node_rank: int = 0
     processes_per_node: int = 1
-    """Workers on each node; 0 in `submit` and `preview`: each counts its devices."""
+    """Workers on each node; 0 in `submit` and its preview: each counts its devices."""
     rendezvous: str | None = None
     """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken).
 

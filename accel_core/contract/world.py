@@ -232,7 +232,7 @@ def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> Non
     Raises:
         LaunchError: a scheduler started several tasks, and torchrun's variables are not set.
     """
-    if "WORLD_SIZE" in environment:
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():  # batch scripts export WORLD_SIZE alone
         return
     numbers = {name: int(text) for name, text in environment.items() if text.isdecimal()}
     tasks = next(((name, numbers[name]) for name in TASK_COUNTS if numbers.get(name, 0) > 1), None)
@@ -242,7 +242,7 @@ def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> Non
     found = f"{tasks[1]} tasks ({tasks[0]})" if tasks else f"several tasks ({rank}={numbers[rank or '']})"
     would = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
     raise LaunchError(
-        f"the scheduler started {found}, and each would {would}: WORLD_SIZE is not set\n"
+        f"the scheduler started {found}, and each would {would}: RANK and WORLD_SIZE are not set\n"
         "start one task per node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
         "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
     )

@@ -21,11 +21,12 @@ from typing import Final
 
 from accel_core.errors import LaunchError
 
-__all__ = ["agree_on_port"]
+__all__ = ["PORTS", "agree_on_port"]
 
 PORTS: Final = range(20_000, 32_000)
 DOORS: Final = 8
 ANSWER_SECONDS: Final = 2.0
+ANSWER_LETTERS: Final = 1000
 PAUSE_SECONDS: Final = 0.1
 
 
@@ -50,7 +51,10 @@ def agree_on_port(host: str, name: str, seconds: float, *, serves: bool) -> int:
     while time.monotonic() < deadline:
         for door_number in doors:
             with suppress(OSError), socket.create_connection((host, door_number), ANSWER_SECONDS) as caller:
-                said, _, told = caller.makefile().readline().rstrip("\n").rpartition(" ")
+                answer = caller.makefile(errors="replace").readline(
+                    ANSWER_LETTERS
+                )  # it may be another service
+                said, _, told = answer.rstrip("\n").rpartition(" ")
                 if said == name and told.isdecimal():
                     return int(told)
         time.sleep(PAUSE_SECONDS)

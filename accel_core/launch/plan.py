@@ -92,7 +92,8 @@ class Launch:
             found = evolve(self, resolved=evolve(resolved, config=evolve(self.config, launch=section)))
             hooks = found.launcher()
             # What a rank launches is not the engine's job, and has this machine alone.
-            allocation = None if "WORLD_SIZE" in os.environ else hooks.allocation(section)
+            is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # batch scripts export WORLD_SIZE alone
+            allocation = None if is_rank else hooks.allocation(section)
             if allocation is not None or name == NATIVE or named:
                 break
         if allocation is None:

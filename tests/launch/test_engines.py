@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -12,7 +14,7 @@ import pytest
 from accel_command import ACCEL, accel, clean_environment
 
 from accel_core import LaunchError
-from accel_core.launch.meeting import agree_on_port
+from accel_core.launch.meeting import PORTS, agree_on_port
 
 LAUNCHER = """
 import os
@@ -91,6 +93,14 @@ def test_a_rank_launches_on_its_own_machine(stable, tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
 
 
+def test_a_size_that_a_batch_script_exports_does_not_make_a_rank(stable, tmp_path):
+    within = {**stable, "STABLE": "0", "STABLE_JOB": "j", "WORLD_SIZE": "16"}
+
+    shown = accel("launch", "--dry-run", "-n", "1", "train.py", environment=within, cwd=tmp_path)
+
+    assert shown.stdout.startswith("accel 0.1: 2 nodes x 1 = 2 processes, "), shown.stderr
+
+
 def test_an_allocation_that_is_too_small_is_an_error_before_any_worker(stable, tmp_path):
     within = {**stable, "STABLE": "0", "STABLE_JOB": "j"}
 
@@ -131,6 +141,12 @@ def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp
     assert "\ncall 1 x 3: " in launched.stdout
     assert "\nmail 1 x 3: " in submitted.stdout
     assert not (tmp_path / "mail").exists()
+
+
+def test_a_dry_run_counts_the_processes_as_the_launch_would(stable, tmp_path):
+    words = ("--dry-run", "--launcher", "pony", "--device", "cpu", "train.py")
+
+    assert "\ncall 1 x 1: " in accel("launch", *words, environment=stable, cwd=tmp_path).stdout
 
 
 def test_a_launcher_that_hands_nothing_over_says_so(tmp_path):
@@ -194,6 +210,32 @@ def test_nodes_of_two_jobs_meet_their_own_node_0_though_all_knock_at_the_same_do
 
 
 DOORS = [20_000 + (os.getpid() * 7 + step) % 12_000 for step in range(8)]
+
+
+def test_the_greeting_of_another_service_is_no_answer():
+    doors = random.Random("greeted").sample(PORTS, 8)
+    service = next(taken for number in doors if (taken := _listening(number)))
+
+    def greet() -> None:
+        while True:
+            caller, _ = service.accept()
+            caller.sendall(b"J\x00\x00\xff\xfe no text")
+            caller.close()
+
+    threading.Thread(target=greet, daemon=True).start()
+    port = agree_on_port("127.0.0.1", "greeted", 20, serves=True)
+
+    assert agree_on_port("127.0.0.1", "greeted", 20, serves=False) == port
+
+
+def _listening(number: int) -> socket.socket | None:
+    service = socket.socket()
+    try:
+        service.bind(("", number))
+    except OSError:
+        return None
+    service.listen()
+    return service
 
 
 def test_a_node_0_that_never_comes_is_named_in_time():

@@ -57,11 +57,11 @@ def test_a_name_that_no_machine_has_is_said_soon(monkeypatch):
     monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
 
     with pytest.raises(LaunchError, match="this machine does not know 'no-such-host.invalid'"):
-        rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"))
+        rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"), 1)
 
 
 def test_an_address_in_brackets_is_the_address():
-    place = rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
+    place = rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="[::1]:29500"), 1)
 
     assert place == ("::1", 29500)
 
@@ -122,6 +122,11 @@ def test_one_of_several_tasks_that_know_nothing_of_each_other_is_refused(variabl
 def test_a_task_that_knows_its_number_only_is_refused_as_one_of_several():
     with pytest.raises(LaunchError, match=r"several tasks \(PMIX_RANK=1\)"):
         check_scheduler_tasks({"PMIX_RANK": "1"})
+
+
+def test_a_size_that_a_batch_script_exports_does_not_make_a_rank_of_a_task():
+    with pytest.raises(LaunchError, match="each would train alone: RANK and WORLD_SIZE are not set"):
+        check_scheduler_tasks({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2"})
 
 
 def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):

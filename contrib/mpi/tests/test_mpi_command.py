@@ -60,6 +60,38 @@ def test_a_rank_without_a_local_number_is_refused():
         Ranks.around({"PMI_RANK": "0", "PMI_SIZE": "2"})
 
 
+@pytest.mark.parametrize("left_over", [{"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "0", "PMI_SIZE": "1"}])
+def test_what_tells_of_no_other_rank_is_no_job_of_mpirun(left_over):
+    assert Ranks.around(left_over) is None
+
+
+def test_several_processes_of_one_rank_are_launched_as_without_mpirun(monkeypatch):
+    for name, text in zip(HYDRA, "0101", strict=True):
+        monkeypatch.setenv(name, text)
+    launcher = MpiLauncher(MpiConfig(), None)
+
+    assert launcher.allocation(LaunchConfig(processes_per_node=4)) is None
+    assert launcher.allocation(LaunchConfig()).processes_per_node == 1
+
+
+def test_ranks_of_several_machines_know_their_job_by_the_place_if_mpi_tells_no_name(monkeypatch):
+    for name, text in HYDRA.items():
+        monkeypatch.setenv(name, text)
+
+    placed = MpiLauncher(MpiConfig(), None).allocation(LaunchConfig(rendezvous="gpu1:29500"))
+
+    assert placed.job_id == "mpi-gpu1:29500"
+
+
+def test_the_ranks_of_a_rank_are_not_told_that_they_are_one(program, monkeypatch):
+    program("mpirun (Open MPI) 4.1.4")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # mpirun hands it on, and each rank would call mpirun again
+
+    words = mpirun(Job(argv=(), command=COMMAND), MpiConfig())
+
+    assert words[words.index("env") :][:5] == ["env", "-u", "RANK", "-u", "WORLD_SIZE"]
+
+
 def test_ranks_of_several_machines_need_a_place(monkeypatch):
     for name, text in OPEN_MPI.items():
         monkeypatch.setenv(name, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,18 @@ def test_ranks_of_mpirun_train_together(tmp_path, kind):
     worlds = [(it["RANK"], it["LOCAL_RANK"], it["LOCAL_WORLD_SIZE"], it["sum"]) for it in written(tmp_path)]
     assert worlds == [("0", "0", "2", 1), ("1", "1", "2", 1)]
     assert ended.stderr.count("2 tasks x 1 = 2 processes") == 1
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_ranks_meet_though_a_script_stands_between(tmp_path, kind):
+    script = tmp_path / "train.sh"
+    script.write_text(f"#!/bin/sh\n{shlex.join((*LAUNCH, JOB, 'write', str(tmp_path)))}\nexit $?\n")
+    script.chmod(0o755)
+
+    ended = run(tmp_path, program(kind), "-n", "2", str(script))
+
+    assert ended.returncode == 0, ended.stderr
+    assert [it["RANK"] for it in written(tmp_path)] == ["0", "1"]
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -87,6 +88,39 @@ def test_a_place_that_the_user_names_is_the_users_to_divide(variables):
     launch = LaunchConfig(nodes=2, node_rank=1, rendezvous="10.0.0.1:29500")
 
     assert SlurmLauncher(SlurmConfig(), None).allocation(launch) is None
+
+
+def test_a_place_that_the_user_names_is_taken_for_the_step(variables):
+    variables(**STEP)
+
+    allocation = SlurmLauncher(SlurmConfig(), None).allocation(LaunchConfig(rendezvous="10.0.0.1:29500"))
+
+    assert (allocation.nodes, allocation.node_rank) == (5, 4)
+
+
+def test_a_step_of_one_task_is_launched_as_without_slurm(variables):
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    variables(**STEP | one)
+
+    assert SlurmLauncher(SlurmConfig(), None).allocation(LaunchConfig(processes_per_node=4)) is None
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
+def test_variables_of_a_step_that_are_left_over_are_named(name):
+    with pytest.raises(LaunchError, match=f"{name} is not set\nstart this with srun; or, .* torchrun"):
+        Step.around({key: text for key, text in STEP.items() if key != name})
+
+
+def test_a_rank_hands_over_a_job_whose_launchers_are_none(variables, tmp_path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/sent\necho 5\n")
+    sbatch.chmod(0o755)
+    variables(PATH=f"{tmp_path}:{os.environ['PATH']}", RANK="0", WORLD_SIZE="2", ACCEL_KEPT="1")
+
+    assert SlurmLauncher(SlurmConfig(), None).submit(JOB).id == "5"
+
+    sent = dict(line.partition("=")[::2] for line in (tmp_path / "sent").read_text().splitlines())
+    assert sent.keys() & {"RANK", "WORLD_SIZE", "ACCEL_KEPT"} == {"ACCEL_KEPT"}
 
 
 def test_other_tasks_per_node_than_asked_for_are_refused(variables):

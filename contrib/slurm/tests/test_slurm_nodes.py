@@ -119,6 +119,7 @@ def test_a_bad_option_is_refused_with_the_words_of_sbatch(run, tmp_path):
     assert ended.stderr.endswith("`accel submit --dry-run` shows the batch file\n")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_of_its_end_saves_and_resumes(run, tmp_path):
     """The signal is sent by scancel here; test_the_time_limit waits for Slurm's own."""
     words = ("--launcher", "slurm", "--device", "cpu", "--nodes", "2", "-n", "1")
@@ -142,6 +143,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_resumes(run, tmp_path):
     assert "Restarts=1" in shown(run, job)
 
 
+@pytest.mark.slow
 def test_the_jobs_of_an_array_are_apart(run, tmp_path):
     words = (
         "--launcher",

@@ -23,6 +23,7 @@ MPI = Card(
     summary="Ranks that mpirun of Open MPI, MPICH or Intel MPI starts.",
     api_version="1.0",
     priority=110,  # inside of Slurm's jobs the ranks are those of mpirun
+    offers={"worker_output"},
     probe=_probe,
     config="accel_mpi.config:MpiConfig",
     implementation="accel_mpi.launcher:MpiLauncher",

@@ -42,7 +42,9 @@ def mpirun(job: Job, config: MpiConfig) -> list[str]:
     if config.ccl_workers:
         variables["CCL_WORKER_COUNT"] = str(config.ccl_workers)
     # The program env carries variables to other machines under every MPI.
-    words += [*shlex.split(config.options), "env", *(f"{name}={text}" for name, text in variables.items())]
+    # A rank that launches does not hand on that it is one: the new ranks would call mpirun again.
+    words += [*shlex.split(config.options), "env", "-u", "RANK", "-u", "WORLD_SIZE"]
+    words += [*(f"{name}={text}" for name, text in variables.items())]
     return [*words, *job.command]
 
 

@@ -15,7 +15,7 @@ from attrs import evolve
 from accel_core import Allocation, Job, LaunchConfig, LaunchError, hooks, implements
 from accel_mpi.command import ADDRESS, NAME, mpirun
 from accel_mpi.config import MpiConfig
-from accel_mpi.ranks import Ranks
+from accel_mpi.ranks import Ranks, starter
 
 __all__ = ["MpiLauncher"]
 
@@ -35,12 +35,11 @@ class MpiLauncher:
     def allocation(self, launch: LaunchConfig) -> Allocation | None:
         """Return the ranks that mpirun has started; None outside of it."""
         ranks = Ranks.around(os.environ)
-        if ranks is None:
+        if ranks is None or _wraps(ranks, launch):
             return None
         _refuse_other_size(ranks, launch)
-        name = os.environ.get(NAME) or f"mpi-{ranks.job or os.getppid()}"
         return Allocation(
-            job_id=name,
+            job_id=os.environ.get(NAME) or _name(ranks, launch),
             nodes=ranks.size,
             node_rank=ranks.rank,
             address=_address(ranks, launch),
@@ -50,7 +49,7 @@ class MpiLauncher:
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
         """Run the rank of this process, or have mpirun run all of them."""
-        ranks = None if "WORLD_SIZE" in os.environ else Ranks.around(os.environ)
+        ranks = Ranks.around(os.environ) if job.id else None
         if ranks is None:
             return _run(mpirun(job, self.config))
         variables = {
@@ -70,6 +69,11 @@ class MpiLauncher:
         return "" if submits or Ranks.around(os.environ) else shlex.join(mpirun(job, self.config))
 
 
+def _wraps(ranks: Ranks, launch: LaunchConfig) -> bool:
+    """Return True for one rank that is to have several processes: torchrun's."""
+    return ranks.size == 1 and launch.processes_per_node not in ("auto", 1)
+
+
 def _refuse_other_size(ranks: Ranks, launch: LaunchConfig) -> None:
     asked = {"launch.nodes": launch.nodes if launch.nodes > 1 else "auto"}
     asked["launch.processes_per_node"] = launch.processes_per_node
@@ -81,6 +85,12 @@ def _refuse_other_size(ranks: Ranks, launch: LaunchConfig) -> None:
                 f" {ranks.local_size} of them on this machine\n"
                 f"leave {option} out, or give mpirun the same numbers"
             )
+
+
+def _name(ranks: Ranks, launch: LaunchConfig) -> str:
+    """Return a name that all ranks of the job know."""
+    here = ranks.local_size == ranks.size
+    return f"mpi-{ranks.job or (starter() if here else launch.rendezvous)}"
 
 
 def _address(ranks: Ranks, launch: LaunchConfig) -> str:

@@ -6,13 +6,16 @@ MPI_LOCALRANKID and MPI_LOCALNRANKS, which Intel MPI and MVAPICH took over from 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from attrs import frozen
 
 from accel_core import LaunchError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "starter"]
 
 OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
@@ -46,6 +49,8 @@ class Ranks:
         names = next((names for names in (OPEN_MPI, HYDRA) if names[0] in variables), None)
         if names is None or _is_slurms(variables):
             return None
+        if variables[names[0]] == "0" and variables.get(names[1], "1") == "1" and names[3] not in variables:
+            return None  # left over in a shell, or of a library that started itself: nothing tells of others
         absent = [name for name in names if not variables.get(name, "").isdecimal()]
         if absent:
             raise LaunchError(
@@ -60,6 +65,18 @@ class Ranks:
     def machines(self) -> int:
         """Return the number of machines, which have as many ranks as this one."""
         return -(-self.size // self.local_size)
+
+
+def starter() -> int:
+    """Return the number of hydra's process that started this machine's ranks.
+
+    Scripts may stand between it and this process, and have the rank's variable too.
+    """
+    process, variable = os.getppid(), f"\0{HYDRA[0]}=".encode()
+    with suppress(OSError):  # there is no /proc, or it is another user's process
+        while variable in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
 
 
 def _is_slurms(variables: Mapping[str, str]) -> bool:

@@ -23,6 +23,7 @@ SLURM = Card(
     summary="Nodes of a Slurm job, and jobs handed over by sbatch.",
     api_version="1.0",
     priority=100,
+    offers={"worker_output"},
     probe=_probe,
     config="accel_slurm.config:SlurmConfig",
     implementation="accel_slurm.launcher:SlurmLauncher",

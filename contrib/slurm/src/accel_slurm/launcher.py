@@ -21,6 +21,10 @@ __all__ = ["SlurmLauncher"]
 SEND: Final = ("sbatch", "--parsable", "--export=ALL")
 
 
+ANY_TASK: Final = str(2**32 - 2)
+"""Slurm's number of the task of an array that has not started."""
+
+
 class SlurmLauncher:
     """Launcher `slurm`; torchrun below it starts the ranks of a node."""
 
@@ -31,14 +35,19 @@ class SlurmLauncher:
 
     @implements(hooks.allocation)
     def allocation(self, launch: LaunchConfig) -> Allocation | None:
-        """Return the nodes of the step, or None if the user names a place to meet."""
-        if launch.rendezvous is not None:
-            return None
+        """Return the nodes of the step.
+
+        None outside of a step of several tasks, and if the user divides the job by --node-rank.
+        """
         step = Step.around(os.environ)
+        if launch.rendezvous is not None and (step is None or not _agree(step, launch)):
+            return None
         if step is None:
             _refuse_lonely_script(launch)
             return None
         _refuse_other_size(step, launch)
+        if step.tasks == 1:  # as without Slurm, so that each of several launches has its own id
+            return None
         return Allocation(
             job_id=f"slurm-{step.job}.{step.number}",
             nodes=step.tasks,
@@ -50,8 +59,8 @@ class SlurmLauncher:
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
         """Have torchrun start the ranks of this node, or the rank of this task."""
-        step = None if "WORLD_SIZE" in os.environ else Step.around(os.environ)
-        if step is not None and step.starts_ranks and job.id:
+        step = Step.around(os.environ) if job.id else None
+        if step is not None and step.starts_ranks:
             variables = {
                 "LOCAL_RANK": step.local_task,
                 "LOCAL_WORLD_SIZE": step.local_tasks,
@@ -74,7 +83,11 @@ class SlurmLauncher:
         if shutil.which("sbatch") is None:
             raise LaunchError("there is no sbatch on PATH\nsubmit from a machine with Slurm's programs")
         text = batch_file(job, self.config)
-        sent = subprocess.run(SEND, input=text, capture_output=True, text=True, check=False)  # noqa: S603  fixed words
+        # A rank that hands a job over does not hand on that it is one.
+        environment = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        sent = subprocess.run(  # noqa: S603  fixed words
+            SEND, input=text, env=environment, capture_output=True, text=True, check=False
+        )
         if sent.returncode:
             raise LaunchError(
                 f"sbatch refused the job: {sent.stderr.strip()}\n"
@@ -96,6 +109,11 @@ def _refuse_lonely_script(launch: LaunchConfig) -> None:
             "start it on each node with `srun --ntasks-per-node=1 accel launch ...`; or, if training here"
             " alone is meant, name --launcher torchrun"
         )
+
+
+def _agree(step: Step, launch: LaunchConfig) -> bool:
+    """Return True if the user names no other nodes than the step has."""
+    return step.tasks > 1 and launch.nodes in (1, step.nodes) and launch.node_rank in (0, step.task)
 
 
 def _refuse_other_size(step: Step, launch: LaunchConfig) -> None:
@@ -125,4 +143,4 @@ def _output_of(number: str) -> str:
     command = ["scontrol", "--oneliner", "show", "job", number]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603  Slurm's own number
     found = re.search(r"\bStdOut=(\S+)", told)
-    return found[1] if found else ""
+    return found[1].replace(ANY_TASK, "*") if found else ""

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
+from typing import Final
 
 from attrs import frozen
 
@@ -18,6 +19,16 @@ from accel_core import LaunchError
 from accel_slurm.hostlist import expand
 
 __all__ = ["Step", "address_of"]
+
+NUMBERS: Final = (
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NODEID",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_LOCALID",
+)
+"""Variables of every task of a step."""
 
 
 @frozen(kw_only=True)
@@ -36,9 +47,23 @@ class Step:
 
     @classmethod
     def around(cls, variables: Mapping[str, str]) -> Step | None:
-        """Return the step around this process; None outside of a step."""
+        """Return the step around this process; None outside of a step.
+
+        Raises:
+            LaunchError: some variables of a step are there, and others are not, or are no numbers.
+        """
         if "SLURM_JOB_ID" not in variables or "SLURM_STEP_NODELIST" not in variables:
             return None
+        wrong = next((name for name in NUMBERS if not variables.get(name, "").isdecimal()), None)
+        counts = _counts(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        if not wrong and int(variables["SLURM_NODEID"]) >= len(counts):
+            wrong = "SLURM_STEP_TASKS_PER_NODE"
+        if wrong:
+            found = f"is {variables[wrong]!r}" if wrong in variables else "is not set"
+            raise LaunchError(
+                f"SLURM_STEP_NODELIST is set as in a step of Slurm, and {wrong} {found}\n"
+                "start this with srun; or, if no step is around it, name --launcher torchrun"
+            )
         return cls(
             job=variables["SLURM_JOB_ID"],
             number=variables["SLURM_STEP_ID"],
@@ -48,7 +73,7 @@ class Step:
             nodes=int(variables["SLURM_STEP_NUM_NODES"]),
             node_list=variables["SLURM_STEP_NODELIST"],
             local_task=int(variables["SLURM_LOCALID"]),
-            tasks_per_node=_counts(variables["SLURM_STEP_TASKS_PER_NODE"]),
+            tasks_per_node=counts,
         )
 
     @property
