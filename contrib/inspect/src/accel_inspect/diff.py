@@ -113,7 +113,8 @@ def compare(
         if section == "model":
             one, other = {**one, "ties": ties[0]}, {**other, "ties": ties[1]}
         found.values += [ValuePair(section, *each) for each in comparer.values("", one, other)]
-    if any(each.difference for each in (*found.tensors, *found.values)):
+    measured = [*(pair.difference for pair in found.tensors), *(value.difference for value in found.values)]
+    if any(measured):
         for opened in (a, b):  # what damage has changed is no difference
             opened.verify(0, 1)
     return found
