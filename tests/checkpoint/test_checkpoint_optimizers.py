@@ -140,7 +140,7 @@ def trained(kind, steps, load=None, save=None):
     return model.weight.detach().clone()
 
 
-class Grouping(Averaging):
+class Grouping(OfNoParameter):
     """As bitsandbytes' optimizers, which hide values from FSDP so."""
 
     def state_dict(self):

@@ -339,6 +339,7 @@ def step(accelerator, model, optimizer):
     optimizer.zero_grad()
 
 
+@pytest.mark.together
 def test_metrics_are_the_last_sample_as_values_to_log(tmp_path):
     ours, other = run_processes(metered, str(tmp_path), world=2)
     ((*_, sample),) = [of_kind(record, "step") for record in records(tmp_path)]

@@ -375,7 +375,9 @@ def test_the_autocast_context_takes_settings_of_its_own(spied):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_seeds_functions_give_the_live_runs_autocast_and_a_scaler(spied):
+def test_the_seeds_functions_give_the_live_runs_autocast_and_a_scaler(accelerator_of):
+    gc.collect()  # a run that another test dropped is live until then
+    accelerator_of(mixed_precision="bf16")
     with get_mixed_precision_context_manager(native_amp=True):
         assert torch.is_autocast_enabled("cpu")
     with get_mixed_precision_context_manager():

@@ -155,7 +155,7 @@ class CudaDevice:
 
 
 def _uses_tf32() -> bool | None:
-    """Return whether float32 products and convolutions use TF32; None if only one of them does."""
+    """Return True if float32 products and convolutions use TF32; None if one does."""
     try:
         products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     except RuntimeError:  # set by torch's newer names, in a way that the older ones cannot tell

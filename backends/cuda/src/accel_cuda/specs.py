@@ -1,4 +1,4 @@
-"""Peaks of chips as their vendors state them: dense figures, and the paper that has each."""
+"""Peaks of chips as their vendors state them, dense, each with its paper."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CHIPS", "Chip", "find_chip", "specs"]
 
 
 class Chip(NamedTuple):
-    """A row: TFLOP/s of matrix products that add up in 32 bits or more, without sparsity.
+    """A row: TFLOP/s of dense matrix products that add up in 32 bits or more.
 
     memory: GiB. bandwidth: GB/s. units: multiprocessors, where a part of the chip has its name too. None: not
     stated.
@@ -108,7 +108,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
 
 
 def find_chip(name: str, memory: int, units: int) -> Chip | None:
-    """Return the row of a chip that has this name, bytes of memory and multiprocessors.
+    """Return the row of a chip by name, bytes of memory and multiprocessors.
 
     None for any other: variants of a chip, and parts of one, may share its name. Drivers keep up to a tenth
     of the memory for themselves.

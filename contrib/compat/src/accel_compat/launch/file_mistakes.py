@@ -23,7 +23,7 @@ _OF_JSON: Final = (
     "zero3_save_16bit_model",
     "zero_stage",
 )
-"""What the JSON of DeepSpeed alone says where one is named."""
+"""Keys that the JSON of DeepSpeed alone says, where one is named."""
 
 
 def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
