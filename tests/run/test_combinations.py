@@ -25,6 +25,8 @@ ELSEWHERE = {
     "ddp": "each device's own package runs the whole kit with it",
     "deepspeed": "it drives each chip by a layer of its own, which asks the vendor's library itself",
     "megatron": "it calls torch.cuda by name",
+    "bitsandbytes": "its layers are for the kinds of device that its library has kernels for",
+    "ema": "it is no device's matter: its own package runs the kit with it under strategies",
     "ipex": "it is for Intel's own CPUs and GPUs, which its package tries",
 }
 """What is not tried here, and why."""
@@ -124,7 +126,14 @@ def test_a_device_that_shards_has_no_code_for_it(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("device", [device for device, name in pairs(allowed=True) if name == "ddp"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(device, marks=() if device in ("cuda", "npu") else pytest.mark.slow)
+        for device, name in pairs(allowed=True)
+        if name == "ddp"
+    ],
+)
 def test_several_processes_on_a_device_are_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
