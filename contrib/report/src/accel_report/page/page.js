@@ -96,8 +96,11 @@ function drawPhases(plot) {
     hovertemplate: `%{x:.3g} ${word} of ${phase}<extra></extra>`,
     marker: { color: colour(`phase${PHASE_COLOURS[phase]}`) },
   }));
-  plot.style.height = `${120 + 34 * shown.length}px`;
-  draw(plot, traces, { barmode: "stack", showlegend: true, legend: { orientation: "h", traceorder: "normal", y: -0.45 },
+  plot.style.height = `${150 + 34 * shown.length}px`;
+  // Margins of our own: those of plotly follow the legend, which follows them, and in a low chart never come to rest.
+  const left = Math.min(220, 24 + 7.5 * Math.max(0, ...shown.map(([run]) => run.name.length)));
+  draw(plot, traces, { barmode: "stack", showlegend: true, margin: { l: left, r: 12, t: 26, b: 84, autoexpand: false },
+    legend: { orientation: "h", traceorder: "normal", x: 0, y: 0, yref: "container", yanchor: "bottom" },
     xaxis: { title: { text: word, standoff: 4 } }, yaxis: { type: "category" }, bargap: 0.3 });
 }
 
