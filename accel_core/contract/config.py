@@ -205,15 +205,15 @@ class ProjectConfiguration(Remembering):
         only_with="automatic_checkpoint_naming",
         help="How many saved states are kept; unset: all.",
     )
-    keep_best: str | None = option(
-        None,
-        only_with="automatic_checkpoint_naming",
-        help="Metric whose best saved state stays beyond total_limit: a loss, min:NAME or max:NAME.",
-    )
     iteration: int = option(0, minimum=0, help="Number of the next saved state.")
     save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
     record_every: int = option(
         10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
+    )
+    keep_best: str | None = option(
+        None,
+        only_with="automatic_checkpoint_naming",
+        help="Metric whose best saved state stays beyond total_limit: a loss, min:NAME or max:NAME.",
     )
 
     def __attrs_post_init__(self) -> None:

@@ -115,10 +115,10 @@ def test_an_empty_model_is_filled_tensor_by_tensor():
 
 
 def test_a_refusal_names_who_called_and_the_way_around():
-    from accelerate.utils import load_and_quantize_model
+    from accelerate.utils.bnb import quantize_and_offload_8bit
 
     with pytest.raises(NotServedError, match=r"called by .*test_compat_meta\.py:\d+\n.*leave the call out"):
-        load_and_quantize_model(torch.nn.Linear(1, 1), {})
+        quantize_and_offload_8bit(torch.nn.Linear(1, 1))
 
 
 def test_sizes_may_be_fractions():

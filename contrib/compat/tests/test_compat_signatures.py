@@ -79,6 +79,7 @@ OTHER = {
     "GPTTrainStep": "as above",
     "MegatronLMDummyScheduler": "accel-megatron's",
     "operations.DistributedOperationException": "accel-core's CollectiveError",
+    "config.update.update_command_parser": "as the parsers of all commands: subparsers, or none",
     "other.TORCH_SAFE_GLOBALS": "no pickle is read",
 }
 """Part of a name whose arguments differ -> why."""

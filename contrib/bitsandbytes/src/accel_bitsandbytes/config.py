@@ -98,6 +98,6 @@ def require_dtype(config: Any) -> None:
     Raises:
         ConfigError: names the option.
     """
-    for name in ("torch_dtype", "bnb_4bit_compute_dtype"):
+    for name in ("bnb_4bit_compute_dtype", "torch_dtype"):  # the second may have come from the first
         if (value := getattr(config, name)) not in _DTYPES.values():
             raise ConfigError(f"{name} is {value!r}\ngive one of {', '.join(map(str, _DTYPES.values()))}")
