@@ -126,17 +126,21 @@ def _run_agent(
                 raise KeyboardInterrupt from None
             sys.exit(128 + stop.sigval)
         except (DistError, RendezvousError) as error:
-            cause = str(error).partition("\n")[0]
-            raise LaunchError(
-                f"node {job.node_rank} of {job.nodes} could not meet the others at {host}:{port}: {cause}\n"
-                "check --rendezvous (an address of node 0, a port that is free there), and that each node "
-                "was started, with its own --node-rank"
-            ) from error
+            raise _not_met(job, f"{host}:{port}", error) from error
         if result.is_failed() and agent.failure:
             if agent.failed_elsewhere:  # engines take the exit code of the first to end, and end the others
                 time.sleep(2 * SPREAD_SECONDS)
             raise agent.failure
         return dict(result.return_values)
+
+
+def _not_met(job: Job, place: str, error: Exception) -> LaunchError:
+    cause = str(error).partition("\n")[0]
+    return LaunchError(
+        f"node {job.node_rank} of {job.nodes} could not meet the others at {place}: {cause}\n"
+        "check --rendezvous (an address of node 0, a port that is free there), and that each node "
+        "was started, with its own --node-rank"
+    )
 
 
 @contextmanager
