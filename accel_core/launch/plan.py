@@ -98,6 +98,12 @@ class Launch:
                 break
         if allocation is None:
             return found
+        asked = resolved.settings.get(("launch", "nodes"))
+        if asked and section.nodes == 1 < allocation.nodes and not allocation.processes_per_node:
+            raise LaunchError(
+                f"1 node was asked for ({asked.origin}), and launcher {section.launcher} has been given"
+                f" {allocation.nodes}\nleave launch.nodes out, or name --launcher {NATIVE} to be alone"
+            )
         settled = {"nodes": allocation.nodes, "node_rank": allocation.node_rank}
         if allocation.processes_per_node:
             settled["processes_per_node"] = allocation.processes_per_node

@@ -79,6 +79,15 @@ def test_the_machines_of_an_engine_are_taken_without_a_word(stable, tmp_path):
     assert ended[1][1] == ""
 
 
+def test_one_node_that_is_asked_for_among_several_that_are_given_is_an_error(stable, tmp_path):
+    environment = {**stable, "STABLE": "0", "STABLE_JOB": "one"}
+    ended = accel("launch", "--nodes", "1", "-n", "1", "train.py", environment=environment, cwd=tmp_path)
+
+    assert ended.returncode == 1
+    assert "1 node was asked for (flag --nodes), and launcher pony has been given 2" in ended.stderr
+    assert not ended.stdout
+
+
 def test_without_an_engine_auto_is_torchrun(stable, tmp_path):
     ended = accel("launch", "-n", "1", "train.py", environment=stable, cwd=tmp_path)
 
