@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 STAND_IN = str(Path(__file__).parent / "stand_in")
-collect_ignore = (
-    []
-    if os.environ.get("ACCEL_TEST_VENDOR")
-    else [file.name for file in Path(__file__).parent.glob("test_*.py")]
-)
-"""Without the wheel's folder there is nothing to test against."""
-
-# Other processes import the stand-in too.
-sys.path.insert(0, STAND_IN)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN, os.environ.get("PYTHONPATH")]))
-os.environ.setdefault("ACCEL_TEST_PRELOAD", "transformer_engine.pytorch")
+collect_ignore: list[str] = []
+if os.environ.get("ACCEL_TEST_VENDOR"):
+    # Other processes import the stand-in too.
+    sys.path.insert(0, STAND_IN)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN, os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("ACCEL_TEST_PRELOAD", "transformer_engine.pytorch")
+else:  # without the wheel's folder there is nothing to test against, nor to import
+    collect_ignore = [file.name for file in Path(__file__).parent.glob("test_*.py")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 import types
@@ -199,3 +200,17 @@ def test_no_other_harness_takes_the_port_of_a_world_that_is_about_to_start(monke
     monkeypatch.setattr("random.SystemRandom.sample", lambda self, ports, count: [*ports][:100])
     with processes.reserved_port() as first, processes.reserved_port() as second:
         assert first < second
+
+
+def test_a_preloaded_module_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text("raise RuntimeError('no driver')")
+    program = "from accel_testing import run_processes\nrun_processes(print, 1)\n"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "ACCEL_TEST_PRELOAD": "failing"}
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert "RuntimeError: no driver" in ended.stderr
+    assert "the process that workers are forked from has ended" in ended.stderr
+    assert "ACCEL_TEST_PRELOAD names: failing" in ended.stderr

@@ -199,7 +199,14 @@ class _Worker:
         context = _context()
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(task, dict(variables), str(output), theirs))
-        process.start()
+        try:
+            process.start()
+        except EOFError:
+            raise RuntimeError(
+                "the process that workers are forked from has ended: an import failed, see above\n"
+                f"it imports {', '.join(PRELOADED)}, and what {PRELOAD_VARIABLE} names:"
+                f" {os.environ.get(PRELOAD_VARIABLE, 'nothing')}"
+            ) from None
         theirs.close()
         return cls(rank, process, ours, output)
 
