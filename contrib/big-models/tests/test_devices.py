@@ -200,7 +200,8 @@ def test_a_plan_of_a_simulated_device_is_dispatched(want):
 def test_the_strategy_asks_the_devices_plugin_what_is_free(monkeypatch):
     accelerator = Accelerator(device="sim", strategy="dispatched")
     size = sum(parameter.nbytes for parameter in model().parameters())
-    monkeypatch.setattr(simulated, "TOTAL_MEMORY", simulated.module().memory.allocated + size // 2)
+    memory = simulated.module().memory
+    monkeypatch.setattr(memory, "total", memory.allocated + size // 2)
     target = accelerator.prepare(model())
     accelerator.end_training()
 

@@ -93,6 +93,43 @@ def test_work_may_be_queued_in_streams() -> None:
     assert run_processes(queued, world=1) == [4.0]
 
 
+def several() -> tuple[list[str], list[int], list[str]]:
+    from accel_testing.simulated.device import simulate
+
+    module = simulate(devices=2)
+    layer = nn.Linear(2, 2, bias=False).requires_grad_(False).to("sim:1")
+    second = layer(torch.ones(1, 2, device="sim:1"))
+    first = torch.zeros_like(second, device="sim").copy_(second)
+    errors = []
+    for wrong in (lambda: first + second, lambda: torch.ones(1, device="sim:2")):
+        with pytest.raises(RuntimeError) as raised:
+            wrong()
+        errors.append(str(raised.value))
+    held = [module.memory_allocated(index) for index in range(module.device_count())]
+    return [str(each.device) for each in (layer.weight, second, first, second.to("sim:0"))], held, errors
+
+
+def test_a_process_may_see_several_and_none_takes_operands_of_another() -> None:
+    ((devices, held, errors),) = run_processes(several, world=1)
+
+    assert devices == ["sim:1", "sim:1", "sim:0", "sim:0"]
+    assert held == [8, 24]
+    assert "at least two devices, sim:1 and sim:0!" in errors[0]
+    assert errors[1] == "invalid device ordinal 2: this process sees 2 sim"
+
+
+def filled(total: int) -> None:
+    module = simulated()
+    module.memory.total = total
+    torch.ones(100, device=module.device())
+
+
+def test_its_memory_runs_out() -> None:
+    run_processes(filled, 400, world=1)
+    with pytest.raises(ProcessError, match="tried to allocate 400 bytes: 0 of 399 are in use"):
+        run_processes(filled, 399, world=1)
+
+
 def two_names() -> None:
     simulated("one")
     simulated("one")

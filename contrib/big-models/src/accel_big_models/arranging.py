@@ -21,7 +21,7 @@ from accel_big_models.sources import InMemory, values_of
 from accel_big_models.swapping import put
 from accel_big_models.tenants import Tenant
 from accel_big_models.writing import write_blocks
-from accel_core import ConfigError
+from accel_core import ConfigError, is_out_of_memory
 
 __all__ = ["READERS", "arrange"]
 
@@ -92,10 +92,19 @@ def _made(tenant: Tenant) -> Tensor | None:
                 values = tenant.tensor.detach().cpu() if tenant.source is None else values_of(tenant.source)
                 tenant.source = InMemory(pinned(values, tenant.device), values.dtype)
             return None
-        if tenant.source is None:
-            same = tenant.tensor.device == tenant.device
-            return None if same else tenant.tensor.detach().to(tenant.device)
-        return values_of(tenant.source).detach().to(tenant.device)
+        if tenant.source is None and tenant.tensor.device == tenant.device:
+            return None
+        values = tenant.tensor if tenant.source is None else values_of(tenant.source)
+        try:
+            return values.detach().to(tenant.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            size = tenant.tensor.numel() * tenant.dtype.itemsize
+            raise torch.OutOfMemoryError(
+                f"no memory on {tenant.device} for {tenant.names[0]}, {size} bytes: {error}\n"
+                "give less of its memory to the plan, or places for these blocks elsewhere"
+            ) from error
 
 
 def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant], skip_keys: Sequence[str]) -> None:

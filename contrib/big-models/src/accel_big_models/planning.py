@@ -187,7 +187,7 @@ def _rooms(memory: Memory | None) -> dict[str, float]:
         devices = (
             []
             if kind is None
-            else [torch.device(kind.type, n) for n in range(torch.accelerator.device_count())]
+            else [torch.device(kind.type, n) for n in range(torch.get_device_module(kind).device_count())]
         )
         rooms = {str(device): available(device) for device in (*devices, torch.device("cpu"))}
         return {**rooms, "disk": math.inf}

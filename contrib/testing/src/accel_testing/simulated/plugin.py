@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import hooks, implements
-from accel_testing.simulated.device import TOTAL_MEMORY, simulate
+from accel_testing.simulated.device import simulate
+from accel_testing.simulated.device_module import TOTAL_MEMORY
 
 if TYPE_CHECKING:
     from accel_core import Run, World
