@@ -50,6 +50,7 @@ PLUGINS = {
     "accel-report": {"report", "watch"},
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
+    "accel-kubernetes": {"kubernetes"},
     "accel-context-parallel": {"cp"},
     "accel-ema": {"ema"},
     "accel-big-models": {"dispatched", "estimate"},
