@@ -610,6 +610,17 @@ def device_specs(device: torch.device) -> Mapping[str, Json]:
 
 
 @spec("owner")
+def device_health(device: torch.device) -> Mapping[str, Json]:
+    """Return what the chip's sensors tell now; empty if it has none.
+
+    temperature: degrees Celsius. power: watts. clock: MHz. busy: part of the last moment in which it
+    computed. throttled: reasons why its clock is held down. memory_errors: uncorrected ones since its
+    driver started. What is unknown is left out. For the run's record, on its main process, once a second
+    at most: it must neither wait nor raise. base: empty.
+    """
+
+
+@spec("owner")
 def empty_cache() -> None:
     """Give unused cached device memory back."""
 

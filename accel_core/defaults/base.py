@@ -309,6 +309,10 @@ class Base(BaseState):
     def device_specs(self, device: torch.device) -> Mapping[str, Json]:
         return {}
 
+    @implements(hooks.device_health)
+    def device_health(self, device: torch.device) -> Mapping[str, Json]:
+        return {}
+
     @implements(hooks.empty_cache)
     def empty_cache(self) -> None:
         module = torch.get_device_module(self.run.device)

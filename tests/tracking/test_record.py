@@ -474,6 +474,22 @@ def test_utilization_counts_the_devices_of_all_ranks(tmp_path):
     assert of_kind(record, "run")[0]["device_specs"]["source"] == "accel-testing: made up"
 
 
+@pytest.mark.together
+def test_a_sample_has_what_the_devices_sensors_tell(tmp_path):
+    run_processes(used, tmp_path, "no", [FLOAT32], {}, world=1)
+    (record,) = records(tmp_path)
+    first, second, *_ = of_kind(record, "step")
+
+    assert first["health"] == {
+        "temperature": 40,
+        "power": 20.0,
+        "clock": 1000,
+        "busy": 0.5,
+        "throttled": ["made_up"],
+    }
+    assert "health" not in second, "sensors are looked at once a second at most"
+
+
 def test_an_option_turns_it_off(tmp_path):
     train(tmp_path, 3, every=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, ConfigError, PluginError
-from accel_cuda import CudaConfig, set_numa_affinity
+from accel_cuda import CudaConfig, health, set_numa_affinity
 from accel_cuda.device import verify
 from accel_cuda.machine import gpu_count, probe
 from accel_testing import run_processes
@@ -61,6 +62,15 @@ class TestOnGpu:
 
         assert stats["total"] > stats["allocated"] >= 4 * 2**20
         assert stats["peak"] >= stats["allocated"]
+
+    def test_sensors_tell_what_nvidia_smi_tells(self) -> None:
+        pytest.importorskip("pynvml")
+        (found,) = run_processes(sensors, world=1)
+
+        assert 10 < found["temperature"] < 120
+        assert 5 < found["power"] < 2000
+        assert 100 < found["clock"] < 4000
+        assert 0 <= found.get("busy", 0) <= 1
 
     def test_affinity_names_cpus_of_this_machine(self) -> None:
         (cpus,) = run_processes(pinned, world=1)
@@ -126,6 +136,12 @@ def memory() -> dict[str, int]:
     held = torch.ones(2**20, device=run.device)
     stats = dict(run.run.hooks.memory_stats(run.device))
     return stats if held.numel() else {}
+
+
+def sensors() -> dict[str, Any]:
+    run = Accelerator()
+    health.WAIT = 20
+    return dict(run.run.hooks.device_health(run.device))
 
 
 def pinned() -> set[int]:

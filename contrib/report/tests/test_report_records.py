@@ -211,3 +211,14 @@ def test_runs_differ_in_options_settings_and_commit(resumed, whole):
 
 def test_no_secret_is_in_the_record(resumed):
     assert "sk-secret" not in find(resumed[0])[0].read_text()
+
+
+def test_sensors_are_curves_and_a_throttled_clock_is_one_where_it_has_reasons():
+    record = record_of(
+        sample(1, health={"temperature": 60, "throttled": []}),
+        sample(2),
+        sample(3, health={"temperature": 83, "throttled": ["hw_slowdown"]}),
+    )
+
+    assert values(record, "device temperature") == [(1, 60), (3, 83)]
+    assert values(record, "device throttled") == [(1, 0), (3, 1)]

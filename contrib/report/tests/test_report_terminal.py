@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from accel_report.records import Record
 from accel_report.watching import Newest, frame, line
@@ -170,3 +172,15 @@ def test_a_run_that_begins_anew_is_followed_into_its_new_record(tmp_path):
     assert newest.read().path.name == "20260102-b.jsonl"
     os.utime(folder / "20260101-a.jsonl")  # one that goes on beside it
     assert newest.read().path.name == "20260102-b.jsonl"
+
+
+def test_the_screen_has_the_devices_sensors():
+    record = Record(Path("a.jsonl"), "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0})
+    record.add({"kind": "step", "time": 2.0, "step": 1, "seconds": 1.0, "health": {"temperature": 83}})
+
+    screen = Console(width=80)
+    with screen.capture() as shown:
+        screen.print(frame(record, 80, 30, None))
+
+    assert re.search(r"device temperature +\S+ +83", shown.get())

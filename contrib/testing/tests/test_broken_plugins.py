@@ -49,6 +49,8 @@ DEVICE = {
     "forgets-what-is-held": {"test_memory_is_reported_in_bytes"},
     "claims-float8": {"test_float8_matrices_are_multiplied"},
     "states-teraflops": {"test_peaks_are_in_their_units_and_have_a_source"},
+    "busy-in-percent": {"test_sensors_tell_in_their_units_without_a_wait"},
+    "waits-for-sensors": {"test_sensors_tell_in_their_units_without_a_wait"},
     "guesses-peaks": {"test_peaks_are_in_their_units_and_have_a_source"},
     "narrows-floats": {"test_float64_keeps_its_precision"},
     "records-the-unknown": {"test_the_profiler_records_the_device"},

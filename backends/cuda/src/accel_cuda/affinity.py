@@ -53,9 +53,13 @@ def cpus_near(properties: Any) -> set[int]:
 
     Empty where that is unknown.
     """
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    file = PCI_DEVICES / address / "local_cpulist"
+    file = PCI_DEVICES / pci_address(properties) / "local_cpulist"
     return parse_cpu_list(file.read_text()) if file.exists() else set()
+
+
+def pci_address(properties: Any) -> str:
+    """Return a GPU's address as the kernel and NVML write it: 0000:1b:00.0."""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def parse_cpu_list(text: str) -> set[int]:

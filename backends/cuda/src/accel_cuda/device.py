@@ -17,6 +17,7 @@ from accel_core import ConfigError, hooks, implements
 from accel_cuda import machine
 from accel_cuda.affinity import set_numa_affinity
 from accel_cuda.config import CudaConfig
+from accel_cuda.health import Health, library
 from accel_cuda.specs import find_chip, specs
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class CudaDevice:
     def __init__(self, config: CudaConfig | None, run: Run) -> None:
         self.config = config or CudaConfig()
         self.run = run
+        self._health: dict[torch.device, Health] = {}
 
     @implements(hooks.select_device)
     def select_device(self, world: World) -> torch.device:
@@ -106,6 +108,10 @@ class CudaDevice:
             found["flops"].pop("float16", None)
         return found
 
+    @implements(hooks.device_health)
+    def device_health(self, device: torch.device) -> Mapping[str, Any]:
+        return self._health.setdefault(device, Health(device)).read()
+
     @implements(hooks.communication_backend)
     def communication_backend(self, device: torch.device) -> Mapping[str, str]:
         if not dist.is_nccl_available():  # true of a torch with RCCL too, under the same name
@@ -130,6 +136,8 @@ class CudaDevice:
         }
         if torch.version.hip:
             report["ROCm of torch"] = torch.version.hip
+        else:
+            report["GPU sensors"] = library()
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
                 about = torch.cuda.get_device_properties(index)

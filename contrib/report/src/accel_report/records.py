@@ -116,12 +116,17 @@ class Record:
     def curves(self) -> dict[str, list[Point]]:
         """Return what can be drawn over the steps: name -> points in order.
 
-        Measured values come first; what the program logged is called `logged NAME`.
+        Measured values come first; a sensor is called `device NAME`, and what the program logged
+        `logged NAME`.
         """
         found: dict[str, list[Point]] = {}
         for line in self.steps:
             several = {f"loss of {unit}": value for unit, value in line.get("losses", {}).items()}
-            for name, value in {**{name: line.get(name) for name in MEASURED}, **several}.items():
+            sensors = {
+                f"device {name}": bool(value) if isinstance(value, list) else value  # reasons, or none
+                for name, value in line.get("health", {}).items()
+            }
+            for name, value in {**{name: line.get(name) for name in MEASURED}, **several, **sensors}.items():
                 _put(found, name, line["step"], line, value)
         order = {name: found[name] for name in (*MEASURED, *found) if name in found}
         logged: dict[str, list[Point]] = {}

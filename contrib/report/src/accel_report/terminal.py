@@ -87,6 +87,7 @@ def rates(record: Record, width: int) -> RenderableType:
         "seconds": "seconds of a step",
     }
     curves = record.curves()
+    words |= {name: name for name in curves if name.startswith("device ")}
     bars = max(8, width - 36)
     rows = [
         (words[name], spark([point.value for point in curves[name]], bars), _short(name, curves[name]))

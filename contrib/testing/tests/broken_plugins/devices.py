@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import torch
@@ -124,6 +125,19 @@ class GuessesPeaks(SimulatedDevice):
     @implements(hooks.device_specs)
     def device_specs(self, device):
         return {"flops": {"float32": 67e12}}
+
+
+class BusyInPercent(SimulatedDevice):
+    @implements(hooks.device_health)
+    def device_health(self, device):
+        return {**self.below.device_health(device), "busy": 50}
+
+
+class WaitsForSensors(SimulatedDevice):
+    @implements(hooks.device_health)
+    def device_health(self, device):
+        time.sleep(0.3)
+        return self.below.device_health(device)
 
 
 class NarrowsFloats(SimulatedDevice):

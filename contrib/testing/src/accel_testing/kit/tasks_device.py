@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from accel_testing.kit.tasks import make
 __all__ = [
     "chosen",
     "floats",
+    "health",
     "memory",
     "moved",
     "placed",
@@ -169,6 +171,18 @@ def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found = {"claimed": "memory_stats" in hooks.capabilities(device), "stats": stats}
     accelerator.end_training()
     return found
+
+
+def health(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the device's sensors tell, and the least seconds it took."""
+    accelerator = make(arguments)
+    text, seconds = "", []
+    for _ in range(5):
+        began = time.perf_counter()
+        text = json.dumps(dict(accelerator.run.hooks.device_health(accelerator.device)))
+        seconds.append(time.perf_counter() - began)
+    accelerator.end_training()
+    return {"told": json.loads(text), "seconds": min(seconds)}
 
 
 def specs(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ Run = Callable[..., list[Any]]
 MEGABYTES_4 = 4_000_000
 LEAST_PEAK = 1e9
 """FLOP/s, bytes and bytes/s that any accelerator exceeds."""
+HOTTEST = 150
+LONGEST_LOOK = 0.1
+"""Seconds."""
 
 
 def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
@@ -92,6 +95,19 @@ def test_peaks_are_in_their_units_and_have_a_source(run: Run) -> None:
     assert all(type(value) in (int, float) and value >= LEAST_PEAK for value in figures), (
         "units are FLOP/s, bytes and bytes/s, not TFLOP/s or GB"
     )
+
+
+def test_sensors_tell_in_their_units_without_a_wait(run: Run) -> None:
+    (found,) = run(tasks.health)
+    told = dict(found["told"])
+    reasons = told.pop("throttled", [])
+    assert told.keys() <= {"temperature", "power", "clock", "busy", "memory_errors"}
+    assert all(type(value) in (int, float) and value >= 0 for value in told.values())
+    assert type(reasons) is list
+    assert all(type(reason) is str for reason in reasons)
+    assert told.get("busy", 0) <= 1, "it is a part of the time, not percent"
+    assert told.get("temperature", 0) < HOTTEST, "it is in degrees Celsius"
+    assert found["seconds"] < LONGEST_LOOK, "training waits for it"
 
 
 @requires("float64")
