@@ -8,7 +8,6 @@ from accel_core.accelerator.local_sgd import LocalSGD as LocalSGD
 from accel_core.accelerator.memory import find_executable_batch_size as find_executable_batch_size
 from accel_core.accelerator.memory import is_out_of_memory as is_out_of_memory
 from accel_core.accelerator.memory import release_memory as release_memory
-from accel_core.accelerator.progress import progress as progress
 from accel_core.checkpoint.contents import CheckpointContents as CheckpointContents
 from accel_core.checkpoint.export import stored_weights as stored_weights
 from accel_core.checkpoint.own_state import refuse_own_state as refuse_own_state
@@ -57,6 +56,8 @@ from accel_core.defaults.precision import get_grad_scaler as get_grad_scaler
 from accel_core.defaults.precision import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_core.distributed.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_core.distributed.logging import get_logger as get_logger
+from accel_core.distributed.progress import progress as progress
+from accel_core.distributed.progress import show_progress as show_progress
 from accel_core.distributed.random import set_seed as set_seed
 from accel_core.distributed.random import synchronize_rng_state as synchronize_rng_state
 from accel_core.errors import AccelError as AccelError

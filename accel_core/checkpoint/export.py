@@ -68,7 +68,9 @@ def export(
                 for key, value in units[name]["extra"].items()
                 if key.startswith(prefix)
             }
-            write_weights(home, weights(checkpoint, name, prefix), extra, bytes_in(limit), safe=safe)
+            total = sum(stored.nbytes for _, stored in _stored(checkpoint, name, prefix))
+            whole = weights(checkpoint, name, prefix)
+            write_weights(home, whole, extra, bytes_in(limit), safe=safe, total=total)
         return list(homes.values())
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
@@ -139,6 +139,8 @@ class DataFile:
         CheckpointError: it is not a file of the recorded size, or cannot be read.
     """
 
+    bytes_read: ClassVar[int] = 0
+    """Read by this process so far, of all data files."""
     _open: ClassVar[deque[ref[DataFile]]] = deque()
     """The data files that are open, the oldest first."""
 
@@ -167,15 +169,25 @@ class DataFile:
             if not count:
                 raise damaged(self.path, f"it ends after {start} bytes")
             start, into = start + count, into[count:]
+            DataFile.bytes_read += count
+
+    @classmethod
+    def measured(cls, total: int) -> Callable[[], tuple[int, int]]:
+        """Return a measure, as `show_progress` takes it, of reading from now on."""
+        before = cls.bytes_read
+        return lambda: (cls.bytes_read - before, total)
 
     def block(self, number: int) -> str:
         """Return the digest of a block, as it is on the disk now."""
-        start = number * BLOCK_BYTES
-        size = min(BLOCK_BYTES, self.record.size - start)
+        start, size = number * BLOCK_BYTES, self.size_of(number)
         if not hasattr(_memory, "block"):
             _memory.block = memoryview(bytearray(BLOCK_BYTES))
         self.read(start, block := _memory.block[:size])
         return xxh3_64_hexdigest(block)
+
+    def size_of(self, number: int) -> int:
+        """Return the bytes of a block: only the last one may have less than all."""
+        return min(BLOCK_BYTES, self.record.size - number * BLOCK_BYTES)
 
     def check(self, blocks: Iterable[str]) -> None:
         """Raise CheckpointError if these are not the blocks of the manifest."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from accel_core.checkpoint.collect import (
     extra_state,
     without_apart,
 )
-from accel_core.checkpoint.files import understanding
+from accel_core.checkpoint.files import DataFile, understanding
 from accel_core.checkpoint.find import find
 from accel_core.checkpoint.module_state import owner_of, restore_extra
 from accel_core.checkpoint.optimizers import OptimizerPlan
@@ -27,6 +28,7 @@ from accel_core.checkpoint.random_state import plan_random
 from accel_core.checkpoint.read import Checkpoint, fill
 from accel_core.checkpoint.saved_units import compare_state_of_tied, join_units, tensors_by_sort
 from accel_core.contract.state import Entry, Leaf
+from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ def load(
             return Restoration(run, checkpoint, strict=strict)
 
     restoration = run_on_all_ranks(control, "load_state: compare", compared)
-    run_on_all_ranks(control, "load_state: restore", restoration.apply)
+    with show_progress(f"loading {checkpoint.folder.name}", restoration.measured()):
+        run_on_all_ranks(control, "load_state: restore", restoration.apply)
     return checkpoint.folder, checkpoint.manifest
 
 
@@ -83,6 +86,7 @@ class Restoration:
         # By what they restore. First what other people's code does, which may fail; then what core copies.
         self._objects: list[Action] = []
         self._copies: list[Action] = []
+        self._places: list[tuple[Stored, Leaf]] = []
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
         same_world = same_readers and world["size"] == run.world.size
@@ -129,6 +133,21 @@ class Restoration:
                 except Exception as error:  # other people's code, of any kind: the message says where
                     before = list(dict.fromkeys(name for name, _ in actions[:done]))
                     raise _mixed(self.checkpoint.folder, what, before, error) from error
+
+    def measured(self) -> Callable[[], tuple[int, int]]:
+        """Return a measure of the bytes that `apply` reads, for `show_progress`.
+
+        Of all it reads the share that it reads of the weights: what there is of other state, it allocates.
+        """
+        read = DataFile.measured(0)
+
+        def measure() -> tuple[int, int]:
+            files = sum(data.record.size for data, _ in self.checkpoint.shares.values())
+            held = sum(shard.numel() for _, leaf in self._places for _, shard in leaf.shards)
+            whole = sum(math.prod(stored.shape) for stored, _ in self._places)
+            return read()[0], files * held // whole if whole else files
+
+        return measure
 
     def _run_state(self, saved: Mapping[str, Any]) -> None:
         """Plugins' state of the whole run, as `_plugins` takes that of a unit."""
@@ -218,6 +237,7 @@ class Restoration:
                 places.append((stored, leaves[name]))
             elif name in leaves:
                 misfits.add(name)
+        self._places += places
         if places:
             self._copies.append((what.removesuffix("/"), partial(fill, places)))
         return misfits

@@ -18,10 +18,10 @@ No collective: a dead rank costs a timeout and is named. A rank that gets no ver
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from accel_core.checkpoint import unreported
 from accel_core.checkpoint.disks import answer, ask_other_disks
 from accel_core.checkpoint.files import FileRecord, as_json, sync_folder, write_file
 from accel_core.checkpoint.manifest import is_ours, manifest_of, write_manifest
+from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ __all__ = ["PendingSave", "Share"]
 
 HEARD_SECONDS: Final = 10.0
 """Seconds that rank 0 waits for the others to hear the verdict."""
-PROGRESS_SECONDS: Final = 0.5
+LOOK_SECONDS: Final = 0.5
+"""Between two looks at a save that is waited for; Ctrl-C is heard then."""
 SAID_RANKS: Final = 10
 SAID_BYTES: Final = 500
 """Length of a rank's error in its vote: a vote stays below 1 KiB."""
@@ -165,26 +167,25 @@ class PendingSave:
             CheckpointError: it failed on some rank, or is not over after `patience` seconds.
         """
         deadline = None if patience is None else time.monotonic() + patience
-        while not self.is_over:
-            if deadline is not None and time.monotonic() > deadline:
-                self._failure = f"it was not over after {patience:g} s"
-                break
-            self._done.wait(PROGRESS_SECONDS)
-            self._show_progress()
+        with nullcontext() if self.is_over else self.shown():
+            while not self.is_over:
+                if deadline is not None and time.monotonic() > deadline:
+                    self._failure = f"it was not over after {patience:g} s"
+                    break
+                self._done.wait(LOOK_SECONDS)
         unreported.pop(self.target.save_id, None)
         if self._failure is not None:
             raise CheckpointError(self._message, path=str(self.target.path)) from self.cause
 
-    def _show_progress(self) -> None:
-        if self.share.rank or not sys.stderr.isatty():
-            return
+    def shown(self) -> AbstractContextManager[None]:
+        """Show how much of this rank's data is written, while that is waited for."""
+        return show_progress(f"writing {self.target.path.name}", self._written)
+
+    def _written(self) -> tuple[int, int]:
         try:
-            written = (self.target.folder / self.share.data).stat().st_size
+            return (self.target.folder / self.share.data).stat().st_size, self.share.size
         except FileNotFoundError:  # the folder has the target's name by now
-            written = self.share.size
-        line = f"accel: writing {self.target.path.name}: {written >> 20} of {self.share.size >> 20} MiB"
-        sys.stderr.write(f"\r{'' if self.is_over else line:<79}" + ("\r" if self.is_over else ""))
-        sys.stderr.flush()
+            return self.share.size, self.share.size
 
 
 # -- rank 0 --------------------------------------------------------------------------------------

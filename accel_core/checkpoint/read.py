@@ -65,6 +65,11 @@ class Stored:
         ((_, (file, start)),) = self.boxes.items()
         return file.path, start
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
     def number(self) -> float:
         """Return the value of a tensor of one element."""
         return float(self.tensor())

@@ -11,6 +11,7 @@ from attrs import frozen
 from accel_core.checkpoint.disks import files_are_elsewhere, nodes_without
 from accel_core.checkpoint.files import DataFile, damaged, understanding
 from accel_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
 __all__ = ["CheckpointFiles"]
@@ -85,6 +86,9 @@ class CheckpointFiles:
             for data, index in self.shares.values()
             for number, digest in enumerate(index["blocks"])
         ]
-        for file, number, digest in blocks[share::shares]:
-            if file.block(number) != digest:
-                raise damaged(file.path, f"block {number} is not what was written")
+        mine = blocks[share::shares]
+        total = sum(file.size_of(number) for file, number, _ in mine)
+        with show_progress(f"verifying {self.folder.name}", DataFile.measured(total)):
+            for file, number, digest in mine:
+                if file.block(number) != digest:
+                    raise damaged(file.path, f"block {number} is not what was written")

@@ -70,7 +70,8 @@ class Saver:
         with without_collecting_garbage():
             self._pending = pending = self._snapshot(directory, noted, wait=wait)
             if wait:  # before garbage is collected again: it drops most of what was made for it
-                pending.run()
+                with pending.shown():
+                    pending.run()
         if wait:
             self.wait()
         else:

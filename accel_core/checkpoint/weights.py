@@ -25,6 +25,7 @@ from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.checkpoint.module_state import module_state, state_dict_outline
 from accel_core.checkpoint.paths import local_path
 from accel_core.contract.suggest import did_you_mean
+from accel_core.distributed.progress import show_progress
 from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError, CheckpointError, ConfigError
 
@@ -146,17 +147,32 @@ def bytes_in(size: int | str) -> int:
 
 
 def write_weights(
-    folder: Path, weights: Iterable[tuple[Names, Tensor]], extra: dict[str, Any], limit: int, *, safe: bool
+    folder: Path,
+    weights: Iterable[tuple[Names, Tensor]],
+    extra: dict[str, Any],
+    limit: int,
+    *,
+    safe: bool,
+    total: int = 0,
 ) -> None:
     """Write weights in the layout of `from_pretrained`, `limit` bytes a file at most.
 
-    Needs memory for one file's. What was there before stays until all of it is written.
+    Needs memory for one file's. What was there before stays until all of it is written. total: bytes of all,
+    if they are known.
     """
     _refuse(folder, extra, safe=safe)
+    done = 0
+
+    def counted() -> Iterator[tuple[Names, Tensor]]:
+        nonlocal done
+        for names, tensor in weights:
+            yield names, tensor
+            done += tensor.nbytes
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with workshop(folder) as beside:
-            written = _write_parts(beside, weights, extra, limit, safe=safe)
+        with show_progress(f"writing {folder}", lambda: (done, total)), workshop(folder) as beside:
+            written = _write_parts(beside, counted(), extra, limit, safe=safe)
             with _alone(folder):
                 _publish(folder, beside, written, safe=safe)
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -178,12 +177,10 @@ def _problems(folder: Path) -> list[str]:
 
 
 def _problems_now(folder: Path) -> list[str]:
-    from rich.console import Console
-    from rich.progress import track
-
     from accel_core.checkpoint.files import DataFile
     from accel_core.checkpoint.manifest import read_manifest
     from accel_core.checkpoint.reader import CheckpointFiles
+    from accel_core.distributed.progress import show_progress
 
     problems: list[str] = []
     files: list[DataFile] = []
@@ -194,14 +191,11 @@ def _problems_now(folder: Path) -> list[str]:
                 continue  # it is on another node's disk
             with _noting(problems):
                 files.append(DataFile(folder / name, record))
-    blocks = [(file, number) for file in files for number in file.blocks]
-    digests: dict[DataFile, list[str]] = defaultdict(list)
-    shown = Console(stderr=True)
-    for file, number in track(blocks, folder.name, console=shown, disable=not shown.is_terminal):
-        digests[file].append(file.block(number))
-    for file in files:
-        with _noting(problems):
-            file.check(digests[file])
+    total = sum(file.record.size for file in files)
+    with show_progress(f"verifying {folder.name}", DataFile.measured(total)):
+        for file in files:
+            with _noting(problems):
+                file.check(map(file.block, file.blocks))
     if not problems:
         with _noting(problems):
             CheckpointFiles.open(folder)

@@ -10,6 +10,7 @@ Files, each above those that it uses:
     watch            ranks that wait name the ranks that they wait for
     random, streams  seeds and generators of ranks, random streams of split units
     logging          loggers that know their rank
+    progress         what is under way, where people wait for it
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from accel_core.errors import LaunchError
 from accel_core.launch.failure import AGENT_KILLS_AFTER, first_failure
+from accel_core.launch.meeting import told_soon
 from accel_core.launch.rendezvous import address_towards
 from accel_core.launch.worker import WARNING, mark_of
 
@@ -48,9 +49,6 @@ SPREAD_SECONDS: Final = 1.0
 """Time in which every node reads an announcement: ten polls."""
 ANNOUNCE_SECONDS: Final = 5.0
 """Time for which a failed node tries to announce it."""
-FIRST_NOTICE: Final = 3.0
-NEXT_NOTICE: Final = 30.0
-"""Seconds after which a node that waits for others says so, first and then again."""
 ENDING_NOTICE: Final = 1.0
 """Seconds that workers have to end before a message says that they have not."""
 
@@ -99,7 +97,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the nodes of an attempt."""
         self._bootstrap_store_info = None  # torch would keep that of a first node that is gone
-        return super().next_rendezvous()
+        with told_soon("this node waits for others to join"):
+            return super().next_rendezvous()
 
     @property
     def rounds(self) -> int:
@@ -116,7 +115,8 @@ def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -
         return StaticRendezvous(host, port, job.node_rank, job.nodes, run_id, seconds)
     timeout = timedelta(seconds=seconds)
     if job.node_rank:
-        _wait_for_node_0(host, port, timeout)
+        with told_soon(f"node {job.node_rank} waits for node 0 at {host}:{port}"):
+            _wait_for_node_0(host, port, timeout)
     store = _store(host, port, timeout, serves=job.node_rank == 0)
     elastic: ElasticRendezvous = ElasticRendezvous.from_backend(
         run_id,
@@ -130,23 +130,13 @@ def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -
     return elastic
 
 
-@contextmanager
-def _waiting_is_told(node: int, nodes: int, place: str, missing: list[int]) -> Iterator[None]:
-    """Write which nodes are missing, from the third second on."""
-    over = threading.Event()
+def _waiting_is_told(node: int, nodes: int, place: str, missing: list[int]) -> AbstractContextManager[None]:
+    """Show which nodes are missing."""
 
-    def tell() -> None:
-        pause = FIRST_NOTICE
-        while not over.wait(pause):
-            pause = NEXT_NOTICE
-            sys.stderr.write(f"accel: node {node} of {nodes} waits for {_listed(missing)} at {place}\n")
+    def text() -> str:
+        return f"node {node} of {nodes} waits for {_listed(missing)} at {place}"
 
-    if nodes > 1:
-        threading.Thread(target=tell, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
+    return told_soon(text) if nodes > 1 else nullcontext()
 
 
 def _listed(nodes: Sequence[int]) -> str:

@@ -16,18 +16,22 @@ import random
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from typing import Final
 
+from accel_core.distributed.progress import show_progress
 from accel_core.errors import LaunchError
 
-__all__ = ["PORTS", "agree_on_port"]
+__all__ = ["PORTS", "agree_on_port", "told_soon"]
 
 PORTS: Final = range(20_000, 32_000)
 DOORS: Final = 8
 ANSWER_SECONDS: Final = 2.0
 ANSWER_LETTERS: Final = 1000
 PAUSE_SECONDS: Final = 0.1
+FIRST_NOTICE: Final = 3.0
+"""Seconds to the first line of a log that says which nodes are waited for."""
 
 
 def agree_on_port(host: str, name: str, seconds: float, *, serves: bool) -> int:
@@ -42,27 +46,39 @@ def agree_on_port(host: str, name: str, seconds: float, *, serves: bool) -> int:
     if serves:
         port = _bound(random.SystemRandom().sample(PORTS, 100))
         number: int = port.getsockname()[1]
-        door = _bound(doors)
-        door.listen(128)
+        listening = _bound(doors)
+        listening.listen(128)
         port.close()
-        threading.Thread(target=_answer, args=(door, f"{name} {number}\n"), daemon=True).start()
+        threading.Thread(target=_answer, args=(listening, f"{name} {number}\n"), daemon=True).start()
         return number
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for door_number in doors:
-            with suppress(OSError), socket.create_connection((host, door_number), ANSWER_SECONDS) as caller:
-                answer = caller.makefile(errors="replace").readline(
-                    ANSWER_LETTERS
-                )  # it may be another service
-                said, _, told = answer.rstrip("\n").rpartition(" ")
-                if said == name and told.isdecimal():
-                    return int(told)
-        time.sleep(PAUSE_SECONDS)
+    with told_soon(f"this node waits for node 0 of {name} at {host}"):
+        while time.monotonic() < deadline:
+            for door in doors:
+                if (told := _port_told(host, door, name)) is not None:
+                    return told
+            time.sleep(PAUSE_SECONDS)
     raise LaunchError(
         f"node 0 of {name} did not answer at {host} for {seconds:.0f} s\n"
         f"see that it has started, and that ports {PORTS.start} to {PORTS.stop} of it can be reached; or name"
         " a place with --rendezvous HOST:PORT"
     )
+
+
+def told_soon(text: str | Callable[[], str]) -> AbstractContextManager[None]:
+    """Show that a node waits for others, in a log too from the third second on."""
+    return show_progress(text, main_process_only=False, tell_after=FIRST_NOTICE)
+
+
+def _port_told(host: str, door: int, name: str) -> int | None:
+    """Return the port that node 0 tells at a door; None if it is not there."""
+    with suppress(OSError), socket.create_connection((host, door), ANSWER_SECONDS) as caller:
+        # It may be another service.
+        answer = caller.makefile(errors="replace").readline(ANSWER_LETTERS)
+        said, _, told = answer.rstrip("\n").rpartition(" ")
+        if said == name and told.isdecimal():
+            return int(told)
+    return None
 
 
 def _bound(numbers: list[int]) -> socket.socket:

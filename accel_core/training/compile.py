@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accel_core.distributed.logging import get_logger
+from accel_core.distributed.progress import show_progress
 
 if TYPE_CHECKING:
     from accel_core.contract.config import TorchDynamoPlugin
@@ -49,8 +50,22 @@ def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[
     for module in chosen:
         # As nn.Module.compile does, which gives torch's own classes no frame that dynamo would look at.
         call = _framed(module) if type(module).__module__.startswith("torch.") else module._call_impl
-        module._compiled_call_impl = torch.compile(call, backend=backend, **options)
+        module._compiled_call_impl = _told(module, torch.compile(call, backend=backend, **options))
     return chosen
+
+
+def _told(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that shows its first call, then leaves to `compiled`."""
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        # Others may have put a call of theirs around this one, or compile it into a larger graph.
+        if torch.compiler.is_compiling() or module._compiled_call_impl is not first:
+            return compiled(*args, **kwargs)
+        module._compiled_call_impl = compiled
+        with show_progress(f"compiling {type(module).__name__}, in its first call"):
+            return compiled(*args, **kwargs)
+
+    return first
 
 
 def run_eagerly(module: nn.Module) -> None:

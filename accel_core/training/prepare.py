@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_core.contract.hooks import PHASES
 from accel_core.contract.unit import own_name
 from accel_core.data.loader import prepare_loader
+from accel_core.distributed.progress import show_progress
 from accel_core.distributed.streams import fork, forward_context
 from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError, ConfigError
@@ -64,7 +65,8 @@ def prepare(
     if plan.of_kind["model"]:
         assemble(run, "prepare", _in_words(plan.of_kind["model"], units))
     for group, unit in zip(plan.groups, units, strict=True):
-        with _all_or_nothing(run, unit):
+        models = " and ".join(type(model).__name__ for model in group.models)
+        with _all_or_nothing(run, unit), show_progress(f"preparing {models} for {unit.strategy}"):
             _build(unit, group, plan)
         wrapped = unit.optimizers[len(unit.optimizers) - len(group.optimizers) :]
         proxies = [PreparedOptimizer(inner, unit) for inner in wrapped]

@@ -22,6 +22,7 @@ from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint import pending_save, save
 from accel_core.checkpoint.manifest import read_manifest
 from accel_core.checkpoint.votes import Votes
+from accel_core.distributed import progress
 
 
 class Job:
@@ -273,7 +274,7 @@ def waited_for_on_a_terminal(folder: str) -> str:
     """What a terminal shows while a save under way is waited for."""
     job, shown = Job(), io.StringIO()
     shown.isatty = lambda: True
-    pending_save.PROGRESS_SECONDS = 0.01
+    progress.SHOW_AFTER = progress.SHOW_EVERY = 0.01
     with writers_wait() as gate, redirect_stderr(shown):
         job.accelerator.save_state(Path(folder) / "here", wait=False)
 

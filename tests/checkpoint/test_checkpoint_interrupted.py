@@ -153,13 +153,11 @@ def test_freed_memory_is_the_copys_too(job, tmp_path):
     assert job.accelerator.run.checkpoints._saver._layout is None
 
 
-def test_progress_of_a_save_that_has_its_name_by_now_is_shown(job, tmp_path, monkeypatch, capsys):
+def test_all_of_a_save_that_has_its_name_by_now_counts_as_written(job, tmp_path):
     job.accelerator.save_state(tmp_path / "here", wait=False)
     save = job.accelerator.run.checkpoints._saver._pending
     job.accelerator.wait_for_checkpoint()
-    monkeypatch.setattr(pending_save.sys.stderr, "isatty", lambda: True, raising=False)
-    save._show_progress()
-    assert capsys.readouterr().err == f"\r{'':<79}\r"  # over: the line is wiped
+    assert save._written() == (save.share.size, save.share.size)
 
 
 # -- clean-up ----------------------------------------------------------------------------------------

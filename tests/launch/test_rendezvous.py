@@ -11,7 +11,7 @@ import pytest
 
 from accel_core import Job, LaunchError
 from accel_core.contract.world import check_scheduler_tasks
-from accel_core.launch import agent, launcher, rendezvous
+from accel_core.launch import agent, launcher, meeting, rendezvous
 from accel_core.launch.launcher import TorchrunLauncher
 
 ADVICE = (
@@ -75,7 +75,7 @@ def node_in_thread(number, nodes, port, told):
 
 
 def test_a_node_that_waits_says_for_whom_and_where(monkeypatch, capfd):
-    monkeypatch.setattr(agent, "FIRST_NOTICE", 0.2)
+    monkeypatch.setattr(meeting, "FIRST_NOTICE", 0.2)
     told = []
 
     node_in_thread(0, 2, 0, told)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from big_model_problems import Model, ids, model, shards
 from safetensors.torch import save_file
 
-from accel_big_models import empty_weights, load, plan, weights_of
+from accel_big_models import arranging, empty_weights, load, plan, weights_of
 from accel_big_models.planning import plan_from_map
 from accel_core import Accelerator, CheckpointError, ConfigError
 
@@ -86,6 +87,21 @@ def test_a_model_with_weights_keeps_its_tensors(tmp_path, want):
 
     assert torch.equal(target(ids()), want)
     assert all(value is kept[name] for name, value in target.named_parameters())
+
+
+def test_without_a_callback_the_bytes_are_shown_where_people_wait(tmp_path, monkeypatch, capsys):
+    def late(tenant, made=arranging._made):
+        time.sleep(0.02)
+        return made(tenant)
+
+    monkeypatch.setattr(arranging, "_made", late)
+    monkeypatch.setattr("accel_core.distributed.progress.TELL_EVERY", 0.01)
+    folder = shards(tmp_path / "c", model())
+    load(empty(), folder)
+    assert f"accel: loading {folder}: [" in capsys.readouterr().err
+
+    load(empty(), folder, progress=lambda done, total: None)
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_ends_with_all_bytes(tmp_path):

@@ -18,7 +18,7 @@ from accel_big_models.planning import plan_from_map
 from accel_big_models.sources import Source, values_of
 from accel_big_models.tenants import Tenant, tenants_of
 from accel_big_models.weights import persistent_buffers
-from accel_core import CheckpointError
+from accel_core import CheckpointError, show_progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +56,8 @@ def load(
         mapped: False reads files instead of mapping them: a file that is cut later then raises an error,
             where a mapped one ends the process.
         skip_keys: see `dispatch`.
-        progress: called with the bytes that are loaded and those of all.
+        progress: called with the bytes that are loaded and those of all. Unset, they are shown as
+            `accel_core.show_progress` does.
         convert: `convert(name, block)` gets each block of the plan with its weights on its device, and
             returns it, or the module that takes its place. What it makes, such as quantised weights, stays
             there; one block at a time has its weights as the checkpoint has them. Tied weights must stay
@@ -83,11 +84,20 @@ def load(
                 chosen.dtype if chosen.dtype and tenant.tensor.is_floating_point() else tenant.tensor.dtype
             )
             tenant.source = with_dtype(sources[name], dtype)
-    with unchanged_on_error(model) if convert is not None else nullcontext():
+    loaded = (0, 0)
+
+    def told(done: int, total: int) -> None:
+        nonlocal loaded
+        loaded = done, total
+        if progress is not None:
+            progress(done, total)
+
+    shown = nullcontext() if progress is not None else show_progress(f"loading {checkpoint}", lambda: loaded)
+    with shown, unchanged_on_error(model) if convert is not None else nullcontext():
         if convert is not None:
-            tenants = convert_blocks(model, chosen, tenants, convert, progress)
-            progress = None
-        arrange(model, chosen, tenants, None, mapped=mapped, skip_keys=skip_keys, progress=progress)
+            tenants = convert_blocks(model, chosen, tenants, convert, told)
+        callback = told if convert is None else None
+        arrange(model, chosen, tenants, None, mapped=mapped, skip_keys=skip_keys, progress=callback)
     return model
 
 

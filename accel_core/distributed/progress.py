@@ -1,0 +1,117 @@
+"""Progress where people wait: on a terminal as it goes, in a log now and then."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+
+from accel_core.contract.world import World
+from accel_core.errors import LaunchError
+
+__all__ = ["progress", "show_progress"]
+
+T = TypeVar("T")
+
+SHOW_AFTER: Final = 1.0
+SHOW_EVERY: Final = 0.5
+"""Seconds from the start to a terminal's first line, and between two."""
+TELL_EVERY: Final = 60.0
+"""Seconds between two lines of a log."""
+BAR: Final = 20
+"""Length of a bar, in letters."""
+
+_open: Final[list[object]] = []
+"""The work under way; of work within other work, only the innermost is shown."""
+
+
+def progress(items: Iterable[T], description: str = "", *, total: float | None = None) -> Iterable[T]:
+    """Return `items`, behind a bar on the terminal of the main process.
+
+    On other ranks, and without a terminal, they are returned as they are.
+
+    total: how many there are, where `items` has no length.
+    """
+    if World.here().rank != 0 or not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, description, total, console=Console(stderr=True))
+
+
+@contextmanager
+def show_progress(
+    text: str | Callable[[], str],
+    measure: Callable[[], tuple[int, int]] | None = None,
+    *,
+    main_process_only: bool = True,
+    tell_after: float | None = None,
+) -> Iterator[None]:
+    """Show on stderr what the context does, if it takes more than a second.
+
+    On a terminal it is one line that changes, and is wiped at the end; elsewhere a line per minute.
+
+    Args:
+        text: what is done, such as "loading step-100".
+        measure: returns the bytes that are done and those of all; 0 of all if that is not known. Called
+            from another thread, when something is shown.
+        main_process_only: False shows it on each rank.
+        tell_after: seconds to the first line where there is no terminal; unset: a minute.
+    """
+    if main_process_only and not _is_main():
+        yield
+        return
+    over, begun, work = threading.Event(), time.monotonic(), object()
+    on_terminal = sys.stderr.isatty()
+
+    def show() -> None:
+        first = TELL_EVERY if tell_after is None else tell_after
+        pause, drawn = SHOW_AFTER if on_terminal else first, ""
+        while not over.wait(pause):
+            pause = SHOW_EVERY if on_terminal else TELL_EVERY
+            if _open[-1] is work:
+                drawn = _line(text if isinstance(text, str) else text(), measure, time.monotonic() - begun)
+                _write(drawn, on_terminal=on_terminal)
+        if drawn and on_terminal:
+            _write("", on_terminal=True)
+
+    thread = threading.Thread(target=show, name="accel-progress", daemon=True)
+    _open.append(work)
+    try:
+        with suppress(RuntimeError):  # Python ends, and starts no more threads
+            thread.start()
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+        _open.remove(work)
+
+
+def _is_main() -> bool:
+    try:
+        return World.here().rank == 0
+    except LaunchError:  # raised again by what needs the world
+        return True
+
+
+def _line(text: str, measure: Callable[[], tuple[int, int]] | None, seconds: float) -> str:
+    """Return "accel: TEXT [###---] 512 of 2048 MiB, 12 s", as far as it is known."""
+    done, total = measure() if measure is not None else (0, 0)
+    bar = min(BAR, BAR * done // total) if total else 0
+    counted = f" [{'#' * bar:-<{BAR}}] {done >> 20} of {total >> 20} MiB" if total else ""
+    if done and not total:
+        counted = f" {done >> 20} MiB"
+    return f"accel: {text}:{counted}{',' if counted else ''} {seconds:.0f} s"
+
+
+def _write(line: str, *, on_terminal: bool) -> None:
+    width = max(2, shutil.get_terminal_size().columns) - 1
+    with suppress(OSError, ValueError):  # nobody reads it any more: the work goes on
+        sys.stderr.write(f"\r{line[:width]:<{width}}" + ("\r" * (not line)) if on_terminal else f"{line}\n")
+        sys.stderr.flush()
