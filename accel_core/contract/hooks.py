@@ -364,6 +364,16 @@ def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
     """
 
 
+@spec("owner")
+def checkpoint_function(unit: Unit) -> Callable[..., Any]:
+    """Return a function that calls another, and calls it again in backward.
+
+    It is called as `torch.utils.checkpoint.checkpoint` is, with a function and its arguments. For plugins
+    that keep few activations. A precision whose contexts torch does not restore in backward returns its
+    own. base: torch's, not reentrant.
+    """
+
+
 @spec("owner", per_step=True)
 def backward(unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
     """Compute gradients of `loss` (0-dim, already divided by the window's size).

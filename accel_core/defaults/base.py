@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from accel_core.checkpoint.defaults import BaseState
@@ -174,6 +175,10 @@ class Base(BaseState):
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
         return model if keep_compiled else uncompiled(model)
+
+    @implements(hooks.checkpoint_function)
+    def checkpoint_function(self, unit: Unit) -> Callable[..., Any]:
+        return partial(checkpoint, use_reentrant=False)
 
     # -- each step -------------------------------------------------------------------------------
 

@@ -145,5 +145,16 @@ def steps_of(run: Accelerator, net: Any, optimizer: Any, data: list[torch.Tensor
     return losses
 
 
+def train_in_windows(run: Accelerator, net: Any, optimizer: Any, steps: int = STEPS) -> list[float]:
+    """Each batch is a window of two micro-batches."""
+    run.gradient_accumulation_steps = 2
+    losses = []
+    for ids in batches(steps):
+        for part in ids.chunk(2):
+            with run.accumulate(net):
+                losses += steps_of(run, net, optimizer, [part])
+    return losses
+
+
 def weights(run: Accelerator, net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in run.get_state_dict(net).items()}

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from te_problem import CONVERTED, accelerator, batches, by_hand, loss_of, model, train, weights
+from te_problem import (
+    CONVERTED,
+    accelerator,
+    batches,
+    by_hand,
+    loss_of,
+    model,
+    train,
+    train_in_windows,
+    weights,
+)
 from torch import nn
 from torch.utils import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import quantization
 
 from accel_core import AccelError
+from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing import run_processes
+from accel_transformer_engine.scaling import collect
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
 
@@ -167,6 +180,67 @@ def gradients(how: str) -> list[torch.Tensor]:
 def test_the_librarys_own_checkpoint_gives_the_same_gradients() -> None:
     for one, other in zip(gradients("library"), gradients("not"), strict=True):
         assert torch.equal(one, other)
+
+
+def trained_with_few_activations(recompute: bool, strategy: str | None) -> tuple[list[float], Any, Any]:
+    """Losses, weights, scales and histories.
+
+    A history of three steps shows each update that is one too many.
+    """
+    blocks = {"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing": recompute}
+    plugins = [FullyShardedDataParallelPlugin(**blocks)] if strategy == "fsdp" else []
+    run = accelerator(strategy, *plugins, recipe="delayed", amax_history_len=3)
+    net = model()
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    (unit,) = run.run.units
+    if recompute and not plugins:
+        net.block.forward = partial(unit.hooks.checkpoint_function(unit), net.block.forward)
+    losses = train_in_windows(run, net, optimizer, steps=4)
+    entries = collect(unit)
+    state = {name: entries[name].value for name in ("scales", "histories")}
+    found = losses, weights(run, net), state
+    run.end_training()
+    return found
+
+
+def assert_recomputation_changes_nothing(again: Any, kept: Any) -> None:
+    assert again[0] == kept[0]
+    for twice, once in zip(again[1:], kept[1:], strict=True):
+        torch.testing.assert_close(twice, once, rtol=0, atol=0)
+
+
+def test_blocks_computed_again_change_no_loss_weight_scale_or_history() -> None:
+    """The library's function by hand shortens the histories: each block computed again adds a row to all."""
+    again, kept = trained_with_few_activations(True, None), trained_with_few_activations(False, None)
+    assert_recomputation_changes_nothing(again, kept)
+
+
+def in_parts(recompute: bool) -> tuple[list[float], Any, Any]:
+    return trained_with_few_activations(recompute, "fsdp")
+
+
+@pytest.mark.timeout(300)
+def test_fsdp_computes_blocks_again_and_changes_no_loss_weight_scale_or_history() -> None:
+    ranks = [run_processes(in_parts, recompute, world=2, timeout=200) for recompute in (True, False)]
+    for again, kept in zip(*ranks, strict=True):
+        assert_recomputation_changes_nothing(again, kept)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_first_layer_whose_input_needs_no_gradient_is_computed_again(trains: bool) -> None:
+    """The library's function alone fails there in backward: list index out of range."""
+    run = accelerator(recipe="current")
+    layer = nn.Linear(16, 16).requires_grad_(trains)
+    net = run.prepare(nn.Sequential(layer, nn.Linear(16, 16)))
+    x = torch.linspace(-1, 1, 256).view(16, 16)
+    found = []
+    for forward in (net, partial(te.checkpoint, net, use_reentrant=False)):
+        run.backward(forward(x).square().sum())
+        found.append([parameter.grad for parameter in net.parameters() if parameter.grad is not None])
+        net.zero_grad()
+    run.end_training()
+    assert len(found[0]) == (4 if trains else 2)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_torchs_checkpoint_would_recompute_in_another_precision_and_is_refused() -> None:

@@ -106,7 +106,7 @@ class FullyShardedDataParallel:
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "checkpoint" and self.config.activation_checkpointing:
-            return checkpointed(model, self.config)
+            return checkpointed(model, self.config, unit.hooks.checkpoint_function(unit))
         return model
 
     @implements(hooks.place_model)

@@ -128,14 +128,16 @@ def _left(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Mo
     return {*absent(model), *(module for each in ignored(model, config) for module in each.modules())}
 
 
-def checkpointed(model: nn.Module, config: FullyShardedDataParallelPlugin) -> nn.Module:
+def checkpointed(
+    model: nn.Module, config: FullyShardedDataParallelPlugin, function: Callable[..., Any]
+) -> nn.Module:
     """Return the model with each block's activations computed again in backward.
 
-    A model without blocks whole.
+    A model without blocks whole. function: what computes a block twice.
     """
 
     def wrapped(module: nn.Module) -> nn.Module:
-        again = checkpoint_wrapper(module)
+        again = checkpoint_wrapper(module, checkpoint_fn=function)
         return offload_wrapper(again) if config.activation_checkpointing_offload else again
 
     found = blocks(model, config)

@@ -95,7 +95,7 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
             if not float8:
                 output: Tensor = super().forward(input)
                 return output
-            rows, count = self._inputs.complete(input)
+            rows, count = self._inputs.complete(_differentiable(input, self))
             first = self._inputs.is_first(self.weight)
             output = super().forward(rows, is_first_microbatch=first)
             if not count:
@@ -103,3 +103,17 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
             return output[:count].view(*input.shape[:-1], output.shape[-1])
 
     return Prepared
+
+
+def _differentiable(x: Tensor, layer: nn.Module) -> Tensor:
+    """Return an input that a checkpointed layer with trainable weights may save.
+
+    The library's function saves more in such a layer's forward than in its recomputation if the input needs
+    no gradient, and then fails in backward.
+    """
+    from transformer_engine.pytorch.distributed import is_fp8_activation_recompute_enabled as in_checkpoint
+
+    if x.requires_grad or not in_checkpoint() or not torch.is_grad_enabled():
+        return x
+    trains = any(each.requires_grad for each in layer.parameters(recurse=False))
+    return x.detach().requires_grad_() if trains else x

@@ -109,6 +109,12 @@ class TransformerEngine:
         self._converted.setdefault(unit, _Converted()).group = group
         return partial(self._contexts, unit, recipe, group)
 
+    @implements(hooks.checkpoint_function)
+    def checkpoint_function(self, unit: Unit) -> Callable[..., Any]:
+        self._checked_recipe()
+        contexts = partial(_recomputation, self._te)
+        return partial(self._te.checkpoint, use_reentrant=False, context_fn=contexts)
+
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
         return collect(unit)
@@ -190,6 +196,15 @@ class TransformerEngine:
             else nullcontext()
         )
         return _both(cast, quantized)
+
+
+def _recomputation(te: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a forward and of its recomputation.
+
+    The library updates the scales wherever its outermost context ends. That of a recomputation is not to be
+    the outermost one, or each recomputed block would push one more row into all histories.
+    """
+    return nullcontext(), te.autocast(enabled=False)
 
 
 @contextmanager

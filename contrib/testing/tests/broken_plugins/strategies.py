@@ -133,6 +133,29 @@ class LeavesAutocast(Averages):
         return partial(torch.autocast, self.run.device.type, enabled=False)
 
 
+class NeverRecomputes(Averages):
+    @implements(hooks.checkpoint_function)
+    def checkpoint_function(self, unit):
+        return lambda function, *args: function(*args)
+
+
+class RecomputesOtherwise(Averages):
+    @implements(hooks.checkpoint_function)
+    def checkpoint_function(self, unit):
+        return partial(
+            self.below.checkpoint_function(unit), context_fn=lambda: (nullcontext(), self.larger(unit))
+        )
+
+    @contextmanager
+    def larger(self, unit):
+        weight = next(unit.models[0].parameters()).data
+        weight.mul_(2)
+        try:
+            yield
+        finally:
+            weight.div_(2)
+
+
 class SumsWindows(Averages):
     @implements(hooks.forward_backward)
     def forward_backward(self, unit, batches, forward_loss, microbatches, forward_only):

@@ -124,10 +124,14 @@ class Kit:
             pytest.skip(f"the network is that of {self.tested.network}, and the check is of the kit's own")
 
     def require_loops(self, run: Callable[..., list[Any]], world: int) -> None:
+        """Skip a check that needs a loop of the kit's own network."""
+        self.require_own_schedule(run, world)
+        self.require_own_network()
+
+    def require_own_schedule(self, run: Callable[..., list[Any]], world: int) -> None:
         """Skip a check that needs a loop with its own forward and backward."""
         if self._sharing(run, world)[1]:
             pytest.skip("the strategy owns the schedule: forward and backward are forward_backward's")
-        self.require_own_network()
 
     def _sharing(self, run: Callable[..., list[Any]], world: int) -> tuple[int, bool]:
         from accel_testing.kit.tasks import sharing

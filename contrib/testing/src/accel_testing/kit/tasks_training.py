@@ -6,7 +6,7 @@ Both take a `Recipe` and give a `Trace` of what happened; level 2 compares the t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from itertools import islice
@@ -32,6 +32,7 @@ __all__ = [
     "ours",
     "own_loop",
     "plain",
+    "recomputed",
     "whole_windows",
 ]
 
@@ -354,6 +355,42 @@ def whole_windows(recipe: Recipe, arguments: Mapping[str, Any]) -> tuple[Trace, 
     plainly = plain(recipe, accelerator.device, accelerator.mixed_precision, whole=True)
     accelerator.end_training()
     return trace, Trace(losses=plainly.losses, weights=plainly.weights)
+
+
+def recomputed(recompute: bool, arguments: Mapping[str, Any]) -> tuple[Trace, int]:
+    """Train a model that uses hook `checkpoint_function`, and count forwards."""
+    accelerator = make(arguments)
+    model = _Recomputed(given.network())
+    optimizer = given.optimizer(model.parameters(), lr=0.1)
+    prepared, optimizer, batches = accelerator.prepare(model, optimizer, loader(Recipe()))
+    (unit,) = accelerator.run.units
+    model.function = unit.hooks.checkpoint_function(unit) if recompute else None
+    trace = Trace()
+    for batch in batches:
+        loss, _ = given.forward_loss(prepared, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.losses.append(loss.item())
+    trace.weights.extend(weights(prepared, accelerator))
+    accelerator.end_training()
+    return trace, model.forwards
+
+
+class _Recomputed(nn.Module):
+    """Has its body computed by a function."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.forwards = body, 0
+        self.function: Callable[..., Any] | None = None
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self._count, *inputs) if self.function else self._count(*inputs)
+
+    def _count(self, *inputs: Any) -> Any:
+        self.forwards += 1
+        return self.body(*inputs)
 
 
 def mid_window(arguments: Mapping[str, Any]) -> dict[str, bool]:

@@ -148,6 +148,14 @@ def test_forward_backward_equals_the_loop(run: Run) -> None:
         assert_same_training(ours, plain)
 
 
+def test_recomputed_activations_give_the_same_gradients(run: Run, kit: Kit, together: int) -> None:
+    kit.require_own_schedule(run, together)
+    kept, again = run(tasks.recomputed, False), run(tasks.recomputed, True)
+    for (ours, forwards), (plain, _) in zip(again, kept, strict=True):
+        assert forwards > len(ours.losses), "checkpoint_function has to compute a forward again in backward"
+        assert (ours.losses, ours.weights) == (plain.losses, plain.weights)
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["accelerator.backward", "loss.backward"])
 def test_a_loop_of_ones_own_is_right_or_refused(run: Run, kit: Kit, accumulation: int, by_hand: bool) -> None:
