@@ -41,6 +41,8 @@ class Job:
     """Folder for what workers write: files for each rank and attempt."""
     tee: str = "none"
     """Workers whose lines are printed after their rank: none, main (rank 0) or all."""
+    log_format: str = "text"
+    """Form of these lines; json: objects, which `log_dir` has in a file per rank too."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables that each worker gets on top of this process's environment."""
 

@@ -1,12 +1,14 @@
-"""Output of workers: files for each rank, and lines after their rank."""
+"""Output of workers: files for each rank, and lines with their rank."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -28,6 +30,7 @@ class WorkerLogs(DefaultLogsSpecs):
     """torch's places of the workers' output, for a job with `log_dir` or `tee`.
 
     A file has the rank and the attempt in its name: `rank-00003.attempt-0.out`. No file is written twice.
+    With `log_format` json, `rank-00003.attempt-0.jsonl` has the lines of both streams, as they were read.
     """
 
     def __init__(self, notes: str, job: Job) -> None:
@@ -43,9 +46,13 @@ class WorkerLogs(DefaultLogsSpecs):
             return places
         folder = Path(job.log_dir or self._notes)
         ranks = {local: int(variables["RANK"]) for local, variables in envs.items()}
+        json_files: dict[int, list[_Sink]] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             attempt = _new_attempt(folder, ranks.values())
+            if job.log_format == "json" and job.log_dir is not None:
+                for rank in ranks.values():
+                    json_files[rank] = [_Sink.of_file(_file(folder, rank, attempt, "jsonl"))]
         except OSError as error:
             raise LaunchError(
                 f"launch.log_dir: the files of the workers cannot be made: {error}\n"
@@ -55,16 +62,18 @@ class WorkerLogs(DefaultLogsSpecs):
         for local, rank in ranks.items():
             if job.log_dir is not None:
                 envs[local][LOGGED] = "1"
+            is_printed = job.tee == "all" or (job.tee == "main" and rank == 0)
             for ending, paths in (("out", places.stdouts), ("err", places.stderrs)):
                 path = _file(folder, rank, attempt, ending)
                 paths[local] = str(path)
-                if job.tee == "all" or (job.tee == "main" and rank == 0):
-                    files.append(_Followed(path, f"[rank {rank}] ", ending))
-        self._follower = _Follower(files)
+                sinks = [*json_files.get(rank, ()), *([_Sink(ending)] if is_printed else ())]
+                line = _tagged(rank) if job.log_format == "text" else _object(envs[local], ending)
+                files.append(_Followed(path, line, sinks))
+        self._follower = _Follower([file for file in files if file.sinks])
         return places
 
     def end(self) -> None:
-        """Print what the workers of the last attempt have left to print."""
+        """Write and print what the workers of the last attempt have left."""
         if self._follower is not None:
             self._follower.end()
             self._follower = None
@@ -90,18 +99,71 @@ def _new_attempt(folder: Path, ranks: Collection[int]) -> int:
         return attempt
 
 
+def _tagged(rank: int) -> Callable[[str], str]:
+    """Return what makes a line of text of a rank's line."""
+    return lambda text: f"[rank {rank}] {text}\n"
+
+
+def _object(variables: Mapping[str, str], ending: str) -> Callable[[str], str]:
+    """Return what makes a JSON object of a worker's line. The time is that of reading."""
+    rank, node, stream = int(variables["RANK"]), int(variables["GROUP_RANK"]), f"std{ending}"
+
+    def line(text: str) -> str:
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        told = {"time": now, "node": node, "rank": rank, "stream": stream, "text": text}
+        return json.dumps(told, ensure_ascii=False) + "\n"
+
+    return line
+
+
+@define(eq=False)
+class _Sink:
+    """A place that lines go to: a file, or this process's own stream.
+
+    ending: "out" or "err", for the stream.
+    """
+
+    ending: str
+    file: TextIO | None = None
+    _is_gone: bool = field(default=False, init=False)
+
+    @classmethod
+    def of_file(cls, path: Path) -> _Sink:
+        return cls("", path.open("x", encoding="utf-8", newline="\n"))
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Write whole lines; after an error, none any more."""
+        stream = self.file or (sys.stdout if self.ending == "out" else sys.stderr)
+        if self._is_gone:
+            return
+        try:
+            stream.writelines(lines)
+            stream.flush()
+        except OSError as error:  # nobody reads the pipe, the disk is full: the workers go on
+            self._is_gone = True
+            _give_up(stream, error, "printed" if self.file is None else f"written to {self.file.name}")
+
+    def close(self) -> None:
+        if self.file is not None:
+            with suppress(OSError):  # it was told when the line was written
+                self.file.close()
+
+
 @define
 class _Followed:
-    """A file that a worker writes, and what was read of it."""
+    """A file that a worker writes, and what was read of it.
+
+    line: makes the line of a text. sinks: where lines go.
+    """
 
     path: Path
-    tag: str
-    ending: str
+    line: Callable[[str], str]
+    sinks: Sequence[_Sink]
     _position: int = field(default=0, init=False)
     _rest: bytes = field(default=b"", init=False)
 
     def copy(self, *, whole: bool) -> None:
-        """Print its new lines; with `whole`, also one that has no end yet."""
+        """Hand on its new lines; with `whole`, also one that has no end yet."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._position)
@@ -113,12 +175,9 @@ class _Followed:
         self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]  # of a bar, what a terminal would show
         if whole and self._rest:
             lines, self._rest = [*lines, self._rest], b""
-        stream: TextIO = sys.stdout if self.ending == "out" else sys.stderr
-        try:
-            stream.writelines(f"{self.tag}{_shown(line)}\n" for line in lines)
-            stream.flush()
-        except OSError as error:  # nobody reads the pipe, the disk is full: the workers go on
-            _give_up(stream, error)
+        written = [self.line(_shown(line)) for line in lines]
+        for sink in self.sinks if written else ():
+            sink.write(written)
 
 
 def _shown(line: bytes) -> str:
@@ -126,17 +185,17 @@ def _shown(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
-def _give_up(stream: TextIO, error: OSError) -> None:
-    """Print nothing more there, not at exit either, and say so."""
+def _give_up(stream: TextIO, error: OSError, done: str) -> None:
+    """Write nothing more there, not at exit either, and say so."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     with suppress(OSError):
-        sys.stderr.write(f"accel: output of the workers is printed no more: {error}\n")
+        sys.stderr.write(f"accel: output of the workers is {done} no more: {error}\n")
         sys.stderr.flush()
 
 
 class _Follower(threading.Thread):
-    """Thread that prints what is written to files; one, so lines stay whole."""
+    """Thread that hands on what is written to files; one, so lines stay whole."""
 
     def __init__(self, files: Sequence[_Followed]) -> None:
         super().__init__(name="accel-worker-output", daemon=True)
@@ -144,7 +203,7 @@ class _Follower(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Print until the workers have ended."""
+        """Hand lines on until the workers have ended."""
         while not self._over.wait(POLL_SECONDS):
             for file in self._files:
                 file.copy(whole=False)
@@ -154,3 +213,5 @@ class _Follower(threading.Thread):
         self.join()
         for file in self._files:
             file.copy(whole=True)
+        for sink in {sink for file in self._files for sink in file.sinks}:
+            sink.close()

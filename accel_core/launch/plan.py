@@ -269,6 +269,7 @@ class Launch:
                 min_nodes=launch.min_nodes,
                 log_dir=launch.log_dir,
                 tee=launch.tee,
+                log_format=launch.log_format,
                 environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
             )
 
