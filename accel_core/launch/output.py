@@ -105,7 +105,7 @@ def _tagged(rank: int) -> Callable[[str], str]:
 
 
 def _object(variables: Mapping[str, str], ending: str) -> Callable[[str], str]:
-    """Return what makes a JSON object of a worker's line. The time is that of reading."""
+    """Return what makes a JSON object of a worker's line, with the time of reading."""
     rank, node, stream = int(variables["RANK"]), int(variables["GROUP_RANK"]), f"std{ending}"
 
     def line(text: str) -> str:
