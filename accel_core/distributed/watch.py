@@ -34,6 +34,7 @@ from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakMethod
 
 from attrs import frozen
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
-__all__ = ["assemble", "lost_peer", "start", "stop"]
+__all__ = ["also", "assemble", "lost_peer", "start", "stop"]
 
 LOOK_SECONDS = 2.0
 """Between two looks into the store."""
@@ -90,6 +91,15 @@ def stop() -> None:
         if not _watch.users:
             _watch.end()
             _watch = None
+
+
+def also(call: Callable[[Store], None]) -> None:
+    """Have the watch of this process call a method at each look, and at its end.
+
+    call: takes a store that waits for nobody else. The watch does not keep its object alive.
+    """
+    if _watch is not None:
+        _watch.calls.append(WeakMethod(call))
 
 
 def assemble(run: Run, operation: str, brings: str = "") -> None:
@@ -211,6 +221,7 @@ class Watch:
 
     def __init__(self, store: Store, world: World, *, serves: bool) -> None:
         self.users = 0
+        self.calls: list[WeakMethod[Callable[[Store], None]]] = []
         self.prefix = f"watch/{next(_watches)}"
         self._store = _under(self.prefix, store)
         self._rank, self._size, self._serves = world.rank, world.size, serves
@@ -236,6 +247,7 @@ class Watch:
             if not self._store_is_gone:
                 self._heard = sys.maxsize  # this answer holds for every question to come
                 self._answer({"where": "has ended its run", "stuck": True})
+                self._call()
                 self._leave()
             deadline = time.monotonic() + 2 * LOOK_SECONDS
             while self._serves and self._store.add("left", 0) < self._size and time.monotonic() < deadline:
@@ -254,8 +266,14 @@ class Watch:
                     self._leave()
                     return
                 self._look()
+                self._call()
         except RuntimeError:  # the store is gone, and with it the ranks that could ask
             self._store_is_gone = True
+
+    def _call(self) -> None:
+        for reference in self.calls:
+            if (call := reference()) is not None:
+                call(self._store)
 
     def _look(self) -> None:
         """Note since when the main thread stands still, answer a question, or speak up."""

@@ -20,12 +20,14 @@ from accel_core.contract.hooks import implements
 from accel_core.defaults.lines import LineFile
 from accel_core.errors import AccelError
 from accel_core.runtime.explain import explain
+from accel_core.runtime.pace import Pace
 from accel_core.runtime.sampling import Reads, StepSampler
 from accel_core.runtime.utilization import utilization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from accel_core.contract.config import RunConfig
     from accel_core.contract.run import Run
     from accel_core.contract.state import Json
     from accel_core.data.loader import PreparedLoader
@@ -58,16 +60,18 @@ def _harmless(method: M) -> M:
 class RunRecord:
     """Write `project_dir/records/START-RUN.jsonl`, on the main process.
 
+    Other ranks take samples for their pace.
+
     The file is made for the first event. A run that loads a checkpoint goes on in the file that the
     checkpoint names. An error ends the record with one warning, and never the training.
-    active: whether this rank keeps a record.
+    active: whether this rank takes samples.
     """
 
     def __init__(self, run: Run) -> None:
         project = run.config.project
         self.run = run
         self._is_asked = bool(project.record_every) and _is_local(project.project_dir)
-        self.active = run.world.rank == 0 and self._is_asked
+        self.active = self._is_asked
         if self.active and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
         started = time.strftime("%Y%m%d-%H%M%S")
@@ -79,6 +83,7 @@ class RunRecord:
         self._saved_at: tuple[int, float] | None = None
         self._latest: dict[str, Any] = {}
         """The values of the last sample, and the last memory."""
+        self._pace: Pace | None = None
         self.sampler = StepSampler(run, project.record_every, self._sample, self.fail)
 
     @_harmless
@@ -93,6 +98,8 @@ class RunRecord:
     @_harmless
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Note values that the program logs, without waiting for the device."""
+        if self.run.world.rank:
+            return
         copied, done = _nested(values, self.sampler.copied), self.sampler.count
         self.sampler.when_copied(lambda: self._write("log", step=done, given=step, values=copied))
 
@@ -140,11 +147,25 @@ class RunRecord:
 
     @_harmless
     def _sample(self, values: Mapping[str, Any]) -> None:
-        self._latest = {"memory": self._latest.get("memory", {}), **values}
-        self._write("step", **values)
+        pace, sample = self._pace, {**values}
+        if pace is not None:
+            if values["own"] is not None:
+                pace.note(values)
+            if pace.slowest:
+                sample["ranks"], pace.slowest = pace.slowest, []
+            while pace.said:
+                self._write("warning", step=values["step"], text=pace.said.popleft())
+        if self.run.world.rank == 0:
+            self._latest = {"memory": self._latest.get("memory", {}), **values}
+            self._write("step", **sample)
 
     def _write(self, kind: str, *, early: bool = False, **fields: Any) -> None:
-        """Write a line. early: it may wait until the first line that may not."""
+        """Write a line, on the main process.
+
+        early: it may wait until the first line that may not.
+        """
+        if self.run.world.rank:
+            return
         if self._file is None and early:
             self._early.append({"kind": kind, **fields})
             return
@@ -195,6 +216,12 @@ class RunRecord:
 
     # -- hooks ------------------------------------------------------------------------------------
 
+    @implements(hooks.run_started)
+    @_harmless
+    def run_started(self, run_id: str, config: RunConfig) -> None:
+        if self.run.world.size > 1:
+            self._pace = Pace(self.run.world)
+
     @implements(hooks.tracking_started)
     @_harmless
     def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -232,6 +259,8 @@ class RunRecord:
     @_harmless
     def run_ended(self) -> None:
         self.sampler.end()
+        if self._pace is not None:
+            self._pace.ended = True
         if self._file is not None or self._early:
             self._write("end", step=self.sampler.count)
         if self._file is not None:

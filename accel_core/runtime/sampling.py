@@ -209,7 +209,8 @@ class StepSampler:
         def write() -> None:
             if together is not None and seconds:
                 values["items_per_second"] = float(together) / seconds
-            self._write({**values, "split": self._split(marks), **_passed(noted, items, short)})
+            own = {"own": self._own(marks)}
+            self._write({**values, **own, "split": self._split(marks), **_passed(noted, items, short)})
 
         self.when_copied(write)
 
@@ -278,6 +279,15 @@ class StepSampler:
                 return {}
             split[ended] = round(split.get(ended, 0.0) + seconds, 7)
         return split
+
+    def _own(self, marks: list[tuple[str, Any]]) -> float | None:
+        """Return the seconds until the last backward, less those in backwards.
+
+        None where no backward was noted.
+        """
+        ends = [number for number, (ended, _) in enumerate(marks, 1) if "backward" in ended]
+        split = self._split(marks[: ends[-1]]) if ends else {}
+        return math.fsum(split.get(part, 0.0) for part in ("data", "forward", "other")) if split else None
 
     def _events(self) -> bool:
         """Return whether the device has events."""

@@ -12,7 +12,7 @@ from accel_testing import ProcessError, run_processes
 
 @pytest.fixture(scope="session")
 def resumed(tmp_path_factory):
-    """The folder of a run that was killed at step 15, resumed from step 10 and ended at step 30; its losses.
+    """A run that was killed at step 15, resumed from step 10 and ended at step 30: folder, losses, processes.
 
     On two processes where a strategy for that is installed.
     """
@@ -21,7 +21,7 @@ def resumed(tmp_path_factory):
     with pytest.raises(ProcessError):
         run_processes(train, folder, 15, world=world)
     after = run_processes(train, folder, None, True, world=world)[0]
-    return folder, after
+    return folder, after, world
 
 
 @pytest.fixture(scope="session")

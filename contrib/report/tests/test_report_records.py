@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_core import AccelError
-from accel_report.facts import differences, notes
+from accel_report.facts import differences, notes, paces
 from accel_report.records import Record, Tail, find, read
 
 
@@ -41,7 +41,7 @@ def values(record, name):
 
 
 def test_a_run_that_was_killed_and_resumed_has_one_curve_of_each_step_once(resumed):
-    folder, after = resumed
+    folder, after, _ = resumed
     (record,) = read([folder])
 
     logged = dict(values(record, "logged loss"))
@@ -222,3 +222,20 @@ def test_sensors_are_curves_and_a_throttled_clock_is_one_where_it_has_reasons():
 
     assert values(record, "device temperature") == [(1, 60), (3, 83)]
     assert values(record, "device throttled") == [(1, 0), (3, 1)]
+
+
+def rank(number, own, **values):
+    found = {"rank": number, "host": f"node{number}", "own": own, "data": 0.01, "slow": own > 1}
+    return {**found, "memory": {"allocated": 3 << 20}, **values}
+
+
+def test_ranks_are_shown_as_they_were_last_compared():
+    first, last = [rank(0, 0.1), rank(1, 0.1)], [rank(1, 1.5), rank(0, 0.1, memory={})]
+    record = record_of(sample(1, ranks=first), sample(2, ranks=last), sample(3))
+
+    assert paces(record) == [
+        ("rank", "host", "own time", "data", "allocated"),
+        ("1", "node1", "1.5 s slow", "0.01 s", "3.0 MiB"),
+        ("0", "node0", "0.1 s", "0.01 s", "-"),
+    ]
+    assert paces(record_of(sample(1))) == []

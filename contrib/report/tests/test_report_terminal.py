@@ -45,6 +45,17 @@ def test_a_summary_fits_80_columns_and_has_the_curves(resumed):
     assert "went on from step 10" in output
 
 
+def test_ranks_are_shown_with_their_memory(resumed):
+    if resumed[2] == 1:
+        pytest.skip("one process compares itself with none: accel-ddp is not installed")
+    for words in (("report", resumed[0]), ("watch", resumed[0], "--once")):
+        _, output, _ = accel(*words)
+        (head,) = [at for at, row in enumerate(output.splitlines()) if row.startswith("rank  host")]
+        ranks = [row.split()[0] for row in output.splitlines()[head + 1 : head + 3]]
+        assert sorted(ranks) == ["0", "1"]
+        assert "MiB" in output.splitlines()[head + 1]
+
+
 def test_several_runs_are_compared(resumed, whole):
     code, output, _ = accel("report", resumed[0], whole[0])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_report.records import Record
 
-__all__ = ["about", "differences", "duration", "memory_text", "notes", "rate", "traces"]
+__all__ = ["about", "differences", "duration", "memory_text", "notes", "paces", "rate", "traces"]
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -42,6 +42,28 @@ def _about(record: Record) -> dict[str, str]:
         "checkpoints": f"{len(record.of('checkpoint'))}",
     }
     return {name: str(value) for name, value in rows.items() if value}
+
+
+def paces(record: Record) -> list[tuple[str, ...]]:
+    """Return a head, and a row for each rank of the last comparison, or [].
+
+    The slowest rank comes first. Own time is that until a step's last backward, without backwards.
+    """
+    found = record.ranks()
+    if not found:
+        return []
+    kinds = list(dict.fromkeys(kind for each in found for kind in each["memory"]))
+    rows = [
+        (
+            f"{each['rank']}",
+            each["host"],
+            f"{each['own']:.3g} s{' slow' if each['slow'] else ''}",
+            f"{each['data']:.3g} s",
+            *(memory_text(each["memory"][kind]) if kind in each["memory"] else "-" for kind in kinds),
+        )
+        for each in found
+    ]
+    return [("rank", "host", "own time", "data", *kinds), *rows]
 
 
 def notes(record: Record) -> list[str]:

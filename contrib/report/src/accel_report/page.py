@@ -10,7 +10,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
-from accel_report.facts import about, differences, notes, traces
+from accel_report.facts import about, differences, notes, paces, traces
 from accel_report.pictures import mesh_picture, schedule_picture
 from accel_report.records import Point, Record
 
@@ -143,6 +143,11 @@ def _details(record: Record, which: str) -> Iterator[str]:
     mesh = mesh_picture(record.head)
     if mesh:
         yield f"<h2>Processes{escape(which)}</h2>{mesh}"
+    ranks = paces(record)
+    if ranks:
+        yield f"<h2>Ranks, as last compared{escape(which)}</h2>"
+        yield '<p class="note">The slowest first. Own time is that of a step until its last backward, without'
+        yield " backwards; a rank is slow while the others wait for it.</p>" + _table(ranks[0], ranks[1:])
     schedule = schedule_picture(record.head)
     if schedule:
         yield f"<h2>Pipeline schedule{escape(which)}</h2>{schedule}"

@@ -144,6 +144,10 @@ class Record:
                 _put(found, name, line["step"], line, value)
         return found
 
+    def ranks(self) -> list[Line]:
+        """Return the pace and memory of ranks as last compared, the slowest first."""
+        return next((line["ranks"] for line in reversed(self.steps) if "ranks" in line), [])
+
     def time_by_phase(self) -> dict[str, float]:
         """Return the seconds of the whole run by what they went to: an estimate.
 

@@ -14,10 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_report.curve import curve, spark
-from accel_report.facts import about, differences, duration, memory_text, notes, rate
+from accel_report.facts import about, differences, duration, memory_text, notes, paces, rate
 from accel_report.records import Point, Record
 
-__all__ = ["console", "events", "lines", "loss_of", "losses", "memory", "rates", "shares", "state", "summary"]
+__all__ = [
+    "console",
+    "events",
+    "lines",
+    "loss_of",
+    "losses",
+    "memory",
+    "ranks",
+    "rates",
+    "shares",
+    "state",
+    "summary",
+]
 
 PIPE_WIDTH: Final = 80
 
@@ -34,7 +46,8 @@ def summary(records: Sequence[Record], width: int) -> RenderableType:
     for record in records:
         parts += [Rule(Text(record.name, "bold"), align="left")]
         parts += [lines(about([record])), losses(record, width, 8), rates(record, width)]
-        parts += [time_by_phase(record, width), memory(record), events(record, 8)]
+        parts += [time_by_phase(record, width), memory(record), ranks(record, 8)]
+        parts += [events(record, 8)]
         parts += [Text(note, "yellow") for note in notes(record)]
     found = differences(records)
     if found:
@@ -137,6 +150,12 @@ def memory(record: Record) -> RenderableType:
         for name, points in record.memory().items()
     ]
     return lines([(f"memory: {name}", *rest) for name, *rest in rows])
+
+
+def ranks(record: Record, most: int) -> RenderableType:
+    """Return the slowest ranks: own time of a step, and memory."""
+    head, *rows = paces(record) or [()]
+    return lines(rows[:most], head)
 
 
 def events(record: Record, most: int) -> RenderableType:

@@ -16,7 +16,7 @@ from rich.text import Text
 from accel_core import AccelError
 from accel_report.facts import duration, rate
 from accel_report.records import Record, Tail, find
-from accel_report.terminal import console, events, loss_of, losses, memory, rates, shares, state
+from accel_report.terminal import console, events, loss_of, losses, memory, ranks, rates, shares, state
 
 __all__ = ["frame", "line", "watch_run"]
 
@@ -107,6 +107,7 @@ def frame(record: Record, width: int, height: int, steps: int | None) -> Rendera
         rates(record, width),
         Text(shares(record)),
         memory(record),
+        ranks(record, 4),
         events(record, 5),
     )
 

@@ -1,0 +1,188 @@
+"""Ranks that the others wait for are named: in the record, and in one line of the log."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader, Dataset
+
+from accel_core import Accelerator, ProjectConfiguration
+from accel_core.contract.world import World
+from accel_core.distributed import watch
+from accel_core.runtime import pace, sampling
+from accel_testing import run_processes
+
+SLOW = 0.05
+
+
+class Rows(Dataset):
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds())
+        return torch.ones(3)
+
+
+def train(folder, what, phases):
+    """Train while rank 1 is slow in `what`, until that is found; in a second phase, until it no longer is.
+
+    Return metrics() at the end, the watch's threads after it, and what was said of slow ranks.
+    """
+    with redirect_stderr(io.StringIO()) as log:
+        metrics = _train(folder, what, phases)
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "accel-watch"]
+    return metrics, threads, [line for line in log.getvalue().splitlines() if "slow" in line]
+
+
+def _train(folder, what, phases):
+    sampling.CLOSE, watch.LOOK_SECONDS, pace.PUBLISH_SECONDS = 0.0, 0.1, 0.5
+    project = ProjectConfiguration(project_dir=str(folder), record_every=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    phase, last = 0, 20
+
+    def pause(where):
+        return SLOW if accelerator.process_index == 1 and where == what and phase == 0 else 0.0
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Rows(lambda: pause("data")), 1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    own = accelerator.run.record._pace
+    for inputs in loader:
+        outputs = model(inputs)
+        time.sleep(pause("forward"))
+        accelerator.backward(outputs.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        is_found = accelerator.is_main_process and bool(own._slow) == (phase == 0)
+        phase += int(accelerator.reduce(torch.tensor(float(is_found)), "sum"))
+        last -= phase >= phases  # some steps more, in which the record takes it
+        if not last:
+            break
+    metrics = accelerator.metrics()
+    accelerator.end_training()
+    return metrics
+
+
+def lines_of(folder):
+    (record,) = (folder / "records").glob("*.jsonl")
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("what", ["forward", "data"])
+def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log(tmp_path, what):
+    (_, *threads, said), (metrics, *more, silent) = run_processes(train, tmp_path, what, 1)
+
+    compared = [line["ranks"] for line in lines_of(tmp_path) if "ranks" in line]
+    first, second = compared[-1]
+    assert (first["rank"], first["slow"], second["rank"], second["slow"]) == (1, True, 0, False)
+    assert first["own"] > SLOW
+    assert first["own"] > second["own"]
+    assert (first["data"] > SLOW) == (what == "data")
+    assert first["seconds"] == pytest.approx(second["seconds"], rel=0.9), "they wait for each other"
+    assert first["memory"]["host_peak"] > 0
+    assert first["host"] == os.uname().nodename
+    assert (len(said), silent) == (1, []), "not once for each publication"
+    assert said[0].startswith(f"accel: slow: rank 1 on {first['host']}, for which the others wait: ")
+    assert [f"accel: {line['text']}" for line in lines_of(tmp_path) if line["kind"] == "warning"] == said
+    assert (threads, more) == ([[]], [[]])
+    assert metrics == {}, "they are the main process's"
+
+
+@pytest.mark.together
+def test_a_rank_that_keeps_up_again_is_said_once_too(tmp_path):
+    said = run_processes(train, tmp_path, "forward", 2)[0][-1]
+
+    assert [line.split(",")[0].split(" on ")[0] for line in said] == [
+        "accel: slow: rank 1",
+        "accel: no rank is slow any more",
+    ]
+
+
+# -- the rule, by what ranks publish ------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """A rank's publications by hand: publish(seconds of its own by rank), and what rank 0 then has."""
+    monkeypatch.setattr(pace, "PUBLISH_SECONDS", 0.0)
+    store, paces = HashStore(), {}
+
+    def publish(owns, *, data=0.0):
+        for rank in sorted(owns, reverse=True):
+            if rank not in paces:
+                paces[rank] = pace.Pace(World(rank=rank, size=len(owns)))
+                paces[rank]._key = "pace"
+            if owns[rank] is None:
+                paces[rank].ended = True
+            else:
+                part = data if rank == 1 else 0.0
+                sample = {"step": 1, "seconds": 1.0, "own": owns[rank], "split": {"data": part}}
+                paces[rank].note({**sample, "own": 9.0} if rank == 2 else sample)  # a save, an evaluation
+                for _ in range(2):
+                    paces[rank].note(sample)
+            paces[rank].publish(store)
+        return [rank["rank"] for rank in paces[0].slowest if rank["slow"]]
+
+    return publish, store, paces
+
+
+def test_a_rank_is_slow_after_three_late_publications_and_until_it_was_on_time_as_often(ranks):
+    publish, _, paces = ranks
+    late, on_time = {0: 0.1, 1: 0.4, 2: 0.1}, {0: 0.1, 1: 0.2, 2: 0.1}
+    seen = [publish(owns) for owns in (late, on_time, late, late, late, on_time, on_time, late, on_time)]
+    assert seen == [[], [], [], [], [1], [1], [1], [1], [1]]
+    assert publish(on_time) == []
+    assert len(paces[0].said) == 2
+
+
+def test_time_for_data_tells_a_slow_rank_where_the_forward_waits_too(ranks):
+    publish, _, _ = ranks
+    for _ in range(3):
+        slow = publish({0: 0.5, 1: 0.5, 2: 0.5}, data=0.4)
+    assert slow == [1]
+
+
+def test_of_two_ranks_the_faster_one_is_the_measure(ranks):
+    publish, _, _ = ranks
+    assert [publish({0: 0.1, 1: 0.35}) for _ in range(3)][-1] == [1]
+
+
+def test_a_rank_that_ends_leaves_nothing_and_nobody_waits_for_it(ranks):
+    publish, store, _ = ranks
+    for _ in range(20):
+        publish({0: 0.1, 1: 0.1, 2: 0.1})
+    assert store.num_keys() == 3, "a key for each rank, however long the run"
+    publish({0: 0.1, 1: 0.1, 2: None})
+    assert publish({0: 0.1, 1: 0.1, 2: None}) == []
+    publish({0: None, 1: None, 2: None})
+    assert store.num_keys() == 0
+
+
+def test_a_rank_that_no_longer_publishes_is_not_compared(ranks):
+    publish, _, paces = ranks
+    publish({0: 0.1, 1: 0.1, 2: 0.1})
+    publish({0: 0.1, 1: 0.1})
+    assert [rank["rank"] for rank in paces[0].slowest] == [0, 1]
+
+
+def test_a_world_of_one_has_no_thread_and_no_pace(tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert accelerator.run.record._pace is None
+    assert "accel-watch" not in [thread.name for thread in threading.enumerate()]
+    accelerator.end_training()
