@@ -64,8 +64,11 @@ def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
 
 
 @spec("owner")
-def visible_devices(config: RunConfig) -> tuple[str, int]:
-    """(variable that masks devices, their number on this machine), without torch."""
+def visible_devices(config: RunConfig) -> tuple[str, int | None]:
+    """(variable that masks devices, their number on this machine), without torch.
+
+    None: files do not tell, and core asks torch.
+    """
 
 
 @spec("owner")

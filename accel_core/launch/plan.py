@@ -321,7 +321,9 @@ class Launch:
         record = self._device()
         helper = launch_helper(record) if record else None
         if helper is not None and hasattr(helper, "visible_devices"):
-            return int(helper.visible_devices(self.config)[1])
+            count = helper.visible_devices(self.config)[1]
+            if count is not None:
+                return int(count)
         return _count_by_torch(self.config.device)
 
     def _device(self) -> Record | None:

@@ -90,6 +90,13 @@ def test_inductor_trains_too(accelerator_of, graphs):
     assert our_losses(compiled(accelerator_of, "INDUCTOR"), 4) == pytest.approx(plain_losses(4), rel=1e-4)
 
 
+def test_the_mode_that_replays_graphs_reaches_torch(accelerator_of, monkeypatch):
+    told = {}
+    monkeypatch.setattr(torch, "compile", lambda call, **options: told.update(options) or call)
+    compiled(accelerator_of, "inductor", mode="reduce-overhead").prepare(net())(X)
+    assert (told["backend"], told["mode"]) == ("inductor", "reduce-overhead")
+
+
 def test_the_model_stays_the_users_object_with_its_names(accelerator_of, graphs):
     accelerator = compiled(accelerator_of)
     model = net()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, ConfigError, PluginError
+from accel_core import Accelerator, ConfigError, PluginError, TorchDynamoPlugin
 from accel_cuda import CudaConfig, health, set_numa_affinity
 from accel_cuda.device import verify
 from accel_cuda.machine import gpu_count, probe
@@ -52,6 +52,13 @@ class TestOnGpu:
         assert stack.startswith("cuda + ")
 
     @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+    def test_steps_replayed_as_graphs_train_as_a_plain_loop(self, precision: str) -> None:
+        ((ours, plain, replayed),) = run_processes(graphed, precision, world=1)
+
+        assert ours == pytest.approx(plain, rel=2e-2 if precision != "no" else 1e-4)
+        assert replayed, "nothing was recorded as a graph"
+
+    @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
     def test_it_trains_as_a_plain_loop(self, precision: str) -> None:
         ((ours, plain),) = run_processes(losses, precision, world=1)
 
@@ -88,6 +95,19 @@ def losses(precision: str) -> tuple[list[float], list[float]]:
     return _train(Accelerator(mixed_precision=precision, plugins=[CudaConfig(deterministic=True)])), _plain(
         precision
     )
+
+
+def graphed(precision: str) -> tuple[list[float], list[float], int]:
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+    ours = _train(Accelerator(mixed_precision=precision, dynamo_plugin=plugin))
+    return ours, _plain(precision), len(replays)
 
 
 def _net() -> nn.Module:

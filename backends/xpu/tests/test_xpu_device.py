@@ -15,7 +15,7 @@ from accel_core import ConfigError, World
 from accel_testing import Recorder
 from accel_xpu import XpuConfig, machine
 from accel_xpu.device import XpuDevice, verify
-from accel_xpu.machine import probe
+from accel_xpu.machine import XpuLaunch, gpu_count, probe
 
 DEVICE = torch.device("xpu", 0)
 
@@ -79,6 +79,80 @@ def test_a_mask_that_hides_all_is_told(built: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(machine.VISIBLE, "")
 
     assert probe() == "ZE_AFFINITY_MASK='' hides every GPU"
+
+
+# -- counting ------------------------------------------------------------------------------------
+
+
+def card(root: Path, number: int, address: str, *, tiles: int = 1, driver: str = "xe") -> Path:
+    """A GPU at an address, with its tiles as the driver lists them."""
+    device = root / "sys/devices" / address
+    names = [f"tile{tile}" for tile in range(tiles)]
+    if driver == "i915":
+        names = [f"drm/card{number}/gt/gt{tile}" for tile in range(tiles)]
+    for name in names:
+        (device / name).mkdir(parents=True)
+    device.mkdir(parents=True, exist_ok=True)
+    (device / "vendor").write_text(f"{machine.INTEL}\n")
+    link, node = root / f"sys/class/drm/renderD{128 + number}/device", root / f"dev/dri/renderD{128 + number}"
+    for file in (link, node):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(device)
+    node.touch()
+    return node
+
+
+@pytest.fixture
+def cards(built: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two discrete GPUs of one tile, one by each driver."""
+    monkeypatch.delenv(machine.FILTER, raising=False)
+    card(built, 0, "0000:4d:00.0")
+    card(built, 1, "0000:9a:00.0", driver="i915")
+    return built
+
+
+@pytest.mark.parametrize(
+    ("mask", "count"),
+    [(None, 2), ("", 0), ("1", 1), ("0, 1", 2), ("1,1", 1), ("1,7", 1), ("7", 0), ("0.0,1.0", None)],
+)
+def test_gpus_of_one_tile_are_counted_from_files(
+    cards: Path, monkeypatch: pytest.MonkeyPatch, mask: str | None, count: int | None
+) -> None:
+    if mask is not None:
+        monkeypatch.setenv(machine.VISIBLE, mask)
+
+    assert XpuLaunch().visible_devices(None) == (machine.VISIBLE, count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("driver", ["xe", "i915"])
+@pytest.mark.parametrize("tiles", [0, 2])
+def test_a_gpu_whose_tiles_may_be_devices_is_left_to_torch(cards: Path, tiles: int, driver: str) -> None:
+    card(cards, 2, "0000:b3:00.0", tiles=tiles, driver=driver)
+
+    assert gpu_count() is None
+
+
+def test_an_integrated_gpu_counts_alone_and_is_left_to_torch_beside_others(built: Path) -> None:
+    card(built, 0, "0000:00:02.0")
+    alone = gpu_count()
+    card(built, 1, "0000:4d:00.0")
+
+    assert (alone, gpu_count()) == (1, None)
+
+
+def test_a_filter_of_sycl_is_left_to_torch(cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(machine.FILTER, "level_zero:0")
+
+    assert gpu_count() is None
+
+
+def test_a_gpu_that_this_user_may_not_open_does_not_count(
+    cards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = card(cards, 2, "0000:b3:00.0")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
+
+    assert gpu_count() == 2
 
 
 # -- the device ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ XPU = Card(
     },
     probe=probe,
     verify="accel_xpu.device:verify",
+    launch="accel_xpu.machine:XpuLaunch",
     config="accel_xpu.config:XpuConfig",
     implementation="accel_xpu.device:XpuDevice",
 )

@@ -7,12 +7,18 @@ import re
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from accel_core import install_hint
+from accel_core import hooks, implements, install_hint
 
-__all__ = ["cpus_near", "gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
+if TYPE_CHECKING:
+    from accel_core import RunConfig
+
+__all__ = ["XpuLaunch", "cpus_near", "gpu_count", "gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
 
 VISIBLE = "ZE_AFFINITY_MASK"
+FILTER = "ONEAPI_DEVICE_SELECTOR"
+"""Hides devices from SYCL, by rules of its own."""
 INTEL = "0x8086"
 ROOT = Path("/")
 """Root of /sys and /dev; tests use a tree of their own."""
@@ -70,6 +76,41 @@ def gpus() -> list[Path]:
     ]
 
 
+def gpu_count() -> int | None:
+    """Return the number of devices that torch finds; None if only the driver knows.
+
+    torch takes the discrete GPUs that Level Zero lists, else the integrated one (c10/xpu/XPUFunctions.cpp).
+    A GPU of several tiles is one device or several, by ZE_FLAT_DEVICE_HIERARCHY and by its driver.
+    """
+    found = [node for node in gpus() if os.access(node, os.R_OK | os.W_OK)]
+    if os.name != "posix" or FILTER in os.environ:
+        return None
+    if any(_tiles(node) != 1 for node in found) or (len(found) > 1 and any(map(_may_be_integrated, found))):
+        return None
+    mask = os.environ.get(VISIBLE)
+    entries = [] if mask is None else [entry.strip() for entry in mask.split(",") if entry.strip()]
+    if not all(entry.isdecimal() for entry in entries):
+        return None
+    return len(found) if mask is None else len({int(entry) for entry in entries} & {*range(len(found))})
+
+
+def _tiles(node: Path) -> int | None:
+    """Return the number of a GPU's tiles; None where the kernel does not tell.
+
+    The driver xe has a directory for each, i915 one for each GT, of which a tile has one or two.
+    """
+    about = ROOT / "sys/class/drm" / node.name / "device"
+    of_xe = [*about.glob("tile[0-9]*")]
+    of_i915 = [*about.glob("drm/card*/gt/gt[0-9]*")]
+    return len(of_xe or of_i915) or None
+
+
+def _may_be_integrated(node: Path) -> bool:
+    """Return whether a GPU is on the CPU's bus, as some of virtual machines are too."""
+    address = (ROOT / "sys/class/drm" / node.name / "device").resolve().name
+    return address.split(":")[1:2] in (["00"], [])
+
+
 def cpus_near(uuid: bytes) -> set[int]:
     """Return the CPUs nearest the GPU with this UUID; empty where that is unknown.
 
@@ -91,3 +132,11 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+class XpuLaunch:
+    """Hooks of the launcher."""
+
+    @implements(hooks.visible_devices)
+    def visible_devices(self, config: RunConfig) -> tuple[str, int | None]:
+        return VISIBLE, gpu_count()

@@ -123,7 +123,8 @@ def _launch(light: Any) -> dict[str, Any]:
         found["environment"] = strings
     if hasattr(light, "visible_devices"):
         variable, count = light.visible_devices(RunConfig())
-        found["devices"] = isinstance(variable, str) and isinstance(count, int) and count >= 0
+        is_number = isinstance(count, int) and count >= 0
+        found["devices"] = isinstance(variable, str) and (count is None or is_number)
     return found
 
 

@@ -93,7 +93,7 @@ def test_the_launch_class_is_light(facts: dict[str, Any]) -> None:
     if launch is not None:
         assert launch["loads"] == [], "launch class or its hooks import third parties"
         assert launch.get("environment", True), "launch_environment gives a mapping of strings"
-        assert launch.get("devices", True), "visible_devices gives (variable, count)"
+        assert launch.get("devices", True), "visible_devices gives (variable, count or None)"
 
 
 def test_types_are_shipped(facts: dict[str, Any]) -> None:
