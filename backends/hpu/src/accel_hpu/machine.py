@@ -62,4 +62,6 @@ class HpuLaunch:
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
         lazy = getattr(config.plugins.get("hpu"), "lazy", None)
-        return {} if lazy is None else {LAZY: str(int(lazy))}
+        # Gaudi's DeepSpeed reads it; Accelerate sets it for each run on HPUs (prepare_deepspeed).
+        wanted = {"DEEPSPEED_USE_HPU": "true"}
+        return wanted if lazy is None else {**wanted, LAZY: str(int(lazy))}
