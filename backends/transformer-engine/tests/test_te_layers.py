@@ -10,6 +10,7 @@ import transformer_engine.pytorch as te
 from te_problem import TIMEOUT, accelerator, batches, loss_of, model, steps_of
 from torch import nn
 from torch.nn.utils import prune
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_transformer_engine import TransformerEngineConfig
@@ -179,6 +180,61 @@ def test_modules_are_fused_by_the_users_map() -> None:
     with pytest.raises(ConfigError, match=r"no module of the Model has a name like 'blocks'"):
         run.prepare(model())
     run.end_training()
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+def as_one_kernel(plain: Any) -> nn.Module:
+    """The library's fused module with the same parameters."""
+    one = te.LayerNormMLP(32, 64, activation="gelu")
+    one.layer_norm_weight, one.layer_norm_bias = plain.norm.weight, plain.norm.bias
+    one.fc1_weight, one.fc1_bias = plain.up.weight, plain.up.bias
+    one.fc2_weight, one.fc2_bias = plain.down.weight, plain.down.bias
+    return one
+
+
+def as_two_kernels(plain: Any) -> nn.Module:
+    first = te.LayerNormLinear(32, 64)
+    first.layer_norm_weight, first.layer_norm_bias = plain.norm.weight, plain.norm.bias
+    first.weight, first.bias = plain.up.weight, plain.up.bias
+    second = te.Linear(64, 32)
+    second.weight, second.bias = plain.down.weight, plain.down.bias
+    return nn.Sequential(first, nn.GELU(approximate="tanh"), second)
+
+
+@pytest.mark.parametrize("fused", [as_one_kernel, as_two_kernels])
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling])
+def test_the_librarys_own_fused_modules_train_as_by_hand(fused: Any, recipe: Any) -> None:
+    x = torch.linspace(-1, 1, 16 * 32).view(16, 32)
+    by_hand = fused(FeedForward())
+    optimizer: Any = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(recipe=recipe()):
+            out = by_hand(x)
+        out.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run = accelerator(fused={"0": fused}, te_recipe=recipe())
+    plain = FeedForward()
+    before = [parameter.clone() for parameter in plain.parameters()]
+    net, optimizer = run.prepare(nn.Sequential(plain), torch.optim.SGD(plain.parameters(), lr=0.1))
+    for _ in range(3):
+        run.backward(net(x).float().square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not [name for name in net.state_dict() if "extra_state" in name]
+    run.end_training()
+    for ours, theirs, first in zip(plain.parameters(), by_hand.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, first)
 
 
 def test_odd_numbers_of_tokens_are_refused_by_the_layers_name_or_padded() -> None:

@@ -230,13 +230,13 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert quantizer is None
     x = input.float()
     mean = x.mean(-1)
     rstd = (x.var(-1, correction=0) + eps).rsqrt()
     gamma = weight.float() + 1 if zero_centered_gamma else weight.float()
     out = (x - mean[:, None]) * rstd[:, None] * gamma + bias.float()
-    return out.to(TORCH[DType(int(otype))]), mean, rstd
+    out = out.to(TORCH[DType(int(otype))])
+    return out if quantizer is None else quantize(out, quantizer, ln_out), mean, rstd
 
 
 def layernorm_bwd(
@@ -265,11 +265,11 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, None, Tensor]:
-    assert quantizer is None
     x = input.float()
     rstd = (x.square().mean(-1) + eps).rsqrt()
     gamma = weight.float() + 1 if zero_centered_gamma else weight.float()
-    return (x * rstd[:, None] * gamma).to(TORCH[DType(int(otype))]), None, rstd
+    out = (x * rstd[:, None] * gamma).to(TORCH[DType(int(otype))])
+    return out if quantizer is None else quantize(out, quantizer, ln_out), None, rstd
 
 
 def rmsnorm_bwd(
@@ -279,3 +279,18 @@ def rmsnorm_bwd(
     scaled = dz.float() * (gamma.float() + 1 if zero_centered_gamma else gamma.float())
     dx = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rsigma[:, None]
     return dx.to(x.dtype), (dz.float() * normal).sum(0).to(gamma.dtype)
+
+
+def gelu(input: Tensor, quantizer: Any) -> Any:
+    out = torch.nn.functional.gelu(input.float(), approximate="tanh").to(input.dtype)
+    return out if quantizer is None else quantizer(out)
+
+
+def dgelu(grad: Tensor, input: Tensor, quantizer: Any) -> Any:
+    dx = torch.ops.aten.gelu_backward(grad.float(), input.float(), approximate="tanh").to(grad.dtype)
+    return dx if quantizer is None else quantizer(dx)
+
+
+def dbias_dgelu(grad: Tensor, input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    dx = dgelu(grad, input, None)
+    return dx.reshape(-1, dx.shape[-1]).sum(0), quantizer(dx)

@@ -11,6 +11,8 @@ from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.distributed import checkpoint as checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.module.layernorm import LayerNorm as LayerNorm
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear as LayerNormLinear
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP as LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear as Linear
 from transformer_engine.pytorch.module.rmsnorm import RMSNorm as RMSNorm
 from transformer_engine.pytorch.quantization import (

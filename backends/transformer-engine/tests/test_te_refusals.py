@@ -1,0 +1,73 @@
+"""What this precision cannot be combined with is refused before anything computes."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from te_problem import TIMEOUT, accelerator, batches, loss_of, model, steps_of
+
+from accel_core import Accelerator, AccelError, ConfigError
+from accel_fsdp import TorchTensorParallelPlugin
+from accel_testing import run_processes
+from accel_transformer_engine import TransformerEngineConfig
+from accel_transformer_engine.precision import TransformerEngine
+
+
+def compiled(recipe: str) -> Accelerator:
+    config = TransformerEngineConfig(recipe=recipe)
+    return Accelerator(device="cpu", mixed_precision="fp8-te", plugins=[config], dynamo_backend="eager")
+
+
+def test_delayed_scaling_is_not_compiled() -> None:
+    run = compiled("delayed")
+    with pytest.raises(ConfigError, match=r"recipe delayed: .*not compile.*\n.*recipe: current"):
+        run.prepare(model())
+    run.end_training()
+
+
+def test_megatron_has_layers_of_its_own() -> None:
+    run = accelerator()
+    config = attrs.evolve(run.run.config, strategy="megatron")
+    (reason,) = TransformerEngine(None, run.run).refuse(config)
+    run.end_training()
+    assert "strategy megatron builds its model of its own layers" in reason
+    assert reason.endswith("set fp8 in its own configuration, with mixed_precision: bf16")
+
+
+def split() -> str:
+    plan = {"block.up": "colwise", "block.down": "rowwise"}
+    plugins = [TIMEOUT, TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan)]
+    run = Accelerator(device="cpu", strategy="fsdp", mixed_precision="fp8-te", plugins=plugins)
+    with pytest.raises(ConfigError) as caught:
+        run.prepare(model())
+    run.end_training()
+    return str(caught.value)
+
+
+@pytest.mark.timeout(200)
+def test_layers_that_a_plan_splits_are_refused() -> None:
+    for said in run_processes(split, world=2, timeout=100):
+        assert "compute no parts of weights that a tensor-parallel plan has split" in said
+        assert said.endswith("leave out tensor parallelism, or use mixed_precision: fp8-torchao")
+
+
+def test_an_optimizer_without_its_model_is_refused_and_after_it_trains_the_same() -> None:
+    """Accelerate takes both in one call only."""
+    run = accelerator()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(AccelError, match="prepare the model it belongs to in the same call or before"):
+        run.prepare(optimizer)
+    run.end_training()
+    losses = []
+    for at_once in (True, False):
+        run = accelerator()
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = (
+            run.prepare(net, optimizer) if at_once else (run.prepare(net), run.prepare(optimizer))
+        )
+        losses.append([*steps_of(run, net, optimizer, batches()), loss_of(net, batches(1)[0]).item()])
+        run.end_training()
+    assert losses[0] == losses[1]
