@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core import Accelerator, CheckpointError, ConfigError
+from accel_core import Accelerator, CheckpointError
 from accel_testing import run_processes
 from accel_torchao import load_quantized, quantize, quantizer
 
@@ -99,9 +99,75 @@ def on_the_simulated_device(folder: str) -> tuple[set[str], torch.Tensor, torch.
     return seen, output, want, {type(tensor).__name__ for tensor in state.values()}
 
 
-def test_a_plan_whose_blocks_come_and_go_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantised_weights_come_and_go_as_they_are(scheme: str) -> None:
+    # In a process of its own, as above.
+    (results,) = run_processes(streamed, scheme, world=1)
+
+    for output, want, gradients, wanted, kinds in results:
+        assert torch.equal(output, want)
+        torch.testing.assert_close(gradients, wanted)
+        assert kinds & {"Int8Tensor", "IntxUnpackedToInt8Tensor"}
+
+
+def streamed(scheme: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, set[str]]]:
+    """Compute and train an adapter over a base in host memory, mapped from disk, and read from it."""
+    from accel_testing.simulated.device import simulate
+
+    simulate()
+    results = []
+    want, wanted = adapted(quantize(model(), scheme), "cpu")
+    for place, mapped in (("cpu", True), ("disk", True), ("disk", False)):
+        target = big_models.offload(quantize(model(), scheme), place, device="sim", mapped=mapped)
+        output, gradients = adapted(target, "sim")
+        state = target.state_dict()
+        big_models.undo(target)
+        assert torch.equal(adapted(target, "cpu")[0], want)
+        results.append((output, want, gradients, wanted, {type(each).__name__ for each in state.values()}))
+    return results
+
+
+def adapted(target: nn.Module, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, and the gradient of an adapter in front of the block."""
+    target.requires_grad_(False)
+    torch.manual_seed(3)
+    adapter = nn.Linear(32, 32).to(device)
+    hook = target.block.norm.register_forward_pre_hook(lambda module, args: (args[0] + adapter(args[0]),))
+    output = target(batches(1)[0])
+    output.square().mean().backward()
+    hook.remove()
+    assert adapter.weight.grad is not None
+    return output.detach().cpu(), adapter.weight.grad.cpu()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_block_is_quantised_on_its_device_and_leaves_it(tmp_path: Path, place: str) -> None:
+    checkpoint(tmp_path)
+    ((output, want, held, size, kinds),) = run_processes(away, str(tmp_path), place, world=1)
+
+    assert torch.equal(output, want)
+    assert held < size / 2
+    assert kinds == {"Parameter", "Int8Tensor"}
+
+
+def away(folder: str, place: str) -> tuple[torch.Tensor, torch.Tensor, int, int, set[str]]:
+    from accel_testing.simulated.device import simulate
+
+    device, target = simulate(), empty()
+    places = big_models.plan_from_map(target, {"": "sim", "block": place})
+    big_models.load(target, folder, places, convert=quantizer(target, "int8"))
+    held = device.memory.allocated
+    with torch.no_grad():
+        output = target(batches(1)[0]).cpu()
+        want = quantize(model(), "int8")(batches(1)[0])
+    kinds = {type(each).__name__ for each in target.block.parameters()}
+    return output, want, held, sum(each.nbytes for each in model().parameters()), kinds
+
+
+def test_a_plan_counts_quantised_bytes() -> None:
     target = empty()
-    places = big_models.plan_from_map(target, {"": "disk"})
-    with pytest.raises(ConfigError, match="neither come and go nor stay in their file"):
-        big_models.load(target, checkpoint(tmp_path), places, convert=quantizer(target, "int8"))
-    assert all(value.is_meta for value in target.parameters())
+    places = big_models.plan(target, {"cpu": "1GB"}, convert=quantizer(target, "int8"))
+
+    quantised = quantize(model(), "int8")
+    assert places.used == big_models.plan(quantised, {"cpu": "1GB"}).used
+    assert places.used["cpu"] < sum(each.nbytes for each in model().parameters()) / 2

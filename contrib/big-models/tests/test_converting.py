@@ -139,8 +139,53 @@ def test_a_tied_weight_that_would_come_apart_is_named_and_nothing_changes(folder
     assert target.blocks[0].first is layer
 
 
-def test_blocks_that_come_and_go_and_other_results_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"blocks\.1\S+ lies on 'disk'.*\n.*plan_from_map"):
+@pytest.mark.parametrize("mapped", [True, False])
+def test_what_it_makes_of_parts_on_disk_computes_from_a_file(folder: Path, mapped: bool) -> None:
+    def halves(name: str, block: nn.Module) -> nn.Module:
+        """Replace one weight, write into another, and leave the others."""
+        if hasattr(block, "first"):
+            block.first.weight = nn.Parameter(block.first.weight.detach().bfloat16().float())
+            block.gain.data.mul_(2)
+        return block
+
+    whole, target = model(), empty()
+    for block in whole.blocks:
+        halves("", block)
+    load(target, folder, plan_from_map(target, {"": "cpu", "blocks": "disk"}), convert=halves, mapped=mapped)
+
+    assert torch.equal(target(ids()), whole(ids()))
+    assert torch.equal(target(ids()), whole(ids()))
+    state = whole.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in weights_of(target))
+
+
+def test_a_plan_counts_what_convert_makes_and_leaves_the_model_as_it_was() -> None:
+    size = sum(parameter.nbytes for parameter in model().blocks[0].parameters())
+    for target in (empty(), model()):
+        before = dict(target.named_parameters())
+        places = plan(target, {"cpu": "1GB"}, convert=int8)
+
+        whole = model()
+        for block in whole.blocks:
+            int8("", block)
+        tensors = {id(each): each.nbytes for each in (*whole.parameters(), *whole.buffers())}
+        assert places.used == {"cpu": sum(tensors.values())}
+        assert places.memory["cpu"] == 10**9 - size
+        assert all(before[name] is value for name, value in target.named_parameters())
+        assert type(target.blocks[0].first) is nn.Linear
+
+
+def test_a_plan_says_that_convert_needs_values() -> None:
+    def look(name: str, block: nn.Module) -> nn.Module:
+        assert all(float(value.sum()) != 0 for value in block.parameters())
+        return block
+
+    with pytest.raises(ConfigError, match="convert cannot make embedding without values.*\n.*plan_from_map"):
+        plan(empty(), {"cpu": "1GB"}, convert=look)
+
+
+def test_buffers_that_would_come_and_go_and_other_results_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"buffer blocks\.1\.first\.weight, and blocks\.1 lies on 'disk'"):
         load(empty(), folder, plan_from_map(empty(), {"": "cpu", "blocks.1": "disk"}), convert=int8)
     with pytest.raises(ConfigError, match="for embedding it returned a NoneType"):
         load(empty(), folder, convert=lambda name, block: None)  # type: ignore[arg-type,return-value]

@@ -343,10 +343,71 @@ def test_streaming_holds_two_blocks_and_what_is_outside_of_them(folder):
     assert sum(slot.buffer.nbytes for slot in engine.slots) <= 2.2 * largest
 
 
-def test_tensors_made_of_others_that_would_come_and_go_are_refused_by_name():
+class Scaled(torch.Tensor):
+    """Integers and a scale that show as one tensor."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes, scale) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        plain = torch.utils._pytree.tree_map_only(
+            cls, lambda each: each.codes * each.scale, (args, kwargs or {})
+        )
+        return func(*plain[0], **plain[1])
+
+
+def scaled() -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    codes = torch.tensor([[3, -7], [100, 1]], dtype=torch.int8)
+    net[1].weight = torch.nn.Parameter(Scaled(codes, torch.rand(2, 1)), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_tensor_made_of_others_comes_and_goes_part_by_part(mapped):
+    x, want, target = torch.ones(1, 2), scaled(), scaled()
+    weight = target[1].weight
+    offload(target, "disk", device="cpu", mapped=mapped)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(target(x), want(x))
+    state = target.state_dict()["1.weight"]
+    whole = undo(target)[1].weight
+
+    assert whole is weight
+    assert torch.equal(whole.codes, want[1].weight.codes)
+    assert torch.equal(state.scale, want[1].weight.scale)
+
+
+def test_one_that_takes_no_views_of_a_buffer_is_refused_by_name():
     from torch.testing._internal.two_tensor import TwoTensor
 
     target = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     target[1].weight = torch.nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
-    with pytest.raises(ConfigError, match=r"1\.weight is a "):
+    with pytest.raises(ConfigError, match=r"1\.weight is a TwoTensor, which cannot come and go"):
         offload(target, "disk", device="cpu", mapped=False)
+    assert isinstance(target[1].weight, TwoTensor)
+
+
+def test_a_plan_counts_the_parts_of_a_tensor_made_of_others():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    target = torch.nn.Linear(4, 4, bias=False)
+    target.weight = torch.nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+
+    assert plan_from_map(target, {"": "cpu"}).used == {"cpu": 2 * 64}

@@ -10,14 +10,14 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_big_models.away import guard
+from accel_big_models.composing import Composed, leaves_of, sourced, values_of
 from accel_big_models.engine import Engine, Group, Weight
 from accel_big_models.hooks import Enter, attach, enters_of
-from accel_big_models.moving import pinned
+from accel_big_models.moving import Cargo, pinned
 from accel_big_models.plans import Plan
-from accel_big_models.sources import InMemory, values_of
+from accel_big_models.sources import InMemory
 from accel_big_models.swapping import put
 from accel_big_models.tenants import Tenant
 from accel_big_models.writing import write_blocks
@@ -51,20 +51,32 @@ def arrange(
             + (f", as have {len(empty) - 1} more" if len(empty) > 1 else "")
             + "\nload a checkpoint that has them: accel_big_models.load(model, checkpoint, plan)"
         )
-    for tenant in tenants:
-        if tenant.is_streamed and is_traceable_wrapper_subclass(tenant.tensor):
-            raise ConfigError(
-                f"{tenant.names[0]} is a {type(tenant.tensor).__name__}: it is made of other tensors, and"
-                " cannot come and go\nkeep it on the device: name its module in the device map"
-            )
     written = [it for it in tenants if it.is_streamed and it.place == "disk" and it.source is None]
-    for tenant, source in zip(written, write_blocks(written, folder, mapped=mapped), strict=True):
+    for tenant, source in zip(
+        written, write_blocks([it.tensor for it in written], folder, mapped=mapped), strict=True
+    ):
         tenant.source = source
     data = _read(tenants, progress)
+    _require_composable(tenants)
     for tenant, values in zip(tenants, data, strict=True):
         if values is not None:
             put(tenant.tensor, values)
     _attach(model, plan, tenants, skip_keys)
+
+
+def _require_composable(tenants: Sequence[Tenant]) -> None:
+    """Raise ConfigError for a tensor made of others that cannot be made of views of a buffer."""
+    for tenant in tenants:
+        if tenant.is_streamed and isinstance(tenant.source, Composed):
+            cargo = Cargo(tenant.names[0], [tenant.source])
+            try:
+                cargo.unpacked(torch.empty(cargo.size, dtype=torch.uint8, device="meta"))
+            except Exception as error:
+                kind = type(tenant.tensor).__name__
+                raise ConfigError(
+                    f"{tenant.names[0]} is a {kind}, which cannot come and go: {error}\n"
+                    "keep it on the device: name its module in the device map"
+                ) from error
 
 
 def _read(tenants: Sequence[Tenant], progress: Callable[[int, int], None] | None) -> list[Tensor | None]:
@@ -90,7 +102,8 @@ def _made(tenant: Tenant) -> Tensor | None:
         if tenant.is_streamed:
             if tenant.place == "cpu":
                 values = tenant.tensor.detach().cpu() if tenant.source is None else values_of(tenant.source)
-                tenant.source = InMemory(pinned(values, tenant.device), values.dtype)
+                leaves = (pinned(leaf, tenant.device) for leaf in leaves_of(values))
+                tenant.source = sourced(values, (InMemory(leaf, leaf.dtype) for leaf in leaves))
             return None
         if tenant.source is None and tenant.tensor.device == tenant.device:
             return None

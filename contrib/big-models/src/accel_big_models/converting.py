@@ -12,17 +12,20 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from accel_big_models.arranging import READERS
 from accel_big_models.blocks import Block, blocks_named, named_tensors
-from accel_big_models.plans import Plan
-from accel_big_models.sources import InMemory, values_of
-from accel_big_models.swapping import like, takes
+from accel_big_models.composing import in_memory, values_of
+from accel_big_models.plans import HOST, Plan
+from accel_big_models.sources import InMemory, Source
+from accel_big_models.swapping import like, put, takes
 from accel_big_models.tenants import Tenant, tenants_of
+from accel_big_models.writing import write_blocks
 from accel_core import ConfigError
 
-__all__ = ["Convert", "convert_blocks", "unchanged_on_error"]
+__all__ = ["Convert", "convert_blocks", "converted", "unchanged_on_error"]
 
 Convert: TypeAlias = Callable[[str, nn.Module], nn.Module]
 """(name, block with its weights on its device) -> block that takes its place."""
@@ -34,11 +37,20 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
     Its parameters get their dtypes and values back where they lie as before.
     """
-    before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
-    data = [(each, each.data) for each in model.parameters() if takes(each, each.data)]
+    restore = _restorer(model)
     try:
         yield
     except BaseException:
+        restore()
+        raise
+
+
+def _restorer(model: nn.Module) -> Callable[[], None]:
+    """Return a function that gives the model back what it has now."""
+    before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    data = [(each, each.data) for each in model.parameters() if takes(each, each.data)]
+
+    def restore() -> None:
         for module, kind, attributes, contents in before:
             module.__class__ = kind
             vars(module).clear()
@@ -49,7 +61,45 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         for parameter, values in data:
             if takes(parameter, values):
                 parameter.data = values
-        raise
+
+    return restore
+
+
+def converted(
+    model: nn.Module, blocks: Sequence[Block], convert: Convert, dtype: torch.dtype | None
+) -> list[Block]:
+    """Return a model's blocks as `convert` makes them, on the meta device; the model stays as it is.
+
+    dtype: of floating-point weights before that; None: their own.
+
+    Raises:
+        ConfigError: `convert` needs values.
+    """
+    restore = _restorer(model)
+    try:
+        tensors = {id(each): each for block in blocks for each in block.tensors.values()}
+        _exchange(model.modules(), {key: _empty(each, dtype) for key, each in tensors.items()})
+        return [_tried(model, block, convert) for block in blocks]
+    finally:
+        restore()
+
+
+def _tried(model: nn.Module, block: Block, convert: Convert) -> Block:
+    module = block.module
+    if not block.divided:
+        try:
+            module = convert(block.name, module)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"plan: convert cannot make {block.name or 'the model'} without values: {error}\n"
+                "plan without convert=, which counts full sizes, or write the map: plan_from_map"
+            ) from error
+    return evolve(block, tensors=named_tensors(module, block.name, recurse=not block.divided))
+
+
+def _empty(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return like(tensor, torch.empty_like(tensor.detach(), device="meta", dtype=kind))
 
 
 def convert_blocks(
@@ -58,29 +108,36 @@ def convert_blocks(
     tenants: Sequence[Tenant],
     convert: Convert,
     progress: Callable[[int, int], None] | None,
+    *,
+    mapped: bool,
 ) -> list[Tenant]:
     """Read a model's blocks, have each converted, and return the new tensors.
 
-    Tensors that `convert` leaves are the model's own again, with their values as source.
+    Tensors that `convert` leaves are the model's own again, with their values as source. What it makes
+    of parts on "cpu" and "disk" leaves the device at once.
 
     Raises:
-        ConfigError: a block comes and goes; `convert` replaced a weight that is tied, left one on another
-            device, or returned no module.
+        ConfigError: `convert` replaced a weight that is tied, left one on another device, made a buffer of
+            a weight that comes and goes, or returned no module.
     """
-    _refuse_streamed(tenants)
+    made: dict[int, Source | None] = {}
     by_tensor = {id(tenant.tensor): tenant for tenant in tenants}
     total, done = sum(it.tensor.numel() * it.dtype.itemsize for it in tenants), 0
     for block in blocks_named(model, {part.name for part in plan.places}):
         own = list({id(it): by_tensor[id(it)] for it in block.tensors.values()}.values())
         done += sum(it.tensor.numel() * it.dtype.itemsize for it in own if it.blocks[0].name == block.name)
+        stored = {tenant: tenant.source for tenant in own}
         with ThreadPoolExecutor(READERS, "accel-big-models-load") as pool:
             loaded = dict(zip(own, pool.map(_loaded, own), strict=True))
         if not block.divided:
             _convert(model, block, loaded, convert)
         del loaded  # the next block comes into memory that this one has left
+        _settle(stored)
+        if not block.divided:
+            made |= _moved(plan, block, model.get_submodule(block.name), stored, mapped=mapped)
         if progress is not None:
             progress(done, total)
-    sources = {id(tenant.tensor): tenant.source for tenant in tenants}
+    sources = made | {id(tenant.tensor): tenant.source for tenant in tenants}
     found = tenants_of(model, plan)
     for tenant in found:
         tenant.source = sources.get(id(tenant.tensor))
@@ -119,14 +176,42 @@ def _convert(model: nn.Module, block: Block, loaded: Mapping[Tenant, Tensor], co
     _exchange([*before, *made.modules()], {id(tensor): tenant.tensor for tenant, tensor in loaded.items()})
 
 
-def _refuse_streamed(tenants: Sequence[Tenant]) -> None:
-    away = [it for it in tenants if not it.is_buffer and (it.is_streamed or it.place == "disk")]
-    if away:
-        raise ConfigError(
-            f"convert: {away[0].names[0]} lies on {away[0].place!r} and is computed on {away[0].device}:"
-            " converted weights neither come and go nor stay in their file\n"
-            "place all of the model where it is computed: plan_from_map(model, {'': 'cuda:0'}), say"
-        )
+def _settle(stored: Mapping[Tenant, Source | None]) -> None:
+    """Have weights that `convert` left as they were lie in their files again."""
+    for tenant, source in stored.items():
+        away = tenant.place in HOST and (tenant.place == "disk" or tenant.device.type != "cpu")
+        if away and not tenant.is_buffer and tenant.source is not None:
+            values = values_of(tenant.source).cpu()
+            same = source is not None and torch.equal(values_of(source), values)
+            tenant.source = source if same else in_memory(values)
+
+
+def _moved(
+    plan: Plan, block: Block, made: nn.Module, stored: Iterable[Tenant], *, mapped: bool
+) -> dict[int, Source | None]:
+    """Bring new weights of a block to the host or to disk; return the sources of these."""
+    known = {id(tenant.tensor) for tenant in stored}
+    found = {
+        name: tensor
+        for name, tensor in named_tensors(made, block.name).items()
+        if id(tensor) not in known and plan.place_of(name) in HOST
+    }
+    if plan.device.type == "cpu":
+        found = {name: tensor for name, tensor in found.items() if plan.place_of(name) == "disk"}
+    for name, tensor in found.items():
+        if not isinstance(tensor, nn.Parameter):
+            raise ConfigError(
+                f"convert: it made the buffer {name}, and {block.name or 'the model'} lies on"
+                f" {plan.place_of(name)!r}: buffers do not come and go\n"
+                "make it a parameter that requires no gradient, or place the block where it is computed"
+            )
+        put(tensor, tensor.detach().cpu())
+    written = {id(tensor): tensor for name, tensor in found.items() if plan.place_of(name) == "disk"}
+    sources = write_blocks(list(written.values()), None, mapped=mapped)
+    for tensor, source in zip(written.values(), sources, strict=True):
+        there = source.tensor()
+        put(tensor, torch.empty(0, dtype=source.dtype) if there is None else there)
+    return dict(zip(written, sources, strict=True))
 
 
 def _require_places(block: Block, device: torch.device, present: Mapping[str, Tensor]) -> None:

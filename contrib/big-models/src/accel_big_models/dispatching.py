@@ -11,9 +11,10 @@ from attrs import evolve
 
 from accel_big_models.arranging import arrange
 from accel_big_models.away import release
+from accel_big_models.composing import values_of
 from accel_big_models.hooks import detach, enters_of
-from accel_big_models.planning import HOST, place_name, plan_from_map
-from accel_big_models.sources import values_of
+from accel_big_models.planning import place_name, plan_from_map
+from accel_big_models.plans import HOST
 from accel_big_models.swapping import put
 from accel_big_models.tenants import tenants_of
 from accel_core import ConfigError

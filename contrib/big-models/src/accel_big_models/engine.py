@@ -13,8 +13,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from accel_big_models.composing import composed, in_memory, is_composed, is_in_memory, leaves_of, values_of
 from accel_big_models.moving import Cargo, Mover, Slot
-from accel_big_models.sources import InMemory, Source, values_of
+from accel_big_models.sources import Source
 from accel_big_models.swapping import exchange, like, put, takes
 from accel_core import AccelError, is_out_of_memory, ops
 
@@ -43,12 +44,12 @@ class Weight:
     _whole: weakref.ref[Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        held = isinstance(self.source, InMemory) and self.source.tensor() is not None
+        held = is_in_memory(self.source)
         return {"name": self.name, "tensor": self.tensor, "source": None if held else self.source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensor = state["tensor"]
-        held = InMemory(tensor.detach(), tensor.dtype)  # the copy's own values, once and not twice
+        held = in_memory(tensor.detach())  # the copy's own values, once and not twice
         self.__init__(state["name"], tensor, state["source"] or held)  # type: ignore[misc]
 
     def leave(self) -> None:
@@ -141,7 +142,7 @@ class Group:
                     "change weights within accelerator.full_parameters(model, writeback=True), or take the"
                     " offloading off first: accel_big_models.undo(model)"
                 )
-            weight.source = InMemory(values, values.dtype)
+            weight.source = in_memory(values)
         if written:
             self.load()  # what was brought ahead is older
 
@@ -255,7 +256,7 @@ class Engine:
                 self._start(group, slot)
             slot.used = True
             self.mover.wait(group.transfer)
-            for weight, data in zip(group.weights, group.cargo.views(slot.buffer), strict=True):
+            for weight, data in zip(group.weights, group.cargo.unpacked(slot.buffer), strict=True):
                 weight.come(data)
         except BaseException as error:
             if slot is not None:
@@ -315,10 +316,14 @@ class Engine:
         }
 
         def pack(tensor: Tensor) -> Any:
+            if is_composed(tensor):
+                return tensor, [pack(leaf) for leaf in leaves_of(tensor)]
             home = homes.get(_address(tensor) or 0)
             return tensor if home is None else _Saved.of(tensor, home.cargo, self.device)
 
         def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, tuple):
+                return composed(kept[0], map(unpack, kept[1]))
             return kept.values() if isinstance(kept, _Saved) else kept
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -335,7 +340,7 @@ class Engine:
                 for weight in group.weights:
                     if weight.source.tensor() is None or unwritten:
                         values = values_of(weight.source)
-                        weight.source = InMemory(values, values.dtype)
+                        weight.source = in_memory(values)
                     if not group.users:
                         weight.leave()
                 group.load()

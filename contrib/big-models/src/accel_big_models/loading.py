@@ -13,9 +13,10 @@ import torch
 
 from accel_big_models.arranging import arrange
 from accel_big_models.checkpoints import open_checkpoint, with_dtype
+from accel_big_models.composing import values_of
 from accel_big_models.converting import convert_blocks, unchanged_on_error
 from accel_big_models.planning import plan_from_map
-from accel_big_models.sources import Source, values_of
+from accel_big_models.sources import Source
 from accel_big_models.tenants import Tenant, tenants_of
 from accel_big_models.weights import persistent_buffers
 from accel_core import CheckpointError, show_progress
@@ -60,8 +61,9 @@ def load(
             `accel_core.show_progress` does.
         convert: `convert(name, block)` gets each block of the plan with its weights on its device, and
             returns it, or the module that takes its place. What it makes, such as quantised weights, stays
-            there; one block at a time has its weights as the checkpoint has them. Tied weights must stay
-            as they are, and the plan places all of the model where it is computed.
+            there; one block at a time has its weights as the checkpoint has them. What it makes of parts
+            on "cpu" and "disk" leaves the device at once, for host memory or a file that ends with the model.
+            Tied weights must stay as they are.
 
     Returns:
         The model.
@@ -95,7 +97,7 @@ def load(
     shown = nullcontext() if progress is not None else show_progress(f"loading {checkpoint}", lambda: loaded)
     with shown, unchanged_on_error(model) if convert is not None else nullcontext():
         if convert is not None:
-            tenants = convert_blocks(model, chosen, tenants, convert, told)
+            tenants = convert_blocks(model, chosen, tenants, convert, told, mapped=mapped)
         callback = told if convert is None else None
         arrange(model, chosen, tenants, None, mapped=mapped, skip_keys=skip_keys, progress=callback)
     return model

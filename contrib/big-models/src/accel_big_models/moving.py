@@ -11,7 +11,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from accel_big_models.sources import InMemory, Source
+from accel_big_models.composing import Composed, composed, is_in_memory, parts_of
+from accel_big_models.sources import Source
 
 __all__ = ["Cargo", "Mover", "Slot", "pinned"]
 
@@ -22,27 +23,33 @@ STAGED: Final = 2
 
 
 class Cargo:
-    """Weights that move together: their sources, and their places in a buffer."""
+    """Weights that move together: sources of their plain parts, and places in a buffer."""
 
     def __init__(self, name: str, sources: Sequence[Source]) -> None:
         self.name = name
-        self.sources = tuple(sources)
+        self.weights = tuple(sources)
+        self.sources = tuple(part for source in sources for part in parts_of(source))
         self.starts: list[int] = []
         self.size = 0
-        for source in sources:
+        for source in self.sources:
             self.starts.append(self.size)
             used = torch.Size(source.shape).numel() * source.dtype.itemsize
             self.size += -(-used // ALIGNED) * ALIGNED
-        self.in_memory = all(isinstance(each, InMemory) and each.tensor() is not None for each in sources)
+        self.in_memory = all(map(is_in_memory, self.weights))
         """True if no disk is read, and no dtype changes."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the weights as views of a buffer of bytes, on any device."""
+        """Return the weights' plain parts as views of a buffer of bytes, on any device."""
         views = []
         for source, start in zip(self.sources, self.starts, strict=True):
             size = torch.Size(source.shape).numel() * source.dtype.itemsize
             views.append(buffer[start : start + size].view(source.dtype).view(source.shape))
         return views
+
+    def unpacked(self, buffer: Tensor) -> list[Tensor]:
+        """Return each weight, over its views of a buffer."""
+        views = iter(self.views(buffer))
+        return [composed(it.like, views) if isinstance(it, Composed) else next(views) for it in self.weights]
 
     def read(self, buffer: Tensor) -> None:
         """Fill a buffer in host memory."""

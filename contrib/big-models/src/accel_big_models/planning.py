@@ -11,14 +11,13 @@ from attrs import define, field, frozen
 from torch import nn
 
 from accel_big_models.blocks import Block, blocks_of
-from accel_big_models.plans import Place, Plan
+from accel_big_models.converting import Convert, converted
+from accel_big_models.plans import HOST, Place, Plan
 from accel_big_models.sizes import available, bytes_in, bytes_of, text_of
 from accel_core import ConfigError
 
-__all__ = ["HOST", "Classes", "Memory", "place_name", "plan", "plan_from_map"]
+__all__ = ["Classes", "Memory", "place_name", "plan", "plan_from_map"]
 
-HOST: Final = ("cpu", "disk")
-"""Places that compute nothing where there is another device."""
 STREAMED: Final = 2
 """Blocks that are on a device at a time: the one that computes, and the next one."""
 
@@ -34,6 +33,7 @@ def plan(
     *,
     whole: Classes | None = None,
     dtype: torch.dtype | None = None,
+    convert: Convert | None = None,
 ) -> Plan:
     """Find a place for each block of a model, which may be on the meta device.
 
@@ -48,13 +48,20 @@ def plan(
             accelerators and in the host's memory, then disk.
         whole: classes of modules that are never divided; see `blocks_of`.
         dtype: of floating-point weights once they are loaded; None: their own.
+        convert: that of `load`, tried on the meta device: the plan counts what it makes of each block. Each
+            place but the disk keeps room for the largest block before it is converted.
 
     Raises:
-        ConfigError: parts fit nowhere; names them with their bytes.
+        ConfigError: parts fit nowhere; names them with their bytes. `convert` needs weights with values.
     """
     rooms = _rooms(memory)
     devices = [place for place in rooms if place not in HOST]
-    parts = _parts(blocks_of(model, whole), dtype)
+    blocks = blocks_of(model, whole)
+    parts = _parts(blocks, dtype)
+    if convert is not None:
+        before = max((sum(part.tensors.values()) for part in parts), default=0)
+        rooms = {place: room if place == "disk" else room - before for place, room in rooms.items()}
+        parts = _parts(converted(model, blocks, convert, dtype), None)
     groups = _together(parts)
     found, kept = _fill(groups, rooms), 0
     if devices and any(place in HOST for place in found):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attrs import field, frozen
 
@@ -13,7 +13,10 @@ from accel_big_models.sizes import text_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Place", "Plan"]
+__all__ = ["HOST", "Place", "Plan"]
+
+HOST: Final = ("cpu", "disk")
+"""Places that compute nothing where there is another device."""
 
 
 @frozen

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from accel_big_models.composing import is_composed, leaves_of
 from accel_core import ConfigError
 
 __all__ = ["available", "bytes_in", "bytes_of", "text_of"]
@@ -18,10 +19,12 @@ _UNITS: Final = " KMGTP"
 
 
 def bytes_of(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of a tensor's elements.
+    """Return the bytes of a tensor's elements, or of the parts that it is made of.
 
     dtype: of floating-point tensors, None for their own.
     """
+    if is_composed(tensor):
+        return sum(map(bytes_of, leaves_of(tensor)))
     if dtype is not None and tensor.is_floating_point():
         return tensor.numel() * dtype.itemsize
     return tensor.numel() * tensor.element_size()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from attrs import frozen
-from torch import Tensor
 
-__all__ = ["InCheckpoint", "InMemory", "Source", "values_of"]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["InCheckpoint", "InMemory", "Source"]
 
 
 class Source(Protocol):
@@ -77,12 +79,3 @@ class InCheckpoint:
     def read(self, target: Tensor) -> None:
         """Fill a CPU tensor of the weight's shape and dtype."""
         self.stored.read(target)
-
-
-def values_of(source: Source) -> Tensor:
-    """Return the values as a CPU tensor: the source's own, or read into memory."""
-    values = source.tensor()
-    if values is None:
-        values = torch.empty(source.shape, dtype=source.dtype)
-        source.read(values)
-    return values

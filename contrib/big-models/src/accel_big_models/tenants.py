@@ -7,8 +7,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from accel_big_models.blocks import Block, blocks_named
-from accel_big_models.planning import HOST
-from accel_big_models.plans import Plan
+from accel_big_models.plans import HOST, Plan
 from accel_big_models.sources import Source
 from accel_core import ConfigError, is_out_of_memory
 

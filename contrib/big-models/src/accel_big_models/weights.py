@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from accel_big_models.composing import values_of
 from accel_big_models.hooks import enters_of
-from accel_big_models.sources import values_of
 from accel_core import AccelError
 
 if TYPE_CHECKING:

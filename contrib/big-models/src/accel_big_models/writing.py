@@ -8,17 +8,15 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from accel_big_models.composing import leaves_of, sourced
 from accel_big_models.files import InFile, OpenFile
 from accel_big_models.sizes import text_of
+from accel_big_models.sources import Source
 from accel_core import AccelError
-
-if TYPE_CHECKING:
-    from accel_big_models.tenants import Tenant
 
 __all__ = ["write_blocks"]
 
@@ -26,8 +24,8 @@ ALIGNED = 64
 
 
 def write_blocks(
-    tenants: Sequence[Tenant], folder: str | os.PathLike[str] | None, *, mapped: bool
-) -> list[InFile]:
+    tensors: Sequence[Tensor], folder: str | os.PathLike[str] | None, *, mapped: bool
+) -> list[Source]:
     """Write tensors to a new file, and return where each lies.
 
     The file is in a folder of its own, whose name nobody has had, and is removed with the last tensor's
@@ -36,14 +34,16 @@ def write_blocks(
     Raises:
         AccelError: the disk is full; nothing is left there.
     """
-    if not tenants:
+    if not tensors:
         return []
-    size = sum(it.tensor.nbytes + ALIGNED for it in tenants)
+    leaves = [leaf for tensor in tensors for leaf in leaves_of(tensor.detach())]
+    size = sum(leaf.nbytes + ALIGNED for leaf in leaves)
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     own = tempfile.mkdtemp(prefix="accel-big-models-", dir=folder)
     try:
-        return _write(Path(own), tenants, size, mapped=mapped)
+        parts = iter(_write(Path(own), leaves, size, mapped=mapped))
+        return [sourced(tensor, parts) for tensor in tensors]
     except OSError as error:
         free = shutil.disk_usage(own).free
         shutil.rmtree(own, ignore_errors=True)
@@ -56,20 +56,20 @@ def write_blocks(
         raise
 
 
-def _write(own: Path, tenants: Sequence[Tenant], size: int, *, mapped: bool) -> list[InFile]:
+def _write(own: Path, tensors: Sequence[Tensor], size: int, *, mapped: bool) -> list[InFile]:
     path, starts = own / "weights", []
     with path.open("xb") as out:
         os.posix_fallocate(out.fileno(), 0, size)  # a disk that is too small says so at once
-        for tenant in tenants:
+        for tensor in tensors:
             out.seek(-(-out.tell() // ALIGNED) * ALIGNED)
             starts.append(out.tell())
-            out.write(_bytes(tenant.tensor))
+            out.write(_bytes(tensor))
         out.truncate()
     file = OpenFile(path, mapped=mapped)
     weakref.finalize(file, shutil.rmtree, own, ignore_errors=True)
     return [
-        InFile(file, start, tuple(it.tensor.shape), it.tensor.dtype)
-        for it, start in zip(tenants, starts, strict=True)
+        InFile(file, start, tuple(tensor.shape), tensor.dtype)
+        for tensor, start in zip(tensors, starts, strict=True)
     ]
 
 
