@@ -65,7 +65,7 @@ def arrange(
 
 
 def _require_composable(tenants: Sequence[Tenant]) -> None:
-    """Raise ConfigError for a tensor made of others that cannot be made of views of a buffer."""
+    """Refuse tensors made of others that cannot be made of views of a buffer."""
     for tenant in tenants:
         if tenant.is_streamed and isinstance(tenant.source, Composed):
             cargo = Cargo(tenant.names[0], [tenant.source])

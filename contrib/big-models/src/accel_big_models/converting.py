@@ -68,9 +68,9 @@ def _restorer(model: nn.Module) -> Callable[[], None]:
 def converted(
     model: nn.Module, blocks: Sequence[Block], convert: Convert, dtype: torch.dtype | None
 ) -> list[Block]:
-    """Return a model's blocks as `convert` makes them, on the meta device; the model stays as it is.
+    """Return a model's blocks as `convert` makes them, on the meta device.
 
-    dtype: of floating-point weights before that; None: their own.
+    The model stays as it is. dtype: of floating-point weights before that; None: their own.
 
     Raises:
         ConfigError: `convert` needs values.
@@ -189,7 +189,7 @@ def _settle(stored: Mapping[Tenant, Source | None]) -> None:
 def _moved(
     plan: Plan, block: Block, made: nn.Module, stored: Iterable[Tenant], *, mapped: bool
 ) -> dict[int, Source | None]:
-    """Bring new weights of a block to the host or to disk; return the sources of these."""
+    """Bring a block's new weights to the host or to disk; return sources of these."""
     known = {id(tenant.tensor) for tenant in stored}
     found = {
         name: tensor

@@ -23,7 +23,7 @@ STAGED: Final = 2
 
 
 class Cargo:
-    """Weights that move together: sources of their plain parts, and places in a buffer."""
+    """Weights that move together: sources of plain parts, and places in a buffer."""
 
     def __init__(self, name: str, sources: Sequence[Source]) -> None:
         self.name = name
