@@ -24,9 +24,9 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def train(project, strategy, resume=None, done=0):
+def train(project, strategy, resume=None, done=0, plugins=()):
     """Train three steps, from the start or from a checkpoint of `done`; save `stepN` after each."""
-    accelerator, *prepared = _prepared(project, strategy)
+    accelerator, *prepared = _prepared(project, strategy, plugins)
     model, optimizer, scheduler, data = prepared
     if resume:
         accelerator.load_state(resume)
@@ -50,9 +50,11 @@ def save_again(source, target, strategy):
     accelerator.end_training()
 
 
-def _prepared(project, strategy):
+def _prepared(project, strategy, plugins=()):
     accelerator = Accelerator(
-        strategy=strategy, project_config=ProjectConfiguration(project_dir=project, record_every=0)
+        strategy=strategy,
+        plugins=plugins,
+        project_config=ProjectConfiguration(project_dir=project, record_every=0),
     )
     set_seed(3)
     model = Net()
