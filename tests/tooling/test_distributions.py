@@ -51,6 +51,7 @@ PLUGINS = {
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
     "accel-kubernetes": {"kubernetes"},
+    "accel-sagemaker": {"sagemaker"},
     "accel-context-parallel": {"cp"},
     "accel-ema": {"ema"},
     "accel-big-models": {"dispatched", "estimate"},

@@ -78,6 +78,10 @@ OTHERWISE = {
     "fsdp_ignored_modules": "a key of files only",
     "fp8_fp8_format": "a key of files only",
     "mpirun_ccl": "a key of files only",
+    **{name: "of jobs of SageMaker" for name, each in settings().items() if each.section == "sagemaker"},
+    **dict.fromkeys(
+        ("compute_environment", "aws_access_key_id", "aws_secret_access_key"), "of SageMaker too"
+    ),
     "parallelism_config_cp_size": "stands with the others",
     "parallelism_config_sp_seq_length_is_variable": "Accelerate reads each word as true",
     "parallelism_config_sp_size": "stands with the others",

@@ -76,7 +76,7 @@ def test_a_jobset_is_one_indexed_job_whose_pods_know_pod_0_by_the_headless_servi
     # JobSet names a pod's host <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>.
     assert variables["PET_MASTER_ADDR"]["value"] == f"{name}-{group['name']}-0-0.{name}"
     assert "job-completion-index" in variables["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert container["command"] == ["python", *COMMAND[1:]]
+    assert container["command"] == ["python3", *COMMAND[1:]]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8", "memory": "64Gi"}}
     assert {"name": "checkpoints", "mountPath": "/checkpoints"} in container["volumeMounts"]
 
@@ -142,11 +142,18 @@ def test_accels_variables_travel_and_paths_of_this_machine_do_not(monkeypatch, t
     (container,) = _pods(text)["containers"]
     assert {"name": "ACCEL__SEED", "value": "7"} in container["env"]
     assert "ACCEL_CONFIG" not in text
-    assert container["command"][4:] == [
-        "--config=conf/accel.yaml",
-        "train.py",
-        config,
-    ]  # the last is the script's
+    mine = ["--config=conf/accel.yaml", "train.py", config]
+    assert container["command"][4:] == mine  # the last is the script's
+
+
+def test_a_flag_of_the_script_stays_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["train.py", f"--config={tmp_path}/model.yaml"]
+    job = Job(argv=(), command=(*COMMAND[:4], *words), nodes=1)
+
+    (container,) = _pods(manifest(job, KubernetesConfig(image="i")))["containers"]
+
+    assert container["command"][4:] == words
 
 
 def test_words_that_kubernetes_would_replace_arrive_as_they_are():

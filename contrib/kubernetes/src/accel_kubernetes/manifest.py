@@ -26,6 +26,8 @@ GROUP: Final = "node"
 INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 STAYS_HERE: Final = ("ACCEL_CONFIG", "ACCEL_LAUNCH_CONFIG")
 """Variables with paths of this machine."""
+FLAGS: Final = 4
+"""Place of the first flag in `Job.command`, which is --config if there is a file."""
 ENDING_SECONDS: Final = 60
 """More than the 30 s that `accel launch` gives its workers to end."""
 NAME_LETTERS: Final = 30
@@ -139,7 +141,7 @@ def _trainjob(job: Job, config: KubernetesConfig) -> Document:
 
 def _name(job: Job) -> str:
     """Return a new name, after the script or the module."""
-    words = [word for word in job.command[4:] if not word.startswith("-")]
+    words = [word for word in job.command[FLAGS:] if not word.startswith("-")]
     stem = Path(words[0]).stem if words else "accel"
     kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem.lower())
     kept = kept[:NAME_LETTERS].strip("-")
@@ -148,12 +150,11 @@ def _name(job: Job) -> str:
 
 def _command(job: Job) -> list[str]:
     """Return `accel launch` as the image runs it, in the image's own folder."""
-    words = ["python", *job.command[1:]]
-    for place, word in enumerate(words):
-        path = Path(word.removeprefix("--config="))
-        if word.startswith("--config=") and path.is_relative_to(Path.cwd()):
-            words[place] = f"--config={path.relative_to(Path.cwd())}"
-            break
+    words = ["python3", *job.command[1:]]
+    if len(words) > FLAGS and words[FLAGS].startswith("--config="):
+        path = Path(words[FLAGS].removeprefix("--config="))
+        if path.is_relative_to(Path.cwd()):
+            words[FLAGS] = f"--config={path.relative_to(Path.cwd())}"
     return [_plain(word) for word in words]
 
 

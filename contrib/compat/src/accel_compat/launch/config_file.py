@@ -145,7 +145,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """Of jobs in a cloud. It can be read and written; nothing here sends one."""
+    """Of jobs in a cloud, which `accelerate launch` hands over by accel-sagemaker."""
 
     ec2_instance_type: str
     iam_role_name: str

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.launch.cloud import is_cloud, options
 from accel_compat.settings import STRATEGIES, Setting, find_setting, ignored_settings
 from accel_core import ConfigError, plugin_status
 
@@ -14,6 +15,8 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "gpu_ids": "set the device's own variable, such as CUDA_VISIBLE_DEVICES",
     "num_cpu_threads_per_process": "set OMP_NUM_THREADS",
     "debug": "set ACCEL_DEBUG=1",
+    "aws_access_key_id": "set AWS_ACCESS_KEY_ID, or sagemaker.profile",
+    "aws_secret_access_key": "set AWS_SECRET_ACCESS_KEY, or sagemaker.profile",
 }
 RECIPES: Final = "the program gives TransformerEngineConfig or Float8Config"
 
@@ -47,7 +50,7 @@ def convert(settings: Mapping[str, Any]) -> Converted:
     config: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
     for name, given in settings.items():
         setting = find_setting(name)
-        if setting is None or not setting.path or name in dropped:
+        if setting is None or not setting.path or name in dropped or setting.section == "sagemaker":
             continue
         value = _value(setting, given)
         if setting.is_off(value):
@@ -57,6 +60,8 @@ def convert(settings: Mapping[str, Any]) -> Converted:
         else:
             config[setting.path] = value
     config |= _world(settings)
+    if is_cloud(settings):
+        config |= options(settings)
     if strategy == "fsdp":
         config.setdefault("fsdp.fsdp_version", 1)
     return Converted(_nested(config), dropped)

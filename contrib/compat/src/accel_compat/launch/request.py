@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.launch.cloud import is_cloud, kind_of
 from accel_compat.launch.file_mistakes import parse_file, refuse_mistakes
 from accel_compat.launch.parser import given_flags, launch_parser
 from accel_compat.settings import ignored_settings
@@ -109,7 +110,9 @@ def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
     kind = str(settings.pop("distributed_type", "NO")).upper()
     if kind in ("FALSE", "NONE"):  # what YAML makes of a bare NO
         kind = "NO"
-    if kind in DISTRIBUTED_TYPES:
+    if is_cloud(settings):
+        settings["distributed_type"] = kind_of(kind)
+    elif kind in DISTRIBUTED_TYPES:
         settings[DISTRIBUTED_TYPES[kind]] = True
     elif kind not in NO_STRATEGY:
         types = ", ".join((*NO_STRATEGY, *DISTRIBUTED_TYPES))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_compat.launch.cloud import credentials, flags, is_cloud
 from accel_compat.launch.request import Request
 from accel_compat.launch.shim import write_shim
 from accel_compat.notices import warn_once
@@ -44,6 +45,9 @@ def launch(request: Request) -> int:
         )
     for name, why in request.dropped.items():
         warn_once(f"{name} has no meaning here: {why}")
+    if is_cloud(request.settings):
+        variables = {**os.environ, **environment(request.settings), **credentials(request.settings)}
+        return subprocess.run(command(request), env=variables, check=False).returncode  # noqa: S603  the user's
     with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
         write_shim(Path(folder))
         variables = {**os.environ, **environment(request.settings)}
@@ -61,8 +65,12 @@ def accel() -> str:
 
 
 def command(request: Request) -> list[str]:
-    """Return the command line of `accel launch`."""
-    words = [accel(), "launch", *_flags(request.settings)]
+    """Return the command line of `accel launch`, or of `accel submit`."""
+    cloud = is_cloud(request.settings)
+    words = [
+        accel(),
+        *(("submit", *flags(request.settings)) if cloud else ("launch", *_flags(request.settings))),
+    ]
     return [*words, *(["-m"] if request.module else []), *request.target]
 
 
