@@ -1,4 +1,4 @@
-"""What the SDK is asked for: the arguments of its classes, as plain values.
+"""The arguments of the SDK's classes for a job, as plain values.
 
 Source: ModelTrainer of sagemaker-train (version 3 of the SDK). Version 2's estimators start a script with
 hyperparameters; ModelTrainer runs a command, which is `accel launch` on each host.
