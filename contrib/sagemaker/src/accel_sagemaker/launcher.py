@@ -65,7 +65,7 @@ class SageMakerLauncher:
         except ImportError as error:
             raise LaunchError(
                 f"the SageMaker SDK of version 3 is not installed here: {error}\n"
-                "pip install 'accel-sagemaker[sdk]', or see with --dry-run what it would be asked for"
+                "pip install sagemaker-train, or see with --dry-run what it would be asked for"
             ) from error
         except Exception as error:
             raise LaunchError(
