@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +85,45 @@ def test_every_argument_does_what_it_says(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_argument_without_a_meaning_is_refused(argument: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TERecipeKwargs(**argument).to_ours()
+
+
+def trainer(folder: Path) -> Any:
+    """transformers' Trainer on a tiny Llama with random weights."""
+    transformers = pytest.importorskip("transformers")
+    transformers.set_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, intermediate_size=64, bos_token_id=None, eos_token_id=None, **sizes
+        )
+    )
+    rows = torch.randint(1, 64, (24, 16), generator=torch.Generator().manual_seed(1))
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        learning_rate=1e-3,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return transformers.Trainer(
+        llama, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
+    )
+
+
+@pytest.mark.timeout(300)
+def test_the_trainer_of_transformers_trains_every_weight_in_float8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --mixed_precision fp8 --fp8_backend te` sets these variables."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    trains = trainer(tmp_path)
+    before = {name: weight.clone() for name, weight in trains.model.named_parameters()}
+    trains.train()
+    llama = trains.model
+    assert (trains.accelerator.fp8_backend, trains.accelerator.mixed_precision) == ("TE", "fp8")
+    assert isinstance(llama.model.layers[0].mlp.up_proj, te.Linear)
+    assert [name for name, weight in llama.named_parameters() if torch.equal(weight, before[name])] == []
