@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from accel_core.contract.world import current_operation
 from accel_core.distributed.threads import let_threads_finish
+from accel_core.distributed.watch import places
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -237,11 +238,13 @@ class TorchCollectives:
         ranks = dist.get_process_group_ranks(self.group)
         try:
             waiting = _waiting(operation, ranks)
+            seen = places(rank for rank in ranks if rank not in waiting)
         except RuntimeError:  # the store went down with the rank that served it
-            waiting = {rank: operation for rank in ranks if rank}
+            waiting, seen = {rank: operation for rank in ranks if rank}, {}
         name = operation.partition(" of ")[0]  # shapes may differ: they are not compared yet
         absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != name]
         elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
+        elsewhere += [f"  rank {rank}: {where}\n" for rank, where in seen.items()]
         listed = ", ".join(map(str, absent))
         happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)}, which did not come"
         return CollectiveError(

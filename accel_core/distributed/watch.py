@@ -38,6 +38,7 @@ from weakref import WeakMethod
 
 from attrs import frozen
 
+from accel_core.distributed.stacks import write_stacks
 from accel_core.errors import CollectiveError, module_that_raised
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
-__all__ = ["also", "assemble", "lost_peer", "start", "stop"]
+__all__ = ["also", "assemble", "lost_peer", "places", "start", "stop"]
 
 LOOK_SECONDS = 2.0
 """Between two looks into the store."""
@@ -59,6 +60,8 @@ TELL_SECONDS = 30.0
 """Between two messages that name the ranks that are waited for."""
 REQUESTS: Final = 20_000
 """Requests per second that all waiting ranks together make of the store, at most."""
+HANGS: Final = "hangs"
+"""Folder in the project's, for the stacks of ranks that make no progress."""
 IDLE: Final = 0.05
 """Share of a CPU below which a process counts as idle."""
 LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer", re.IGNORECASE)
@@ -72,14 +75,17 @@ _assemblies, _watches = count(), count()
 _watch: Watch | None = None
 
 
-def start(store: Store, world: World, *, serves: bool) -> None:
+def start(store: Store, run: Run, world: World, *, serves: bool) -> None:
     """Begin to answer other ranks' questions. Counted with `stop`.
 
     store: a clone, for the thread alone. serves: the store lives in this process and ends with it.
+    The first run says how long ranks may stand still, and where stacks are written then.
     """
     global _watch  # noqa: PLW0603 - one thread a process
     if _watch is None:
-        _watch = Watch(store, world, serves=serves)
+        project = run.config.project.project_dir
+        folder = Path(project, HANGS) if project and "://" not in project else None
+        _watch = Watch(store, world, serves=serves, timeout=_timeout_of(run), folder=folder)
     _watch.users += 1
 
 
@@ -116,6 +122,13 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
         _Assembly(run, _watch.prefix, operation, brings).hold()
 
 
+def places(ranks: Iterable[int]) -> dict[int, str]:
+    """Return where the first eight of these ranks are, in words; {} without a watch."""
+    some = [*ranks][:8]
+    answers = _ask(_watch._store, some, time.sleep) if some and _watch is not None else {}
+    return {rank: answer.get("where", "does not answer") for rank, answer in answers.items()}
+
+
 def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
     """Translate an error of torch's own collectives.
 
@@ -143,14 +156,12 @@ class _Assembly:
     """One `assemble`, as this rank sees it."""
 
     def __init__(self, run: Run, prefix: str, operation: str, brings: str) -> None:
-        from torch.distributed.distributed_c10d import default_pg_timeout
-
         assert run.world.store is not None
         self.operation, self.brings = operation, f"{operation} of {brings}" if brings else operation
         self.rank, self.ranks = run.world.rank, range(run.world.size)
         self.store, self.number = _under(prefix, run.world.store), next(_assemblies)
         self.key = f"assembly/{self.number}"
-        self.timeout = (run.config.process_group.timeout or default_pg_timeout).total_seconds()
+        self.timeout = _timeout_of(run)
 
     def hold(self) -> None:
         """Come, wait for the verdict, and raise it unless it is empty."""
@@ -219,7 +230,9 @@ class _Assembly:
 class Watch:
     """The thread, with its own connection to the store."""
 
-    def __init__(self, store: Store, world: World, *, serves: bool) -> None:
+    def __init__(
+        self, store: Store, world: World, *, serves: bool, timeout: float, folder: Path | None
+    ) -> None:
         self.users = 0
         self.calls: list[WeakMethod[Callable[[Store], None]]] = []
         self.prefix = f"watch/{next(_watches)}"
@@ -231,6 +244,10 @@ class Watch:
         self._position: tuple[Any, ...] = ()
         self._since = self._cpu_seconds = self._told = 0.0
         self._heard = -1
+        # Ranks that wait report before their collective's time-out, which unwinds the stack.
+        self._timeout, self._patience = timeout, max(timeout - 3 * LOOK_SECONDS, timeout / 2)
+        self._folder = folder
+        self._stacks, self._is_reported = 0, False
         self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
         self._thread.start()
 
@@ -282,6 +299,7 @@ class Watch:
         idle = cpu_seconds - self._cpu_seconds < IDLE * LOOK_SECONDS
         if seen.position != self._position or not idle:
             self._position, self._since, self._told = seen.position, now, 0.0
+            self._is_reported = False
         self._cpu_seconds = cpu_seconds
         still = now - self._since
         stuck = seen.waits_for_ranks and still >= STUCK_SECONDS
@@ -290,6 +308,12 @@ class Watch:
         if asked != self._heard:
             self._heard = asked
             self._answer(state)
+            wanted = self._store.add("stacks", 0)
+            if wanted != self._stacks:  # another rank has reported
+                self._stacks, self._is_reported = wanted, True
+                write_stacks(self._folder, self._rank, seen.where)
+        elif still >= (self._patience if seen.waits else self._timeout) and not self._is_reported:
+            self._report(seen)
         elif seen.in_collective and still - self._told > TELL_SECONDS:
             self._told = still
             self._answer(state)
@@ -299,6 +323,22 @@ class Watch:
 
     def _answer(self, state: Mapping[str, Any]) -> None:
         self._store.set(f"where/{self._rank}", json.dumps({**state, "asked": self._heard}))
+
+    def _report(self, seen: _Seen) -> None:
+        """Have each rank write its stacks, and say where ranks are that are elsewhere."""
+        self._is_reported = True
+        wanted, first = self._store.add("stacks", 1), self._stacks + 1
+        self._stacks = wanted
+        write_stacks(self._folder, self._rank, seen.where)
+        if wanted == first:  # else another rank does, at this moment
+            still, others = time.monotonic() - self._since, [r for r in range(self._size) if r != self._rank]
+            answers = _ask(self._store, others, self._ending.wait)
+            away = {rank: answer for rank, answer in answers.items() if answer.get("where") != seen.where}
+            there = f"elsewhere: {_listed(away)}" if away else "all ranks are there"
+            sys.stderr.write(
+                f"accel: rank {self._rank} ({seen.where}) makes no progress for {still:.0f} s; {there};"
+                f" stacks of all ranks: {self._folder or 'on the stderr of each'}\n"
+            )
 
     def _speak(self, operation: str | None) -> None:
         """Name the ranks that are not in this rank's operation."""
@@ -310,6 +350,12 @@ class Watch:
             sys.stderr.write(
                 f"accel: rank {self._rank} has waited {still:.0f} s in {name} for {_listed(absent)}\n"
             )
+
+
+def _timeout_of(run: Run) -> float:
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    return (run.config.process_group.timeout or default_pg_timeout).total_seconds()
 
 
 def _under(prefix: str, store: Store) -> Store:
@@ -350,6 +396,8 @@ class _Seen:
     """The place in words."""
     operation: str | None
     """The name of the operation of ours that the thread is in."""
+    waits: bool
+    """True if it is in code that waits for ranks or devices, ours or torch's."""
     waits_for_ranks: bool
     """True if only other ranks can let the thread go on.
 
@@ -371,6 +419,7 @@ def _seen(thread: int | None) -> _Seen:
         position=tuple((id(frame.f_code), frame.f_lasti) for frame in frames),
         where=where,
         operation=operation,
+        waits=in_collective or inside_torch,
         waits_for_ranks=operation is not None and (in_collective or inside_torch),
         in_collective=in_collective,
     )

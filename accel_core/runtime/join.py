@@ -57,7 +57,7 @@ def join_world(run: Run) -> tuple[int, World]:
     store: Any = _get_default_store()  # torch's stub lacks `clone`
     world = evolve(run.world, store=PrefixStore(prefix, store.clone()))
     serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch.start(PrefixStore(prefix, store.clone()), world, serves=serves)
+    watch.start(PrefixStore(prefix, store.clone()), run, world, serves=serves)
     return group, world
 
 

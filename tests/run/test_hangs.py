@@ -1,0 +1,90 @@
+"""A rank that hangs has a name and a place, and each rank's stacks are written before its time is out."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from contextlib import redirect_stderr, suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_core.distributed import watch
+from accel_core.errors import CollectiveError
+from accel_testing import run_processes
+
+pytestmark = pytest.mark.together
+TIMEOUT = 8
+
+
+def sleep_for_long(until):
+    time.sleep(until - time.monotonic())
+
+
+def compute_for_ever(until):
+    while time.monotonic() < until:
+        sum(range(100))
+
+
+def wait_in_a_plain_collective(until):
+    dist.recv(torch.ones(1), 0)
+
+
+def gather(accelerator, model):
+    accelerator.gather(torch.ones(1))
+
+
+def train(accelerator, model):
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+def reduce_by_torch_alone(accelerator, model):
+    dist.all_reduce(torch.ones(1))
+
+
+def job(folder, wait, hang):
+    """Rank 1 hangs, rank 0 waits for it; return the error of rank 0, and what was said meanwhile."""
+    watch.LOOK_SECONDS = 0.5
+    timeout = InitProcessGroupKwargs(timeout=TIMEOUT)
+    accelerator = Accelerator(cpu=True, project_dir=folder, kwargs_handlers=[timeout])
+    model = accelerator.prepare(nn.Linear(2, 1))
+    error = None
+    with redirect_stderr(io.StringIO()) as log:
+        if accelerator.process_index == 1:
+            with suppress(RuntimeError):
+                hang(time.monotonic() + 2 * TIMEOUT)
+        else:
+            try:
+                wait(accelerator, model)
+            except (RuntimeError, CollectiveError) as raised:
+                error = str(raised)
+    return error, log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("wait", "hang", "message"),
+    [
+        (gather, sleep_for_long, "  rank 1: at test_hangs.py:"),
+        (train, compute_for_ever, "backward: rank 0 lost rank 1 (at test_hangs.py:"),
+        (train, wait_in_a_plain_collective, "backward: rank 0 lost rank 1 ("),
+        (reduce_by_torch_alone, sleep_for_long, ""),
+    ],
+)
+def test_each_rank_writes_its_stacks_and_the_message_has_the_place(tmp_path, wait, hang, message):
+    (error, said), (_, also_said) = run_processes(job, str(tmp_path), wait, hang)
+
+    assert message in error
+    if hang is wait_in_a_plain_collective:  # either of the two may speak
+        said += also_said
+    (line,) = [line for line in said.splitlines() if "makes no progress" in line]
+    assert re.match(r"accel: rank [01] \(.*test_hangs.py:\d+\) makes no", line)
+    assert re.search(r"elsewhere: rank [01] \(.*test_hangs.py:\d+\);", line)
+    assert line.endswith(f"; stacks of all ranks: {tmp_path / 'hangs'}")
+    first, second = ((tmp_path / "hangs" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert f"in {wait.__name__}" in first
+    assert f"in {hang.__name__}" in second
+    assert "thread accel-watch" in second
