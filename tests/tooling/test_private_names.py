@@ -30,6 +30,7 @@ LIBRARIES = {
     "compat": "transformers",
     "big-models": "transformers",
     "bitsandbytes": "bitsandbytes",
+    "sagemaker": "sagemaker",
 }
 PYTHONS = {"_actions", "_current_frames", "_exit", "_getframe", "_run_exitfuncs"}
 """Of the standard library."""

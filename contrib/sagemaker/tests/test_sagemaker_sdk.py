@@ -120,6 +120,14 @@ def test_a_job_is_sent_by_arguments_that_the_sdk_has(sdk, whole):
     assert job.cancel == f"aws sagemaker stop-training-job {where}"
 
 
+def test_a_job_that_was_sent_is_not_called_refused_where_its_name_is_not_told(sdk, whole):
+    trainer = sys.modules[TRAIN].ModelTrainer
+    trainer.train = lambda self, **given: None
+
+    with pytest.raises(LaunchError, match=r"SageMaker has the job, .*\n.*submitting again"):
+        SageMakerLauncher(whole, None).submit(JOB)
+
+
 def test_the_stand_in_takes_no_argument_that_the_sdk_has_not(sdk, whole):
     from attrs import evolve
 

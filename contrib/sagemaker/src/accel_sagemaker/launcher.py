@@ -67,6 +67,8 @@ class SageMakerLauncher:
                 f"the SageMaker SDK of version 3 is not installed here: {error}\n"
                 "pip install sagemaker-train, or see with --dry-run what it would be asked for"
             ) from error
+        except LaunchError:
+            raise
         except Exception as error:
             raise LaunchError(
                 f"SageMaker refused the job: {error}\n"
@@ -110,5 +112,11 @@ def _train(asked: Request) -> str:
     trainer.train(
         input_data_config=[InputData(**each) for each in asked.inputs] or None, wait=False, logs=False
     )
-    name: str = trainer._latest_training_job.training_job_name  # the SDK tells it nowhere else
+    sent = getattr(trainer, "_latest_training_job", None)  # the SDK tells the name nowhere else
+    if sent is None:
+        raise LaunchError(
+            "SageMaker has the job, and this version of the SDK does not tell its name\n"
+            "find it by `aws sagemaker list-training-jobs`; submitting again would start another"
+        )
+    name: str = sent.training_job_name
     return name
