@@ -50,6 +50,7 @@ PLUGINS = {
     "accel-report": {"report", "watch"},
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
+    "accel-ray": {"ray"},
     "accel-kubernetes": {"kubernetes"},
     "accel-sagemaker": {"sagemaker"},
     "accel-context-parallel": {"cp"},

@@ -1,0 +1,6 @@
+"""Ray as a launcher: a plugin of accel-core."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
+__version__ = "0.1.0"

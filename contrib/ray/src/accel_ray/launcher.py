@@ -1,0 +1,142 @@
+"""The launcher: nodes of a Ray cluster here and now, or its job server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from accel_core import Allocation, Job, LaunchConfig, LaunchError, SubmittedJob, hooks, implements
+from accel_ray.config import RayConfig
+from accel_ray.place import PLACE, Place, job_around
+
+__all__ = ["RayLauncher"]
+
+
+class RayLauncher:
+    """Launcher `ray`; torchrun below it starts the ranks of a node."""
+
+    below: Any
+
+    def __init__(self, config: RayConfig, run: None) -> None:
+        self.config = config
+
+    @implements(hooks.allocation)
+    def allocation(self, launch: LaunchConfig) -> Allocation | None:
+        """Return this node's place; for the command of a job of Ray all its nodes.
+
+        None outside, and if the user divides the job by --rendezvous.
+        """
+        place, automatic = Place.around(os.environ), launch.processes_per_node == "auto"
+        if place is not None:
+            return Allocation(
+                job_id=place.job,
+                nodes=place.nodes,
+                node_rank=place.node,
+                address=place.address,
+                processes_per_node=place.processes if automatic else None,
+            )
+        told = job_around(os.environ)
+        if told is None or launch.rendezvous is not None:
+            return None
+        return Allocation(
+            job_id=f"ray-{told['metadata'].get('job_submission_id') or uuid.uuid4().hex}",
+            nodes=launch.nodes,
+            node_rank=0,
+            address="127.0.0.1",
+            processes_per_node=self._count(launch.nodes) if automatic else None,
+        )
+
+    @implements(hooks.launch)
+    def launch(self, job: Job) -> int:
+        """Have torchrun start the ranks of this node, or actors start all nodes."""
+        if PLACE in os.environ and job.id:
+            below: int = self.below.launch(job)
+            return below
+        _refuse(job)
+        from accel_ray.attempt import NodeLost
+        from accel_ray.cluster import connected, needed
+
+        with connected(self.config):
+            each, name = needed(job, self.config), job.id or f"ray-{uuid.uuid4().hex}"
+            for attempt in range(job.max_restarts + 1):
+                try:
+                    return self._attempt(job, each, f"{name}-{attempt}" if attempt else name, name)
+                except NodeLost as lost:
+                    if attempt == job.max_restarts:
+                        raise LaunchError(
+                            f"{lost}\nwith --max-restarts 3 the job starts again, from its last checkpoint,"
+                            " where the cluster has another node"
+                        ) from lost
+                    sys.stderr.write(f"accel: {lost}; restart {attempt + 1} of {job.max_restarts}\n")
+        raise AssertionError
+
+    @implements(hooks.preview)
+    def preview(self, job: Job, submits: bool) -> str:
+        """Return the request to the job server, or what runs on each node."""
+        from accel_ray.jobs import relocated, request, sent_folder
+
+        if PLACE in os.environ and job.id:
+            return ""
+        if submits:
+            return json.dumps(request(job, self.config), indent=2)
+        gpus = self.config.gpus_per_process
+        each = f"{self.config.cpus_per_process * job.processes_per_node} CPU, "
+        each += "GPUs if the cluster has any" if gpus is None else f"{gpus * job.processes_per_node} GPU"
+        words = shlex.join(("python", *relocated(job, self.config)))
+        where = Path.cwd() if sent_folder(self.config) is None else "the folder that is sent"
+        return f"{job.nodes} x ({each}), each on another node of Ray; there, in {where}:\n{words}"
+
+    @implements(hooks.submit)
+    def submit(self, job: Job) -> SubmittedJob:
+        """Send the job to Ray's job server."""
+        from accel_ray.jobs import submit
+
+        return submit(job, self.config)
+
+    def _attempt(self, job: Job, each: dict[str, int], name: str, run: str) -> int:
+        """Reserve the nodes and run `accel launch` on each."""
+        from accel_ray.attempt import Attempt
+        from accel_ray.cluster import reserved
+        from accel_ray.jobs import passed_on, relocated, sent_folder
+
+        with reserved(job.nodes, each, self.config) as group, Attempt.on(group, each) as attempt:
+            threads = {"OMP_NUM_THREADS": str(self.config.cpus_per_process)}  # Ray sets the actor's number
+            given = {"ACCEL_RUN_ID": run} | passed_on(job) | threads
+            places = [
+                Place(
+                    job=name,
+                    nodes=job.nodes,
+                    node=node,
+                    address=attempt.addresses[0],
+                    processes=job.processes_per_node,
+                )
+                for node in range(job.nodes)
+            ]
+            variables = [{**given, PLACE: place.told()} for place in places]
+            folder = str(Path.cwd()) if sent_folder(self.config) is None else None
+            return attempt.run(relocated(job, self.config), variables, folder)
+
+    def _count(self, nodes: int) -> int:
+        from accel_ray.cluster import connected, processes_per_node
+
+        with connected(self.config):
+            return processes_per_node(nodes, self.config)
+
+
+def _refuse(job: Job) -> None:
+    """Refuse settings of launchers that start one node."""
+    if job.min_nodes is not None:
+        raise LaunchError(
+            "launch.min_nodes: launcher ray starts a job again on all its nodes, and not on fewer\n"
+            "leave it out; --max-restarts 3 restarts after the loss of a node"
+        )
+    if job.node_rank or (job.rendezvous and not job.id):
+        raise LaunchError(
+            "launch.node_rank and launch.rendezvous: launcher ray starts all nodes, and numbers them\n"
+            "leave them out, or name --launcher torchrun"
+        )
