@@ -32,10 +32,9 @@ def two_nodes() -> Iterator[Any]:
     os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     Path(folder, "ray").mkdir()
     # The head waits 30 s for itself, and gives up on a machine that is busy.
-    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": _free_port()}
     cluster: Any = Cluster()
     try:
-        _patiently(lambda: cluster.add_node(**head, object_store_memory=MEMORY))
+        _patiently(lambda: _add_head(cluster))
         for _ in range(2):
             _patiently(lambda: add_node(cluster))
         server = f"http://{cluster.head_node.webui_url}"
@@ -47,6 +46,11 @@ def two_nodes() -> Iterator[Any]:
         shutil.rmtree(folder, ignore_errors=True)
         os.environ.clear()
         os.environ.update(before)
+
+
+def _add_head(cluster: Any) -> None:
+    server = {"include_dashboard": True, "dashboard_port": _free_port()}
+    cluster.add_node(num_cpus=0, object_store_memory=MEMORY, **server)
 
 
 def add_node(cluster: Any) -> Any:

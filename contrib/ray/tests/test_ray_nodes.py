@@ -21,6 +21,7 @@ ACCEL = (sys.executable, "-m", "accel_core")
 TWO_NODES = ("--device", "cpu", "--nodes", "2", "-n", "2")
 LAUNCH = (*ACCEL, "launch", "--launcher", "ray", *TWO_NODES)
 SECONDS = 240
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of Ray
 
 
 @pytest.fixture
