@@ -60,12 +60,17 @@ class RayLauncher:
         _refuse(job)
         from accel_ray.attempt import NodeLost
         from accel_ray.cluster import connected, needed
+        from accel_ray.jobs import relocated, sent_folder
 
+        # Read before there are actors: two nodes on one machine replace the folder that was sent.
+        words = relocated(job, self.config)
+        folder = str(Path.cwd()) if sent_folder(self.config) is None else None
         with connected(self.config):
             each, name = needed(job, self.config), job.id or f"ray-{uuid.uuid4().hex}"
             for attempt in range(job.max_restarts + 1):
                 try:
-                    return self._attempt(job, each, f"{name}-{attempt}" if attempt else name, name)
+                    this = f"{name}-{attempt}" if attempt else name
+                    return self._attempt(job, each, (words, folder), this, name)
                 except NodeLost as lost:
                     if attempt == job.max_restarts:
                         raise LaunchError(
@@ -98,11 +103,13 @@ class RayLauncher:
 
         return submit(job, self.config)
 
-    def _attempt(self, job: Job, each: dict[str, int], name: str, run: str) -> int:
-        """Reserve the nodes and run `accel launch` on each."""
+    def _attempt(
+        self, job: Job, each: dict[str, int], command: tuple[list[str], str | None], name: str, run: str
+    ) -> int:
+        """Reserve the nodes and run `accel launch`, in its folder, on each."""
         from accel_ray.attempt import Attempt
         from accel_ray.cluster import reserved
-        from accel_ray.jobs import passed_on, relocated, sent_folder
+        from accel_ray.jobs import passed_on
 
         with reserved(job.nodes, each, self.config) as group, Attempt.on(group, each) as attempt:
             threads = {"OMP_NUM_THREADS": str(self.config.cpus_per_process)}  # Ray sets the actor's number
@@ -118,8 +125,7 @@ class RayLauncher:
                 for node in range(job.nodes)
             ]
             variables = [{**given, PLACE: place.told()} for place in places]
-            folder = str(Path.cwd()) if sent_folder(self.config) is None else None
-            return attempt.run(relocated(job, self.config), variables, folder)
+            return attempt.run(command[0], variables, command[1])
 
     def _count(self, nodes: int) -> int:
         from accel_ray.cluster import connected, processes_per_node
