@@ -21,7 +21,10 @@ ACCEL = (sys.executable, "-m", "accel_core")
 TWO_NODES = ("--device", "cpu", "--nodes", "2", "-n", "2")
 LAUNCH = (*ACCEL, "launch", "--launcher", "ray", *TWO_NODES)
 SECONDS = 240
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of Ray
+pytestmark = [
+    pytest.mark.slow,  # a busy machine takes minutes to start a cluster
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets of Ray
+]
 
 
 @pytest.fixture
