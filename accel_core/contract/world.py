@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Collectives", "Topology", "World", "check_scheduler_tasks", "current_operation"]
+__all__ = ["COLLECTIVES", "Collectives", "Topology", "World", "check_scheduler_tasks", "current_operation"]
 
 current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
 """Operation for which this thread uses collectives; its `str` names it in errors."""
+COLLECTIVES: Final = "collectives"
+"""Name, in the time of a sampled step, of what such operations took."""
 
 LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Variables of schedulers that start a task per rank: its number on its node."""

@@ -11,6 +11,7 @@ Files, each above those that it uses:
     random, streams  seeds and generators of ranks, random streams of split units
     logging          loggers that know their rank
     progress         what is under way, where people wait for it
+    stderr           lines that never fail the work they tell of
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from accel_core.contract.world import current_operation
+from accel_core.contract.world import COLLECTIVES, current_operation
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
@@ -278,8 +278,9 @@ def collective_call(
     # A generator: Ctrl-C may interrupt a method `__exit__` before its first statement.
     call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
     enabled, before = torch.is_grad_enabled(), current_operation.get()
-    collecting = gc.isenabled()
+    collecting, mark = gc.isenabled(), run.record.sampler.mark
     try:
+        mark("")
         gc.disable()
         torch._C._set_grad_enabled(False)
         current_operation.set(call)
@@ -293,6 +294,7 @@ def collective_call(
                 torch._C._set_grad_enabled(enabled)
             finally:
                 current_operation.set(before)
+                mark(COLLECTIVES)
 
 
 def _summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 from accel_core.contract.world import World
+from accel_core.distributed.stderr import is_terminal, tell
 from accel_core.errors import LaunchError
 
 __all__ = ["progress", "show_progress"]
@@ -36,7 +36,7 @@ def progress(items: Iterable[T], description: str = "", *, total: float | None =
 
     total: how many there are, where `items` has no length.
     """
-    if World.here().rank != 0 or not sys.stderr.isatty():
+    if World.here().rank != 0 or not is_terminal():
         return items
     from rich.console import Console
     from rich.progress import track
@@ -67,7 +67,7 @@ def show_progress(
         yield
         return
     over, begun, work = threading.Event(), time.monotonic(), object()
-    on_terminal = sys.stderr.isatty()
+    on_terminal = is_terminal()
 
     def show() -> None:
         first = TELL_EVERY if tell_after is None else tell_after
@@ -112,6 +112,4 @@ def _line(text: str, measure: Callable[[], tuple[int, int]] | None, seconds: flo
 
 def _write(line: str, *, on_terminal: bool) -> None:
     width = max(2, shutil.get_terminal_size().columns) - 1
-    with suppress(OSError, ValueError):  # nobody reads it any more: the work goes on
-        sys.stderr.write(f"\r{line[:width]:<{width}}" + ("\r" * (not line)) if on_terminal else f"{line}\n")
-        sys.stderr.flush()
+    tell(f"\r{line[:width]:<{width}}" + ("\r" * (not line)) if on_terminal else f"{line}\n")

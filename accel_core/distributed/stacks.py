@@ -9,6 +9,8 @@ import time
 import traceback
 from pathlib import Path
 
+from accel_core.distributed.stderr import tell
+
 __all__ = ["write_stacks"]
 
 
@@ -29,4 +31,4 @@ def write_stacks(folder: Path | None, rank: int, where: str) -> None:
             return
     except OSError as error:  # a full disk: stderr is left
         text = f"{error}\n{text}"
-    sys.stderr.write(text)
+    tell(text)

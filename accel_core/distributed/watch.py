@@ -39,6 +39,7 @@ from weakref import WeakMethod
 from attrs import frozen
 
 from accel_core.distributed.stacks import write_stacks
+from accel_core.distributed.stderr import tell
 from accel_core.errors import CollectiveError, module_that_raised
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class _Assembly:
                     self.store.add("asked", 1)
                     if now - told > TELL_SECONDS:
                         told, waiting = now, f"{self.operation} has waited {waited:.0f} s"
-                        sys.stderr.write(f"accel: {waiting} for {_listed(absent)}\n")
+                        tell(f"accel: {waiting} for {_listed(absent)}\n")
             elif waited > self.timeout + LOOK_SECONDS:  # the first rank may be gone
                 return self._failure(self._absent(), "and timed out")
         return self.store.get(key).decode()
@@ -335,7 +336,7 @@ class Watch:
             answers = _ask(self._store, others, self._ending.wait)
             away = {rank: answer for rank, answer in answers.items() if answer.get("where") != seen.where}
             there = f"elsewhere: {_listed(away)}" if away else "all ranks are there"
-            sys.stderr.write(
+            tell(
                 f"accel: rank {self._rank} ({seen.where}) makes no progress for {still:.0f} s; {there};"
                 f" stacks of all ranks: {self._folder or 'on the stderr of each'}\n"
             )
@@ -347,9 +348,7 @@ class Watch:
         absent = {rank: answer for rank, answer in answers.items() if answer.get("operation") != operation}
         if absent:
             still, name = time.monotonic() - self._since, operation or "a collective"
-            sys.stderr.write(
-                f"accel: rank {self._rank} has waited {still:.0f} s in {name} for {_listed(absent)}\n"
-            )
+            tell(f"accel: rank {self._rank} has waited {still:.0f} s in {name} for {_listed(absent)}\n")
 
 
 def _timeout_of(run: Run) -> float:

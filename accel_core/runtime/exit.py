@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 
 from accel_core.checkpoint import unreported
 from accel_core.contract.run import live_runs
+from accel_core.distributed.stderr import tell
 from accel_core.errors import CheckpointError
 
 __all__ = ["end_runs"]
@@ -25,16 +27,16 @@ def end_runs() -> None:
         try:
             run.end(failed=failed)
         except CheckpointError as error:
-            sys.stderr.write(f"accel: {error}\n")
+            tell(f"accel: {error}\n")
             lost = True
         except Exception:  # of a tracker, say: the other runs' turn comes
             traceback.print_exc()
             lost = True
     for process, said in unreported.values():
         if process == os.getpid():
-            sys.stderr.write(f"accel: {said}\n")
+            tell(f"accel: {said}\n")
             lost = True
     if lost:  # raised here it would be printed and forgotten: the job would count as done
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(AttributeError, OSError, ValueError):  # none, full, or closed
+            sys.stdout.flush()
         os._exit(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.distributed import watch
+from accel_core.distributed.stderr import tell
 from accel_core.runtime import sampling
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Pace:
             named = [_in_words(pace, usual) for pace in ordered if pace["rank"] in slow]
             text = f"slow: {'; '.join(named[:MOST])}" if slow else "no rank is slow any more"
             self.said.append(text)
-            sys.stderr.write(f"accel: {text}\n")
+            tell(f"accel: {text}\n")
 
     def _published(self, store: Store) -> Iterator[Mapping[str, Any]]:
         """Yield what ranks have published since the last comparison."""

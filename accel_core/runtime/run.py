@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
 from accel_core.contract.world import Collectives, World, check_scheduler_tasks
+from accel_core.distributed.stderr import tell
 from accel_core.distributed.watch import lost_peer
 from accel_core.errors import AccelError, CollectiveError, ConfigError
 from accel_core.plugins.binding import LAYERS, Hooks, Steps
@@ -156,7 +156,7 @@ class Run:
         self.trackers = Trackers(self, trackers)
         if self.world.rank == 0:
             notes = (*self.resolved.notes, *self.stack.notes)
-            sys.stderr.writelines(f"accel: {note}\n" for note in notes)
+            tell("".join(f"accel: {note}\n" for note in notes))
         self.hooks.run_started(self.run_id, self.config)
         live_runs.add(self)
 
@@ -346,7 +346,7 @@ class Run:
         if self.ended:
             return
         if not (failed or self._profile_is_used or self.world.rank):
-            sys.stderr.writelines(f"accel: {note}\n" for note in unused_profile_options(self.resolved))
+            tell("".join(f"accel: {note}\n" for note in unused_profile_options(self.resolved)))
         problems: list[BaseException] = []
         try:
             self.checkpoints.wait(PATIENCE_SECONDS if failed else None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from accel_core.contract.world import COLLECTIVES
 from accel_core.training import step
 
 if TYPE_CHECKING:
@@ -271,13 +272,13 @@ class StepSampler:
     def _split(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
         """Return the seconds of a step by what they went to, once the device has done it."""
         split: dict[str, float] = {}
-        for (_, begun), (ended, at) in pairwise(marks):
+        for part, ((_, begun), (_, at)) in zip(_parts(marks), pairwise(marks), strict=True):
             try:
                 seconds = at - begun if isinstance(at, float) else begun.elapsed_time(at) / 1000
             except RuntimeError:  # events without times: the next samples are by the clock
                 self._events_have_times = False
                 return {}
-            split[ended] = round(split.get(ended, 0.0) + seconds, 7)
+            split[part] = round(split.get(part, 0.0) + seconds, 7)
         return split
 
     def _own(self, marks: list[tuple[str, Any]]) -> float | None:
@@ -332,6 +333,19 @@ class Reads:
         self._sampler.reads = self._self
         self.count += 1
         return batch
+
+
+def _parts(marks: list[tuple[str, Any]]) -> Iterator[str]:
+    """Return what each time between two marks went to.
+
+    Where a collective cuts a part, what comes before it belongs to what ends next.
+    """
+    parts: list[str] = []
+    part = "other"
+    for ended, _ in reversed(marks[1:]):
+        part = part if ended in ("", COLLECTIVES) else ended
+        parts.append(ended if ended == COLLECTIVES else part)
+    return reversed(parts)
 
 
 def _micro_batches(window: Window) -> int:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from contextlib import redirect_stderr
+from statistics import median
 
 import pytest
 import torch
@@ -186,3 +187,49 @@ def test_a_world_of_one_has_no_thread_and_no_pace(tmp_path):
     assert accelerator.run.record._pace is None
     assert "accel-watch" not in [thread.name for thread in threading.enumerate()]
     accelerator.end_training()
+
+
+class Paused(nn.Linear):
+    seconds = 0.0
+
+    def forward(self, inputs):
+        time.sleep(self.seconds)
+        return super().forward(inputs)
+
+
+class PausedSGD(torch.optim.SGD):
+    seconds = 0.0
+
+    def step(self, closure=None):
+        time.sleep(self.seconds)
+        return super().step(closure)
+
+
+def gather_while_rank_1_is_slow(folder, where):
+    sampling.CLOSE = 0.0
+    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = Paused(3, 1)
+    optimizer = PausedSGD(model.parameters(), lr=0.1)
+    if accelerator.process_index == 1:
+        {"forward": model, "optimizer": optimizer}[where].seconds = SLOW
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(8):
+        loss = model(torch.ones(1, 3)).mean()
+        if where == "forward":
+            accelerator.gather(loss.detach())
+        accelerator.backward(loss)
+        optimizer.step()
+        if where == "optimizer":
+            accelerator.gather(loss.detach())
+    accelerator.end_training()
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("where", ["forward", "optimizer"])
+def test_waiting_for_a_slow_rank_in_a_gather_is_not_ones_own_time(tmp_path, where):
+    run_processes(gather_while_rank_1_is_slow, tmp_path, where)
+
+    steps = [line for line in lines_of(tmp_path) if line["kind"] == "step"][2:]
+    assert median(step["own"] for step in steps) < SLOW / 2
+    assert median(step["split"]["collectives"] for step in steps) > SLOW / 2

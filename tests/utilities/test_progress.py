@@ -232,3 +232,37 @@ def test_saving_loading_verifying_and_exporting_are_shown(soon, capsys, tmp_path
     assert "accel: verifying here: [" in told.stderr
     export(tmp_path / "here", tmp_path / "two", None, "1GB", safe=True)
     assert lines_of(capsys) == {"accel: verifying here", f"accel: writing {tmp_path / 'two'}"}
+
+
+# -- nobody reads -----------------------------------------------------------------------------------
+
+
+class OnlyWrites:
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+class Closed(io.StringIO):
+    def __init__(self):
+        super().__init__()
+        self.close()
+
+
+@pytest.mark.parametrize("make", [lambda: None, Closed, OnlyWrites])
+def test_a_run_needs_no_stderr(tmp_path, monkeypatch, make):
+    monkeypatch.setattr(sys, "stderr", make())
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+
+    with show_progress("waiting", tell_after=0.01):
+        time.sleep(0.1)
+    assert list(progress([1, 2])) == [1, 2]
+    accelerator.end_training()
+    assert model.weight.shape == (2, 2)
+    if isinstance(sys.stderr, OnlyWrites):
+        assert "accel: waiting: 0 s\n" in sys.stderr.text

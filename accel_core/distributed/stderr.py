@@ -1,0 +1,25 @@
+"""Lines on stderr that never fail the work they tell of."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+__all__ = ["is_terminal", "tell"]
+
+
+def tell(text: str) -> None:
+    """Write to stderr, if there is one.
+
+    It may be None, closed, a pipe that nobody reads, a full disk, or an object of the user's own.
+    """
+    with suppress(Exception):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def is_terminal() -> bool:
+    """Return whether stderr is a terminal."""
+    with suppress(Exception):
+        return sys.stderr.isatty()
+    return False
