@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import broken_plugins
 import pytest
@@ -264,11 +265,19 @@ CARELESSLY_RED = {
     "test_its_help_is_quick",
 }
 """Checks that packages fail which a test below writes."""
-EACH = [
-    pytest.param(number, name, red, id=name)
-    for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES, CHECKPOINTS))
-    for name, red in level.items()
-]
+
+
+def in_turn() -> Iterator[Any]:
+    """Yield (level, name, red) of each; slow are those whose checks others before them are red at."""
+    shown: set[str] = set()
+    for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES, CHECKPOINTS)):
+        for name, red in level.items():
+            marks = () if red - shown else pytest.mark.slow
+            yield pytest.param(number, name, red, id=name, marks=marks)
+            shown |= red
+
+
+EACH = [*in_turn()]
 
 
 def describe(found: Found) -> str:
