@@ -87,6 +87,17 @@ def test_one_process_two_and_one_again(tmp_path: Path, strategy: str) -> None:
     assert_equal(again, parts[0][2])
 
 
+def test_a_checkpoint_without_scales_has_a_run_begin_anew_with_them(tmp_path: Path) -> None:
+    run, net, optimizer = prepared()
+    run.save_state(tmp_path)
+    losses = steps_of(run, net, optimizer, batches(3))
+    expected = weights(run, net)
+    run.load_state(tmp_path)
+    assert steps_of(run, net, optimizer, batches(3)) == losses
+    assert_equal(weights(run, net), expected)
+    run.end_training()
+
+
 def test_other_layers_or_histories_are_refused(tmp_path: Path) -> None:
     goes_on(None, None, tmp_path)
     run, *_ = prepared(skip="first")

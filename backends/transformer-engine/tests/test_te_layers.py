@@ -182,6 +182,26 @@ def test_modules_are_fused_by_the_users_map() -> None:
     run.end_training()
 
 
+def test_a_module_of_two_names_is_fused_in_both_places() -> None:
+    class Fused(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.layer = block[0]
+
+        def forward(self, x):
+            return torch.tanh(self.layer(x))
+
+    block = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    net = nn.Sequential(block, nn.Linear(32, 32), block)
+    run = accelerator(fused={"0": Fused})
+    run.prepare(net)
+    assert type(net[0]) is Fused
+    assert net[2] is net[0]
+    run.end_training()
+    assert net[0] is block
+    assert net[2] is block
+
+
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()

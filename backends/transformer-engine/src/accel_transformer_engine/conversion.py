@@ -54,13 +54,23 @@ def fuse(model: nn.Module, fused: Mapping[str, Callable[..., Any]]) -> tuple[lis
                 "give a pattern of whole names of named_modules()"
             )
         for name in found:
-            path, _, key = name.rpartition(".")
-            parent = model.get_submodule(path)
-            before = getattr(parent, key)
-            setattr(parent, key, build(before))
+            before = model.get_submodule(name)
+            undo += _replace(model, before, build(before))
             names.append(name)
-            undo.append(partial(setattr, parent, key, before))
     return names, undo
+
+
+def _replace(model: nn.Module, before: nn.Module, made: nn.Module) -> list[Undo]:
+    """Put a module in all places of another, which the model may use under several names."""
+    places = [
+        (parent, key)
+        for parent in model.modules()
+        for key, child in parent._modules.items()
+        if child is before
+    ]
+    for parent, key in places:
+        setattr(parent, key, made)
+    return [partial(setattr, parent, key, before) for parent, key in places]
 
 
 def drop_extra_state(model: nn.Module) -> list[Undo]:

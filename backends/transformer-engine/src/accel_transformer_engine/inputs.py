@@ -35,7 +35,7 @@ class Inputs:
     multiple: int
     padded: int
     keeps: bool
-    _version: int = -1
+    _kept: tuple[int, int, int] | None = None
     _was_float8: bool = False
 
     def complete(self, x: Tensor) -> tuple[Tensor, int]:
@@ -60,8 +60,9 @@ class Inputs:
         Raises:
             AccelError: it computes a float8 forward again, in another precision.
         """
-        if torch._C._current_graph_task_id() == -1:
-            self._was_float8 = float8
+        if not _in_backward():
+            # An evaluation may lie between the forward and its recomputation.
+            self._was_float8 |= float8
         elif self._was_float8 and not float8:
             raise AccelError(
                 f"fp8-te: layer {self.name or 'the model'} was computed in float8, and is computed again in"
@@ -69,14 +70,33 @@ class Inputs:
                 "recompute by transformer_engine.pytorch.checkpoint, or leave out activation checkpointing"
             )
 
+    def guard(self, output: Tensor) -> Tensor:
+        """Have a backward that is to be differentiated (create_graph) raise AccelError."""
+        if output.requires_grad and not torch.compiler.is_compiling():
+            output.register_hook(self._refuse_graph)
+        return output
+
+    def _refuse_graph(self, _gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise AccelError(
+                f"fp8-te: layer {self.name or 'the model'} gets a backward with create_graph=True: Transformer"
+                " Engine's cannot be differentiated, and a penalty on gradients would train nothing\n"
+                "keep the layers that the penalty goes through (fp8_te.skip, fp8_te.only), or take"
+                " mixed_precision: bf16"
+            )
+
     def is_first(self, weight: Tensor) -> bool | None:
         """Return whether float8 weights are computed anew; None: nothing is kept."""
         unit = self.unit()
         if unit is None or not self.keeps or not torch.is_grad_enabled() or unit.window.size < 2:
             return None
-        # Something else than the optimizer may have written the weight within the window.
-        first = unit.window.index <= 0 or weight._version != self._version
-        self._version = weight._version
+        # Something else than the optimizer may have written the weight within the window, the layer may sit
+        # out a first micro-batch, or compute for another model's loss after the optimizer's step.
+        window = unit.window
+        number = window.number if _in_backward() else window.clean_from
+        now = number, weight.data_ptr(), weight._version
+        first = window.index <= 0 or now != self._kept
+        self._kept = now
         return first
 
 
@@ -93,16 +113,19 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
             float8 = FP8GlobalStateManager.is_fp8_enabled()
             self._inputs.note(float8=float8)
             if not float8:
-                output: Tensor = super().forward(input)
-                return output
+                return self._inputs.guard(super().forward(input))
             rows, count = self._inputs.complete(_differentiable(input, self))
             first = self._inputs.is_first(self.weight)
-            output = super().forward(rows, is_first_microbatch=first)
+            output: Tensor = self._inputs.guard(super().forward(rows, is_first_microbatch=first))
             if not count:
                 return output
             return output[:count].view(*input.shape[:-1], output.shape[-1])
 
     return Prepared
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _differentiable(x: Tensor, layer: nn.Module) -> Tensor:

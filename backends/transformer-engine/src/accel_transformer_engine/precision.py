@@ -17,7 +17,7 @@ from accel_transformer_engine.conversion import convert, drop_extra_state, fuse
 from accel_transformer_engine.inputs import Inputs
 from accel_transformer_engine.layers import Choice, choose
 from accel_transformer_engine.recipes import build_recipe, library, token_multiple
-from accel_transformer_engine.scaling import collect, drop_buffers, forget_weights, restore
+from accel_transformer_engine.scaling import begin_anew, collect, drop_buffers, forget_weights, restore
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,6 +126,7 @@ class TransformerEngine:
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
         forget_weights(unit)
+        begin_anew(unit)  # `load_state` follows if the checkpoint has scales
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:

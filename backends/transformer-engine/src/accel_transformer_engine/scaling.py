@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["collect", "drop_buffers", "forget_weights", "restore"]
+__all__ = ["begin_anew", "collect", "drop_buffers", "forget_weights", "restore"]
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
@@ -69,6 +69,20 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
                 state.scale.copy_(scales[at:end])
                 state.amax_history.copy_(histories[:, at:end])
                 at = end
+
+
+def begin_anew(unit: Unit) -> None:
+    """Forget the maxima of earlier steps, as before the first forward."""
+    states = [
+        layer.fp8_meta[direction]
+        for _, layer in _layers(unit)
+        if _is_delayed(layer.fp8_meta)
+        for direction in DIRECTIONS
+    ]
+    with torch.no_grad():
+        for state in states:
+            state.scale.fill_(1)
+            state.amax_history.zero_()
 
 
 def forget_weights(unit: Unit) -> None:
