@@ -61,7 +61,7 @@ def fuse(model: nn.Module, fused: Mapping[str, Callable[..., Any]]) -> tuple[lis
 
 
 def _replace(model: nn.Module, before: nn.Module, made: nn.Module) -> list[Undo]:
-    """Put a module in all places of another, which the model may use under several names."""
+    """Put a module in all places of another."""
     places = [
         (parent, key)
         for parent in model.modules()
