@@ -80,8 +80,8 @@ class Inputs:
         if torch.is_grad_enabled():
             raise AccelError(
                 f"fp8-te: layer {self.name or 'the model'} gets a backward with create_graph=True:"
-                " Transformer Engine's cannot be differentiated, and a penalty on gradients would train nothing\n"
-                "keep the layers that the penalty goes through (fp8_te.skip, fp8_te.only), or take"
+                " Transformer Engine's cannot be differentiated, and a penalty on gradients would train"
+                " nothing\nkeep the layers that the penalty goes through (fp8_te.skip, fp8_te.only), or take"
                 " mixed_precision: bf16"
             )
 

@@ -38,9 +38,13 @@ def collect(unit: Unit) -> dict[str, Entry]:
 def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
     """Take back what `collect` gave, also into layers that have not computed yet.
 
+    Recipes without histories need none of it.
+
     Raises:
         CheckpointError: the layers are others, or the history has another length.
     """
+    if not recipe.delayed():
+        return
     layers: dict[str, Any] = dict(_layers(unit))
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     saved, scales, histories = values["layers"], values["scales"], values["histories"]
@@ -49,8 +53,6 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
             f"fp8-te: the checkpoint has scales of {missing[0]}, which is not converted here\n"
             "convert the same layers (section fp8_te) as the run that saved it"
         )
-    if not recipe.delayed():
-        return
     if len(histories) != recipe.amax_history_len:
         raise CheckpointError(
             f"fp8-te: the checkpoint's histories have {len(histories)} steps, those here"

@@ -35,7 +35,7 @@ Convert: TypeAlias = Callable[[str, nn.Module], nn.Module]
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Give the model its modules and tensors back if the context ends with an error.
 
-    Its parameters get their dtypes and values back where they lie as before.
+    Its parameters get their dtypes, flags, and values back where they lie as before.
     """
     restore = _restorer(model)
     try:
@@ -48,6 +48,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 def _restorer(model: nn.Module) -> Callable[[], None]:
     """Return a function that gives the model back what it has now."""
     before = [(module, type(module), dict(vars(module)), _contents(module)) for module in model.modules()]
+    trains = [(each, each.requires_grad) for each in model.parameters()]
     data = [(each, each.data) for each in model.parameters() if takes(each, each.data)]
 
     def restore() -> None:
@@ -61,6 +62,8 @@ def _restorer(model: nn.Module) -> Callable[[], None]:
         for parameter, values in data:
             if takes(parameter, values):
                 parameter.data = values
+        for parameter, flag in trains:
+            parameter.requires_grad_(flag)
 
     return restore
 
@@ -88,13 +91,23 @@ def _tried(model: nn.Module, block: Block, convert: Convert) -> Block:
     module = block.module
     if not block.divided:
         try:
-            module = convert(block.name, module)
+            module = _called(convert, block)
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
                 f"plan: convert cannot make {block.name or 'the model'} without values: {error}\n"
                 "plan without convert=, which counts full sizes, or write the map: plan_from_map"
             ) from error
     return evolve(block, tensors=named_tensors(module, block.name, recurse=not block.divided))
+
+
+def _called(convert: Convert, block: Block) -> nn.Module:
+    made: Any = convert(block.name, block.module)
+    if not isinstance(made, nn.Module) or (made is not block.module and not block.name):
+        raise ConfigError(
+            f"convert: for {block.name or 'the whole model'} it returned a {type(made).__name__}\n"
+            "return the block, or the module that takes its place; the model itself must stay the same object"
+        )
+    return made
 
 
 def _empty(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -148,15 +161,11 @@ def _convert(model: nn.Module, block: Block, loaded: Mapping[Tenant, Tensor], co
     """Have one block converted while it has its weights."""
     before = list(block.module.modules())
     _exchange(before, {id(tenant.tensor): tensor for tenant, tensor in loaded.items()})
-    made: Any = convert(block.name, block.module)
-    if not isinstance(made, nn.Module) or (made is not block.module and not block.name):
-        raise ConfigError(
-            f"convert: for {block.name or 'the whole model'} it returned a {type(made).__name__}\n"
-            "return the block, or the module that takes its place; the model itself must stay the same object"
-        )
+    trains = {tenant: tensor.requires_grad for tenant, tensor in loaded.items()}
+    made = _called(convert, block)
     if made is not block.module:
-        home, _, key = block.name.rpartition(".")
-        model.get_submodule(home)._modules[key] = made
+        for parent in list(model.modules()):  # a module may have several names
+            parent._modules.update({key: made for key, it in parent._modules.items() if it is block.module})
     present = named_tensors(made, block.name)
     _require_places(block, next(iter(loaded)).device, present)
     for tenant, tensor in loaded.items():
@@ -172,6 +181,11 @@ def _convert(model: nn.Module, block: Block, loaded: Mapping[Tenant, Tensor], co
                 present[name].requires_grad_(False)
         if not stayed:
             tenant.source = None  # its memory is free now
+            continue
+        # `convert` may have given it other data, as `block.half()` does, or frozen it.
+        tenant.source = InMemory(tensor.detach(), tensor.dtype)
+        if tensor.requires_grad != trains[tenant]:
+            tenant.tensor.requires_grad_(tensor.requires_grad)
     # A module that was replaced is kept for the case of an error: it may not keep its weights.
     _exchange([*before, *made.modules()], {id(tensor): tenant.tensor for tenant, tensor in loaded.items()})
 
@@ -182,7 +196,8 @@ def _settle(stored: Mapping[Tenant, Source | None]) -> None:
         away = tenant.place in HOST and (tenant.place == "disk" or tenant.device.type != "cpu")
         if away and not tenant.is_buffer and tenant.source is not None:
             values = values_of(tenant.source).cpu()
-            same = source is not None and torch.equal(values_of(source), values)
+            same = source is not None and source.dtype == values.dtype
+            same = same and torch.equal(values_of(source), values)
             tenant.source = source if same else in_memory(values)
 
 

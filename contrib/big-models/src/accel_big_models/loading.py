@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_big_models.arranging import arrange
+from accel_big_models.blocks import named_tensors
 from accel_big_models.checkpoints import open_checkpoint, with_dtype
 from accel_big_models.composing import values_of
 from accel_big_models.converting import convert_blocks, unchanged_on_error
@@ -78,9 +79,10 @@ def load(
     kept = {
         name for name, _ in chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
     }
-    _compare(model, checkpoint, tenants, sources, kept, strict=strict)
+    names = _names(model, tenants)
+    _compare(model, checkpoint, names, sources, kept, strict=strict)
     for tenant in tenants:
-        name = next((name for name in tenant.names if name in sources and name in kept), None)
+        name = next((name for name in names[tenant] if name in sources and name in kept), None)
         if name is not None:
             dtype = (
                 chosen.dtype if chosen.dtype and tenant.tensor.is_floating_point() else tenant.tensor.dtype
@@ -103,10 +105,18 @@ def load(
     return model
 
 
+def _names(model: nn.Module, tenants: Sequence[Tenant]) -> dict[Tenant, list[str]]:
+    """Return each tensor's names, also those by modules that have several names."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model).items():
+        found.setdefault(id(tensor), []).append(name)
+    return {tenant: found[id(tenant.tensor)] for tenant in tenants}
+
+
 def _compare(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    tenants: Sequence[Tenant],
+    names_of: Mapping[Tenant, Sequence[str]],
     sources: Mapping[str, Source],
     kept: AbstractSet[str],
     *,
@@ -114,16 +124,18 @@ def _compare(
 ) -> None:
     """Raise CheckpointError where names, shapes or kinds of numbers differ."""
     problems = []
-    known = {name for tenant in tenants for name in tenant.names}
-    lost = [
-        it.names[0] for it in tenants if not kept.isdisjoint(it.names) and sources.keys().isdisjoint(it.names)
-    ]
-    if lost and (strict or any(it.tensor.is_meta for it in tenants if it.names[0] in lost)):
-        problems.append(f"it lacks {_listed(lost)}")
+    known = {name for names in names_of.values() for name in names}
+    lost = {
+        it: names[0]
+        for it, names in names_of.items()
+        if not kept.isdisjoint(names) and sources.keys().isdisjoint(names)
+    }
+    if lost and (strict or any(it.tensor.is_meta for it in lost)):
+        problems.append(f"it lacks {_listed([*lost.values()])}")
     if strict and (extra := [name for name in sources if name not in known]):
         problems.append(f"the model lacks {_listed(extra)}")
-    for tenant in tenants:
-        there = [name for name in tenant.names if name in sources]
+    for tenant, names in names_of.items():
+        there = [name for name in names if name in sources]
         for name in there:
             have, want = sources[name], tenant.tensor
             if have.shape != tuple(want.shape):
