@@ -196,9 +196,11 @@ def _settle(stored: Mapping[Tenant, Source | None]) -> None:
         away = tenant.place in HOST and (tenant.place == "disk" or tenant.device.type != "cpu")
         if away and not tenant.is_buffer and tenant.source is not None:
             values = values_of(tenant.source).cpu()
-            if source is None or source.dtype != values.dtype or not torch.equal(values_of(source), values):
-                source = in_memory(values)
-            tenant.source = source
+            same = source is not None and source.dtype == values.dtype
+            if source is not None and same and torch.equal(values_of(source), values):
+                tenant.source = source
+            else:
+                tenant.source = in_memory(values)
 
 
 def _moved(
