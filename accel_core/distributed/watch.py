@@ -38,7 +38,7 @@ from weakref import WeakMethod
 
 from attrs import frozen
 
-from accel_core.distributed.stacks import write_stacks
+from accel_core.distributed.stacks import remove_stacks, write_stacks
 from accel_core.distributed.stderr import tell
 from accel_core.errors import CollectiveError, module_that_raised
 
@@ -330,15 +330,17 @@ class Watch:
         self._is_reported = True
         wanted, first = self._store.add("stacks", 1), self._stacks + 1
         self._stacks = wanted
-        write_stacks(self._folder, self._rank, seen.where)
+        is_written = write_stacks(self._folder, self._rank, seen.where)
         if wanted == first:  # else another rank does, at this moment
             still, others = time.monotonic() - self._since, [r for r in range(self._size) if r != self._rank]
             answers = _ask(self._store, others, self._ending.wait)
             away = {rank: answer for rank, answer in answers.items() if answer.get("where") != seen.where}
+            if self._folder is not None:
+                remove_stacks(self._folder, (rank for rank, answer in answers.items() if not answer))
             there = f"elsewhere: {_listed(away)}" if away else "all ranks are there"
             tell(
                 f"accel: rank {self._rank} ({seen.where}) makes no progress for {still:.0f} s; {there};"
-                f" stacks of all ranks: {self._folder or 'on the stderr of each'}\n"
+                f" stacks of all ranks: {self._folder if is_written else 'on the stderr of each'}\n"
             )
 
     def _speak(self, operation: str | None) -> None:

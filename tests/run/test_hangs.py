@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import re
 import time
@@ -88,3 +89,26 @@ def test_each_rank_writes_its_stacks_and_the_message_has_the_place(tmp_path, wai
     assert f"in {wait.__name__}" in first
     assert f"in {hang.__name__}" in second
     assert "thread accel-watch" in second
+
+
+def hold_the_lock_of_python(until):
+    ctypes.PyDLL(None).sleep(int(until - time.monotonic()))
+
+
+def test_a_rank_that_cannot_write_leaves_no_stacks_of_an_earlier_hang(tmp_path):
+    (tmp_path / "hangs").mkdir()
+    (tmp_path / "hangs" / "rank-1.txt").write_text("those of last week")
+
+    (_, said), _ = run_processes(job, str(tmp_path), gather, hold_the_lock_of_python)
+
+    assert "elsewhere: rank 1 (does not answer);" in said
+    assert [path.name for path in (tmp_path / "hangs").iterdir()] == ["rank-0.txt"]
+
+
+def test_stacks_that_the_folder_does_not_take_are_said_to_be_on_stderr(tmp_path):
+    (tmp_path / "hangs").touch()
+
+    (_, said), _ = run_processes(job, str(tmp_path), gather, sleep_for_long)
+
+    assert "; stacks of all ranks: on the stderr of each\n" in said
+    assert "in gather" in said
