@@ -17,7 +17,7 @@ __all__ = ["remove_stacks", "write_stacks"]
 
 
 def write_stacks(folder: Path | None, rank: int, where: str) -> bool:
-    """Write the stacks of all threads to `rank-RANK.txt`; to stderr if that cannot be.
+    """Write all threads' stacks to `rank-RANK.txt`; to stderr if that cannot be.
 
     where: the place of the main thread in words. Returns whether the file is written.
     """
