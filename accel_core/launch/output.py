@@ -111,7 +111,7 @@ def _object(variables: Mapping[str, str], ending: str) -> Callable[[str], str]:
     def line(text: str) -> str:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         told = {"time": now, "node": node, "rank": rank, "stream": stream, "text": text}
-        return json.dumps(told, ensure_ascii=False) + "\n"
+        return json.dumps(told) + "\n"  # ASCII: a terminal that cannot spell a letter would break the object
 
     return line
 

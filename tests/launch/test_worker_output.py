@@ -251,3 +251,11 @@ def test_a_disk_without_room_costs_the_json_and_not_the_terminals_lines(tmp_path
         {"time": "", "node": 1, "rank": 3, "stream": "stderr", "text": text} for text in ("one", "two")
     ]
     assert shown.err.count("accel: output of the workers is written to /dev/full no more: [Errno 28]") == 1
+
+
+def test_an_object_is_one_line_of_ascii_for_terminals_and_readers_of_any_kind():
+    line = _object({"RANK": "0", "GROUP_RANK": "0"}, "out")("\u2713 \u2028 \x85")
+
+    assert line.isascii()
+    assert line.splitlines() == [line[:-1]]
+    assert json.loads(line)["text"] == "\u2713 \u2028 \x85"
