@@ -62,7 +62,8 @@ class Slot:
     """A buffer on the device that computes.
 
     cargo: whose weights are in it, or on their way. free: an event after which it may be overwritten.
-    used: by a thread. turn: grows with each cargo of any slot.
+    used: by a thread. turn: grows with each cargo of any slot. read: the last transfer by the thread that
+    reads, which may still be to come.
     """
 
     buffer: Tensor
@@ -70,6 +71,7 @@ class Slot:
     free: Any = None
     used: bool = False
     turn: int = 0
+    read: Future[_Arrived] | None = None
 
 
 @define(eq=False)
@@ -110,9 +112,12 @@ class Mover:
     def start(self, cargo: Cargo, slot: Slot) -> Future[_Arrived] | _Arrived:
         """Begin to bring cargo into a slot, whose `free` event is waited for."""
         slot.cargo = cargo
-        if self.module is not None and cargo.in_memory:
+        free = slot.read is None or slot.read.done()
+        if self.module is not None and cargo.in_memory and free:
             return self._copy(slot, [each.tensor() for each in cargo.sources], cargo.views(slot.buffer))
-        return self.reader.submit(self._fetch, cargo, slot)
+        # Behind what is still to be read into the slot, in vain, which would overwrite a copy.
+        slot.read = self.reader.submit(self._fetch, cargo, slot)
+        return slot.read
 
     def wait(self, transfer: Future[_Arrived] | _Arrived) -> None:
         """Have what is computed from now on wait for a transfer; raise its error."""
