@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import weakref
 import pytest
 import ranks_job
 import torch
-from accel_command import ACCEL, accel, clean_environment
+from accel_command import accel
 from safetensors.torch import load_file
 from torch import nn
 
@@ -341,19 +340,3 @@ def test_an_option_that_nobody_has_is_refused(project):
 
     assert ended.returncode == 2
     assert "No such option: --loud" in ended.stderr
-
-
-def test_progress_is_shown_on_a_terminal_only(project):
-    host, terminal = pytest.importorskip("pty").openpty()
-    environment = clean_environment({"COLUMNS": "120", "TERM": "xterm"})
-
-    subprocess.run(
-        [ACCEL, "checkpoint", "verify", str(project)],
-        stderr=terminal,
-        env=environment,
-        check=True,
-        timeout=60,
-    )
-
-    assert b"at_4" in (shown := os.read(host, 100_000))
-    assert b"100%" in shown
