@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Pace"]
 
 PUBLISH_SECONDS: Final = 10.0
+SAMPLES: Final = 3
+"""Least samples of a publication.
+
+Their median leaves out one that holds a pause or a long batch.
+"""
 PARTS: Final = ("own", "data")
 """Times of a step that are compared.
 
@@ -75,7 +80,7 @@ class Pace:
         """Publish, if it is time, and compare. The watch calls it, in its thread."""
         if self.ended:
             store.delete_key(f"{self._key}/{self._rank}")
-        elif time.monotonic() - self._at >= PUBLISH_SECONDS and self._samples:
+        elif time.monotonic() - self._at >= PUBLISH_SECONDS and len(self._samples) >= SAMPLES:
             self._at = time.monotonic()
             store.set(f"{self._key}/{self._rank}", json.dumps(self._summary(), default=str))
             if self._rank == 0:

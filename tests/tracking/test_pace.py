@@ -181,6 +181,18 @@ def test_a_rank_that_no_longer_publishes_is_not_compared(ranks):
     assert [rank["rank"] for rank in paces[0].slowest] == [0, 1]
 
 
+def test_one_long_batch_of_slow_steps_is_left_out_by_the_median_as_well():
+    store, (first, second) = HashStore(), (pace.Pace(World(rank=rank, size=2)) for rank in range(2))
+    for each in (second, first):
+        each._key, each._at = "pace", -pace.PUBLISH_SECONDS
+    for own in (0.9, 0.1, 0.1):
+        assert store.num_keys() == 0, "a median of less would be the long batch"
+        for each, seconds in ((second, own), (first, 0.1)):
+            each.note({"step": 1, "seconds": 10.0, "own": seconds, "split": {}})
+            each.publish(store)
+    assert [rank["own"] for rank in first.slowest] == [0.1, 0.1]
+
+
 def test_a_world_of_one_has_no_thread_and_no_pace(tmp_path):
     project = ProjectConfiguration(project_dir=str(tmp_path), record_every=1)
     accelerator = Accelerator(cpu=True, project_config=project)
