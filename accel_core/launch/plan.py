@@ -355,6 +355,7 @@ def _removed_by_signals(folder: str) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         signal.signal(received, signal.SIG_DFL)
         os.kill(os.getpid(), received)
+        os._exit(128 + received)  # the first process of a container is not ended by a signal of its own
 
     deadly = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
     unhandled = [number for number in deadly if signal.getsignal(number) is signal.SIG_DFL]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from accel_command import ACCEL, accel, clean_environment
 
 from accel_core.launch.worker import command
+from accel_testing.processes import reserved_port
 
 ALL_SEE = """
 import json, os, sys
@@ -545,3 +547,28 @@ def test_a_failing_worker_leaves_no_folder_behind(tmp_path):
     launch(tmp_path, "raise ValueError", TMPDIR=str(place))
 
     assert list(place.iterdir()) == []
+
+
+def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_node(tmp_path):
+    container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*container, "true"], check=False).returncode:
+        pytest.skip("this user may not make a namespace of processes")
+    with reserved_port() as port:
+        place = f"127.0.0.1:{port}"
+    flags = ["--nodes", "2", "--node-rank", "1", "--rendezvous", place, "-n", "1", "--device", "cpu"]
+    (tmp_path / "train.py").touch()
+    launcher = subprocess.Popen(
+        [*container, ACCEL, "launch", *flags, "train.py"],
+        env=clean_environment({}),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert any("waits for node 0" in line for line in launcher.stderr)
+        first = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[0]
+        os.kill(int(first), signal.SIGTERM)
+        assert launcher.wait(30) == 128 + signal.SIGTERM
+    finally:
+        launcher.kill()
+        launcher.communicate()
