@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
 import subprocess
+from importlib import resources
 
 import pytest
 from click.testing import CliRunner
 
+from accel_core.contract.world import COLLECTIVES
+from accel_core.runtime import record, sampling
 from accel_report.commands import report
 from accel_report.page import _curve, page
 from accel_report.records import Point, Record
@@ -171,3 +175,15 @@ def test_a_browser_draws_each_logged_loss_without_an_error_and_readably(
     assert len(found["axes"]) > 20
     assert min(contrast(ink, found["card"]) for ink in found["axes"]) >= 4.5
     assert min(contrast(ink, found["card"]) for ink in found["lines"]) >= 3
+
+
+def test_each_part_of_a_step_that_the_record_names_has_a_bar_and_a_colour():
+    source = inspect.getsource(sampling) + inspect.getsource(record)
+    parts = {*re.findall(r'[.]mark[(]"(\w+)"[)]', source), COLLECTIVES}
+    page = resources.files("accel_report").joinpath("page")
+    script, style = (page.joinpath(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+
+    assert parts >= {"data", "forward", "backward", "optimizer"}
+    assert parts <= set(re.findall(r'"(\w+)"', re.search("const PHASES = (.*);", script)[1]))
+    colours = dict(re.findall(r"(\w+): (\d)", re.search("const PHASE_COLOURS = (.*);", script)[1]))
+    assert {part: style.count(f"--phase{colours[part]}: ") for part in parts} == dict.fromkeys(parts, 2)

@@ -1,7 +1,7 @@
 "use strict";
 const runs = JSON.parse(document.getElementById("runs").textContent);
-const PHASES = ["data", "forward", "forward_backward", "backward", "optimizer", "checkpoint", "other", "between"];
-const PHASE_COLOURS = { data: 4, forward: 0, forward_backward: 0, backward: 1, optimizer: 2, checkpoint: 3, other: 5, between: 6 };
+const PHASES = ["data", "forward", "forward_backward", "backward", "optimizer", "collectives", "checkpoint", "other", "between"];
+const PHASE_COLOURS = { data: 4, forward: 0, forward_backward: 0, backward: 1, optimizer: 2, collectives: 7, checkpoint: 3, other: 5, between: 6 };
 const MOST_MARKS = 80;
 const hidden = new Set();
 const control = (name) => document.getElementById(name);
