@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 from te_problem import accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -49,3 +50,18 @@ def test_an_evaluation_before_the_backward_hides_no_recomputation_in_bfloat16() 
     with pytest.raises(AccelError, match="layer layer was computed in float8"):
         run.backward(loss)
     run.end_training()
+
+
+def test_the_librarys_own_layers_raise_alike_and_are_left_as_they_were() -> None:
+    net = Recomputed()
+    net.layer = te.LayerNormLinear(32, 32)
+    x = torch.randn(8, 32, requires_grad=True)
+    run = accelerator(recipe="current")
+    prepared = run.prepare(net)
+    with pytest.raises(AccelError, match="layer layer was computed in float8"):
+        run.backward(prepared(x).float().square().mean())
+    with pytest.raises(AccelError, match="layer layer gets a backward with create_graph=True"):
+        torch.autograd.grad(prepared.eval()(x).float().sum(), x, create_graph=True)
+    run.end_training()
+    assert not net.layer._forward_hooks
+    assert not net.layer._forward_pre_hooks

@@ -15,7 +15,7 @@ from accel_core import ConfigError
 if TYPE_CHECKING:
     from accel_transformer_engine.inputs import Inputs
 
-__all__ = ["convert", "drop_extra_state", "fuse", "without_extra_state"]
+__all__ = ["convert", "drop_extra_state", "fuse", "watch", "without_extra_state"]
 
 Undo = Callable[[], None]
 
@@ -71,6 +71,18 @@ def _replace(model: nn.Module, before: nn.Module, made: nn.Module) -> list[Undo]
     for parent, key in places:
         setattr(parent, key, made)
     return [partial(setattr, parent, key, before) for parent, key in places]
+
+
+def watch(model: nn.Module, inputs_of: Callable[[str], Inputs]) -> list[Undo]:
+    """Have fused and the user's own layers raise where converted ones do."""
+    undo: list[Undo] = []
+    for name, layer in model.named_modules():
+        own = type(layer).__module__.startswith("transformer_engine.")
+        if own and isinstance(getattr(layer, "fp8_meta", None), dict):
+            inputs = inputs_of(name)
+            undo.append(layer.register_forward_pre_hook(inputs.before).remove)
+            undo.append(layer.register_forward_hook(inputs.after).remove)
+    return undo
 
 
 def drop_extra_state(model: nn.Module) -> list[Undo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -70,6 +70,15 @@ class Inputs:
                 "recompute by transformer_engine.pytorch.checkpoint, or leave out activation checkpointing"
             )
 
+    def before(self, *_: Any) -> None:
+        """Note a forward of a layer that is the library's own."""
+        self.note(float8=_is_float8())
+
+    def after(self, _layer: nn.Module, _args: Any, output: Any) -> None:
+        """Guard the output of a layer that is the library's own."""
+        if isinstance(output, torch.Tensor):
+            self.guard(output)
+
     def guard(self, output: Tensor) -> Tensor:
         """Have a backward that is to be differentiated (create_graph) raise AccelError."""
         if output.requires_grad and not torch.compiler.is_compiling():
@@ -108,9 +117,7 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
         _inputs: Inputs
 
         def forward(self, input: Tensor) -> Tensor:
-            from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-            float8 = FP8GlobalStateManager.is_fp8_enabled()
+            float8 = _is_float8()
             self._inputs.note(float8=float8)
             if not float8:
                 return self._inputs.guard(super().forward(input))
@@ -122,6 +129,12 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
             return output[:count].view(*input.shape[:-1], output.shape[-1])
 
     return Prepared
+
+
+def _is_float8() -> bool:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _in_backward() -> bool:

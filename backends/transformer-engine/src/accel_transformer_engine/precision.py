@@ -13,7 +13,7 @@ from attrs import define, field
 
 from accel_core import ConfigError, Entry, hooks, implements
 from accel_transformer_engine.config import TransformerEngineConfig
-from accel_transformer_engine.conversion import convert, drop_extra_state, fuse
+from accel_transformer_engine.conversion import convert, drop_extra_state, fuse, watch
 from accel_transformer_engine.inputs import Inputs
 from accel_transformer_engine.layers import Choice, choose
 from accel_transformer_engine.recipes import build_recipe, library, token_multiple
@@ -87,6 +87,7 @@ class TransformerEngine:
             self._require_own_layers(model, choice)
         done.choices.append(choice)
         done.undo += convert(choice.chosen, self._te, partial(self._inputs, unit))
+        done.undo += watch(model, partial(self._inputs, unit))
         done.undo += drop_extra_state(model)
         if recipe.delayed() and recipe.reduce_amax and self.run.world.size > 1:
             unit.set_forward_is_collective()
