@@ -278,9 +278,11 @@ def collective_call(
     # A generator: Ctrl-C may interrupt a method `__exit__` before its first statement.
     call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
     enabled, before = torch.is_grad_enabled(), current_operation.get()
-    collecting, mark = gc.isenabled(), run.record.sampler.mark
+    collecting = gc.isenabled()
+    sampler = run.record.sampler if call.size > 1 else None  # alone, nobody waits
     try:
-        mark("")
+        if sampler is not None:
+            sampler.mark("")
         gc.disable()
         torch._C._set_grad_enabled(False)
         current_operation.set(call)
@@ -294,7 +296,8 @@ def collective_call(
                 torch._C._set_grad_enabled(enabled)
             finally:
                 current_operation.set(before)
-                mark(COLLECTIVES)
+                if sampler is not None:
+                    sampler.mark(COLLECTIVES)
 
 
 def _summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
