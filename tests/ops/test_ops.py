@@ -43,6 +43,7 @@ def alone():
         device=torch.device("cpu"),
         topology=Topology(),
         active_loaders=[],
+        record=SimpleNamespace(sampler=None),
         collectives=lambda dim="world": Alone(),
     )
 

@@ -19,6 +19,7 @@ LOOPS = {
     "test_an_accumulated_step_is_left_alone_mid_window",
     "test_local_sgd_trains_apart_and_averages",
     "test_ranks_that_use_different_parameters_are_right_or_refused",
+    "test_recomputed_activations_give_the_same_gradients",
     "test_sums_are_divided_by_the_items_of_the_window",
     "test_the_items_of_all_decide_not_who_has_them",
     "test_two_units_keep_windows_of_their_own",
