@@ -110,10 +110,10 @@ def test_a_sensor_that_fails_costs_its_own_value_and_one_warning(nvml: Recorder)
 
 
 def test_a_library_that_does_not_open_costs_one_warning(nvml: Recorder) -> None:
-    nvml.answers("nvmlInit", raising("NVMLError_LibraryNotFound"))
+    nvml.answers("nvmlInit", raising("NVMLError_DriverNotLoaded"))
     sensors = Health(DEVICE)
 
-    with pytest.warns(UserWarning, match="NVML Shared Library Not Found") as seen:
+    with pytest.warns(UserWarning, match="Driver Not Loaded") as seen:
         found = [sensors.read(), sensors.read()]
 
     assert (found, len(seen)) == ([{}, {}], 1)
@@ -148,6 +148,13 @@ def _ended(sensors: Health) -> None:
 
 def test_without_nvidias_library_there_is_nothing_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "find_spec", lambda _: None)
+
+    with warnings.catch_warnings(action="error"):
+        assert Health(DEVICE).read() == {}
+
+
+def test_without_a_driver_there_is_nothing_and_no_warning(nvml: Recorder) -> None:
+    nvml.answers("nvmlInit", raising("NVMLError_LibraryNotFound"))
 
     with warnings.catch_warnings(action="error"):
         assert Health(DEVICE).read() == {}

@@ -127,7 +127,9 @@ def watch(tmp_path):
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     command = [*ACCEL, "watch", str(tmp_path)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    signal.signal(signal.SIGINT, before)
     os.close(slave)
     yield process, master
     process.kill()

@@ -106,7 +106,10 @@ def _nvidia(device: torch.device) -> Sensors:
         return {}
     import pynvml as nvml
 
-    nvml.nvmlInit()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:  # of no driver: the GPU is simulated, or a container hides it
+        return {}
     gpu = nvml.nvmlDeviceGetHandleByPciBusId(pci_address(torch.cuda.get_device_properties(device)))
     uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     return {
