@@ -208,7 +208,7 @@ class Agent(LocalElasticAgent):
                 first_failure(result.failures, notes) if left is None else _ended_early(worker_group, left)
             )
             result = RunResult(WorkerState.FAILED, failures=result.failures)
-            self.announce(self._attempt, str(self.failure).splitlines()[0])
+            self.announce(self._attempt, self.failure)
         elif result.state == WorkerState.HEALTHY and self._another_failed(worker_group.group_world_size):
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed() and self._remaining_restarts > 0:
@@ -281,9 +281,11 @@ class Agent(LocalElasticAgent):
             self._listener = Listener(self._store, self._attempt)
         if self._listener.heard is None:
             return False
-        key, text = self._listener.heard
+        key, announced = self._listener.heard
+        code, _, text = announced.partition(" ")
         self.failed_elsewhere = True
-        self.failure = LaunchError(f"another node failed: {text}\nits own `accel launch` has the traceback")
+        told = f"another node failed: {text}\nits own `accel launch` has the traceback"
+        self.failure = LaunchError(told, exit_code=int(code))
         if key == STOPPED:
             self._remaining_restarts = 0
         return True
@@ -296,15 +298,15 @@ class Agent(LocalElasticAgent):
         if self._listener is not None:
             self._listener.end()
 
-    def announce(self, key: str, text: str) -> None:
-        """Tell the other nodes that this one failed.
+    def announce(self, key: str, failure: LaunchError) -> None:
+        """Tell the other nodes that this one failed; all exit with its code.
 
         Gives up after some seconds without node 0.
         """
         group = self.get_worker_group()
         if self._store is None or group.group_world_size == 1:
             return
-        store = self._store
+        store, text = self._store, f"{failure.exit_code} {str(failure).splitlines()[0]}"
 
         def send() -> None:
             with suppress(RuntimeError):  # node 0 is gone, and with it every node that could listen

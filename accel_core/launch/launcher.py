@@ -121,14 +121,14 @@ def _run_agent(
                 agent.stop_listening()
                 logs.end()
         except SignalException as stop:
-            agent.announce(STOPPED, f"it was stopped by signal {stop.sigval}")
+            agent.announce(STOPPED, LaunchError(f"it was stopped by signal {stop.sigval}"))
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             sys.exit(128 + stop.sigval)
         except (DistError, RendezvousError) as error:
             raise _not_met(job, f"{host}:{port}", error) from error
         if result.is_failed() and agent.failure:
-            if agent.failed_elsewhere:  # engines take the exit code of the first to end, and end the others
+            if agent.failed_elsewhere:  # engines end all once one has ended: the other node tells more
                 time.sleep(2 * SPREAD_SECONDS)
             raise agent.failure
         return dict(result.return_values)
