@@ -199,7 +199,7 @@ class StepSampler:
             values["skipped"] = True
         if now - self._looked >= MEMORY_SECONDS:
             self._looked, values["memory"] = now, self._memory()
-            if health := dict(self.run.hooks.device_health(self.run.device)):
+            if not self.run.world.rank and (health := dict(self.run.hooks.device_health(self.run.device))):
                 values["health"] = health
         items = None if unit.window.items is None else self.copied(unit.window.items)
         together = None if items is None else self.copied(unit.step_state.items)
