@@ -17,6 +17,7 @@ import pytest
 OURS = "import accel_compat; accel_compat.install()\n"
 # Accelerate leaves its process group alone at the end, which aborts a process now and then.
 AT_ONCE = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
+ONLY_RANK_0 = "import os, sys\nif os.environ['RANK'] != '0': sys.stdout = open(os.devnull, 'w')\n"
 needs_accelerate = pytest.mark.skipif(
     find_spec("huggingface_hub") is None, reason="Accelerate itself is not installed"
 )
@@ -28,7 +29,7 @@ def said(code: str, *, ours: bool, environment: Mapping[str, str] | None = None,
     script = ["-c", text]
     if processes > 1:
         file = Path(os.environ["PYTEST_TMP"], "peer.py")
-        file.write_text(text)
+        file.write_text(ONLY_RANK_0 + text)
         script = [
             "-m",
             "torch.distributed.run",
