@@ -245,8 +245,9 @@ class Watch:
         self._position: tuple[Any, ...] = ()
         self._since = self._cpu_seconds = self._told = 0.0
         self._heard = -1
-        # Ranks that wait report before their collective's time-out, which unwinds the stack.
-        self._timeout, self._patience = timeout, max(timeout - 3 * LOOK_SECONDS, timeout / 2)
+        # Ranks that wait report before their collective's time-out, which unwinds the stack: a look may be
+        # late at the beginning and at the end, and the report waits two for answers.
+        self._timeout, self._patience = timeout, max(timeout - 8 * LOOK_SECONDS, timeout / 2)
         self._folder = folder
         self._stacks, self._is_reported = 0, False
         self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)

@@ -63,6 +63,9 @@ def job(folder, wait, hang):
                 wait(accelerator, model)
             except (RuntimeError, CollectiveError) as raised:
                 error = str(raised)
+            until = time.monotonic() + 3
+            while "makes no progress" not in log.getvalue() and time.monotonic() < until:
+                time.sleep(0.1)
     return error, log.getvalue()
 
 
