@@ -18,7 +18,7 @@ from accel_core.data.epoch import EpochSource
 from accel_core.data.options import plan_loader
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.prefetch import batch_mover
-from accel_core.data.sharding import NO_PADDING
+from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.shuffling import decode, encode
 from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
@@ -231,6 +231,8 @@ class PreparedLoader(DataLoader[Any]):
         if plan.dispatches:
             pin = self.pin_memory and torch.accelerator.is_available()
             batches = dispatched(self._run, progress, batches, pin=pin)
+        if plan.reads_ahead:
+            batches = (batch for batch, _ in with_last(batches))
         if self._move is not None:
             batches = self._move(batches)
         done = progress.count + progress.start // plan.units_per_round - skipped

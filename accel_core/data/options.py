@@ -36,6 +36,7 @@ class LoaderPlan:
     sampler: what took the place of its (batch) sampler, for map-style data. One for the loader's life:
         workers that persist keep the first that they were given.
     dispatches: one process reads for all. reads: this process reads, for itself or for all.
+    reads_ahead: it reads a batch before it hands out the one before, without workers too.
     synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
     """
 
@@ -46,6 +47,7 @@ class LoaderPlan:
     sampler: ShardedSampler | None
     dispatches: bool
     reads: bool
+    reads_ahead: bool
     synchronized: tuple[str, ...]
 
     @property
@@ -122,6 +124,9 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     dispatches = wanted and control.size > 1
     _check(loader, run, iterable=iterable, dispatches=dispatches)
     sharding = _sharding(loader, run, iterable=iterable)
+    accelerates = data.order == "accelerate" and not iterable and not dispatches
+    if accelerates and sharding.readers > 1 and not data.use_seedable_sampler:
+        _draw_seed(_items(loader))
     shuffle = Shuffle(
         items=_items(loader),
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
@@ -146,6 +151,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         sampler=sampler,
         dispatches=dispatches,
         reads=not dispatches or control.rank == SOURCE,
+        reads_ahead=accelerates and not loader.num_workers and kind != "stateful",
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
     )
@@ -172,6 +178,14 @@ def _items(loader: DataLoader[Any]) -> Any:
     if loader.batch_sampler is None:
         return loader.sampler
     return loader.batch_sampler.sampler if _cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
+
+
+def _draw_seed(items: Any) -> None:
+    """Give the sampler a generator of its own, as Accelerate does."""
+    sampler = getattr(items, "sampler", items)
+    if getattr(sampler, "generator", items) is None:
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def _sharding(loader: DataLoader[Any], run: Run, *, iterable: bool) -> Sharding:

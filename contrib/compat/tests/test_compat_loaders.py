@@ -15,7 +15,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 from accelerate.state import GradientState
-from peers import said
+from peers import needs_accelerate, said
 from torch.utils.data import DataLoader, IterableDataset
 
 BOTH = pytest.mark.parametrize("cls", [DataLoaderShard, DataLoaderDispatcher])
@@ -125,3 +125,48 @@ if state.is_main_process:
     assert [batch for batch, _, _ in first] == [[0, 1], [4, 5], [8, 9], [12]]
     assert [batch for batch, _, _ in second] == [[2, 3], [6, 7], [10, 11], [0]]
     assert [(last, remainder) for _, last, remainder in first][-1] == (True, 1)
+
+
+@needs_accelerate
+@pytest.mark.parametrize("shares", ["batch_size=3", "batch_size=4, drop_last=True"])
+def test_two_processes_train_on_accelerates_order_if_a_file_asks_for_it(tmp_path: Path, monkeypatch, shares):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "accel.yaml").write_text("data: {order: accelerate}\n")
+    code = """
+import json
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 17
+
+    def __getitem__(self, index):
+        return torch.full((4,), index) + torch.rand(4)
+
+set_seed(5)
+accelerator = Accelerator(cpu=True)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+loader = DataLoader(Noisy(), shuffle=True, SHARES)
+other = DataLoader(Noisy(), shuffle=True, SHARES)
+model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, other)
+losses = []
+for epoch in range(2):
+    for batches in (loader, other):
+        for batch in batches:
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+everyones = gather_object([losses])
+if accelerator.is_main_process:
+    print(json.dumps(everyones))
+""".replace("SHARES", shares)
+
+    assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)

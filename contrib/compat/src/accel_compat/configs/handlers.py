@@ -113,7 +113,7 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
-@fields_of("accel_core:DataLoaderConfiguration", without=["pin_memory"])
+@fields_of("accel_core:DataLoaderConfiguration", without=["order", "pin_memory"])
 class DataLoaderConfiguration(Translated):
     """Options of prepared dataloaders."""
 

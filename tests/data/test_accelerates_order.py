@@ -1,0 +1,106 @@
+"""`data.order: accelerate`: random orders, and draws, as Accelerate has them on several processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reader_worlds import Numbers, plain, prepared, rounds
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+SAMPLERS = {
+    "random": lambda: RandomSampler(Numbers(9)),
+    "subset": lambda: SubsetRandomSampler(range(9)),
+    "weighted": lambda: WeightedRandomSampler([1.0] * 9, 9),
+}
+
+
+def shuffled(sampler="random"):
+    """make(reader) for loaders that shuffle by torch's default generator."""
+
+    def make(reader):
+        return DataLoader(Numbers(9), batch_size=2, sampler=SAMPLERS[sampler](), collate_fn=plain)
+
+    return make
+
+
+def dealt(order):
+    """The rounds of two readers, with batches of two; filled from the start of the order."""
+    filled = [*order, *order[:3]]
+    return [(filled[start : start + 2], filled[start + 2 : start + 4]) for start in range(0, len(filled), 4)]
+
+
+def handed_out(loaders):
+    return [tuple(batches) for batches, _, _ in rounds(loaders)[0]]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_one_seed_is_drawn_at_prepare_and_orders_follow_each_other(sampler):
+    torch.manual_seed(3)
+    loaders = prepared(shuffled(sampler), readers=2, order="accelerate")
+    torch.manual_seed(99)  # what is drawn later changes nothing
+    epochs = [handed_out(loaders) for _ in range(3)]
+
+    torch.manual_seed(3)
+    items = SAMPLERS[sampler]()
+    items.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    assert epochs == [dealt(list(items)) for _ in range(3)]
+
+
+def test_one_process_draws_as_plain_pytorch_does():
+    torch.manual_seed(3)
+    (loader,) = prepared(shuffled(), order="accelerate")
+    epochs = [list(loader) for _ in range(2)]
+
+    torch.manual_seed(3)
+    same = shuffled()(0)
+    assert epochs == [list(same) for _ in range(2)]
+
+
+def test_a_generator_of_the_users_own_stays():
+    def make(reader):
+        own = torch.Generator().manual_seed(5)
+        return DataLoader(Numbers(9), 2, sampler=RandomSampler(Numbers(9), generator=own), collate_fn=plain)
+
+    same = RandomSampler(Numbers(9), generator=torch.Generator().manual_seed(5))
+    assert handed_out(prepared(make, readers=2, order="accelerate")) == dealt(list(same))
+
+
+class Noisy(Numbers):
+    """Sample i is (i, a random number)."""
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("order", ["pytorch", "accelerate"])
+def test_the_next_batch_is_read_before_this_one_is_handed_out(order):
+    """So that random numbers of a dataset and of the forward come in Accelerate's turns."""
+    torch.manual_seed(3)
+    loader = DataLoader(Noisy(4), collate_fn=plain)
+    (prepared_loader,) = prepared(lambda reader: loader, order=order)
+    drawn = []
+    for ((_, number),) in prepared_loader:
+        drawn += [number, torch.rand(()).item()]
+
+    torch.manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_()  # the loader's own seed
+    stream = [torch.rand(()).item() for _ in range(8)]
+    ahead = [0, 2, 1, 4, 3, 6, 5, 7]  # read 0 and 1, forward 0, read 2, forward 1, ...
+    assert drawn == [stream[place] for place in (ahead if order == "accelerate" else range(8))]
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_run_goes_on_with_the_same_orders(stop):
+    torch.manual_seed(3)
+    loaders = prepared(shuffled(), readers=2, order="accelerate")
+    handed_out(loaders)
+    _, iterators = rounds(loaders, limit=stop)
+    states = [loader.state_dict() for loader in loaders]
+    rest = [tuple(next(iterator) for iterator in iterators) for _ in range(3 - stop)]
+    wanted = [epoch for epoch in (rest, handed_out(loaders)) if epoch]
+
+    torch.manual_seed(77)
+    again = prepared(shuffled(), readers=2, order="accelerate")
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    assert [handed_out(again) for _ in wanted] == wanted
