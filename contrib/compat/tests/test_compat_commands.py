@@ -253,6 +253,14 @@ def test_torchruns_arguments_and_its_workers_variables():
     assert (found["ACCELERATE_USE_FSDP"], found["FSDP_SHARDING_STRATEGY"]) == ("true", "FULL_SHARD")
 
 
+def test_arguments_that_a_program_makes_by_hand_may_lack_flags():
+    args = parsed("--num_processes", "1", "--main_process_port", "0")
+    del args.cpu, args.use_fsdp
+
+    assert launching.prepare_multi_gpu_env(args)["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert int(args.master_port) > 0
+
+
 def test_an_unknown_precision_is_refused_with_the_known_ones():
     args = parsed()
     args.mixed_precision = "fp61"

@@ -109,7 +109,8 @@ def _environment(args: Namespace) -> dict[str, str]:
         if asked not in kinds.list():
             raise ValueError(f"Unknown {what}: {asked}. Choose between {kinds.list()}.")
     said = {name: value for name, value in vars(args).items() if value is not None}
-    return {**os.environ, **environment({**said, "cpu": args.cpu or getattr(args, "use_cpu", False)})}
+    # A program may make its arguments by hand, and leave some out.
+    return {**os.environ, **environment({**said, "cpu": bool(said.get("cpu") or said.get("use_cpu"))})}
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,3 @@
+"""The smallest model, and its data."""
+
+from accel_compat.test_support.cases import RegressionDataset, RegressionModel

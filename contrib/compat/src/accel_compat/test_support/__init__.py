@@ -1,0 +1,1 @@
+"""What Accelerate's `test_utils` gives to tests of other libraries."""
