@@ -1,1 +1,1 @@
-"""What Accelerate's `test_utils` gives to tests of other libraries."""
+"""Helpers of Accelerate's `test_utils`, for the tests of other libraries."""

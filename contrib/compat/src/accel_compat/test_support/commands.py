@@ -36,7 +36,7 @@ class SubprocessCallException(Exception):  # noqa: N818 - Accelerate's name
 
 @define
 class RunOutput:
-    """What a command printed, by lines, and its exit code."""
+    """Lines that a command printed, and its exit code."""
 
     returncode: int
     stdout: list[str]
@@ -44,7 +44,7 @@ class RunOutput:
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return `accelerate launch` with these flags: `--NAME` for True, else `--NAME=VALUE`."""
+    """Return `accelerate launch` with these flags: `--NAME`, or `--NAME=VALUE`."""
     flags = [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in kwargs.items()
