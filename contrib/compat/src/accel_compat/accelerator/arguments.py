@@ -79,7 +79,7 @@ def read(given: dict[str, Any]) -> Asked:
 
     Raises:
         ValueError: they contradict each other, as there.
-        NotServedError: what only a later package can do was asked for.
+        NotServedError: what is not served was asked for; the message has the reason.
     """
     kept: dict[str, Any] = dict.fromkeys(HANDLERS.values()) | _handlers(given["kwargs_handlers"])
     accumulation = _accumulation(given)

@@ -1,0 +1,121 @@
+"""Accelerate's own tests, run on Accelerate and on accel-compat: what passes there passes here.
+
+ACCEL_TEST_VENDOR names a folder with the source distribution of the release that is installed. The tests use
+Accelerate's own `test_utils`, whose scripts are among them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from peers import needs_accelerate
+
+from accel_compat.import_hook import VERSION
+from accel_compat.launch.shim import write_shim
+
+ARCHIVE = Path(os.environ.get("ACCEL_TEST_VENDOR", "."), f"accelerate-{VERSION}.tar.gz")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    needs_accelerate,
+    pytest.mark.skipif(
+        not ARCHIVE.is_file(), reason="Accelerate's source is not at hand (ACCEL_TEST_VENDOR)"
+    ),
+]
+SP_IS_REFUSED = "sequence parallelism is refused with any model, so nothing looks at its layers"
+SCRIPTS_ARE_NOT_OURS = "starts a script below the folder of the package `accelerate`, which has none here"
+NAMES_INSIDE = "replaces a name inside a module of Accelerate's that only names ours here"
+DIFFERENT = {
+    "test_big_modeling.py": {
+        "test_allows_full_attention": SP_IS_REFUSED,
+        "test_allows_models_without_layer_types": SP_IS_REFUSED,
+        "test_refuses_linear_attention": SP_IS_REFUSED,
+    },
+    "test_cli.py": {
+        "test_executable_not_found": NAMES_INSIDE,
+        "test_config_already_fsdp2": NAMES_INSIDE,
+        "test_config_compatibility": SCRIPTS_ARE_NOT_OURS,
+        "test_no_config": SCRIPTS_ARE_NOT_OURS,
+    },
+    "test_modeling_utils.py": {
+        "test_align_module_device_offloaded": "offloaded weights stay in host memory",
+    },
+}
+"""File -> test that passes there and not here -> why."""
+FILES = """
+accelerator activation_checkpointing_offload big_modeling cli compile cpu data_loader dataclasses fp8
+grad_sync hooks imports kwargs_handlers launch load_checkpoint_and_dispatch_with_broadcast logging
+memory_utils metrics modeling_utils multidevice offload optimizer quantization sagemaker scheduler
+state_checkpointing tpu tracking utils
+""".split()  # noqa: SIM905
+"""All but test_examples, whose scripts download their data."""
+THEIR_TEST_UTILS = """
+import importlib.util, pathlib, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[:2] != ["accelerate", "test_utils"]:
+            return None
+        place = pathlib.Path(FOLDER).joinpath(*name.split("."))
+        if place.is_dir():
+            folders = [str(place)]
+            return importlib.util.spec_from_file_location(
+                name, place / "__init__.py", submodule_search_locations=folders
+            )
+        return importlib.util.spec_from_file_location(name, place.with_suffix(".py"))
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """The folder of the unpacked distribution, with a shim beside it."""
+    folder = tmp_path_factory.mktemp("sources")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    write_shim(folder / "shim")
+    source = folder / f"accelerate-{VERSION}"
+    finder = THEIR_TEST_UTILS.replace("FOLDER", repr(str(source / "src")))
+    (folder / "shim" / "sitecustomize.py").write_text(textwrap.dedent(finder))
+    return source
+
+
+def passed(sources: Path, name: str, *, ours: bool) -> set[str]:
+    """The tests of a file that pass."""
+    shim = sources.parent / "shim"
+    paths = {"PYTHONPATH": str(sources)}
+    if ours:
+        paths = {"PYTHONPATH": f"{shim}:{sources}", "PATH": f"{shim / 'bin'}:{os.environ['PATH']}"}
+    report = sources.parent / f"{name}.{'ours' if ours else 'theirs'}.xml"
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:accel"]
+    subprocess.run(
+        [*words, "--timeout", "300", f"--junitxml={report}", f"tests/{name}"],
+        cwd=sources,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **paths},
+        capture_output=True,
+        timeout=850,
+        check=False,
+    )
+    return set(names_of_passed(report))
+
+
+def names_of_passed(report: Path) -> Iterator[str]:
+    for case in ET.parse(report).getroot().iter("testcase"):
+        if all(case.find(outcome) is None for outcome in ("failure", "error", "skipped")):
+            yield str(case.get("name"))
+
+
+@pytest.mark.parametrize("name", [f"test_{each}.py" for each in FILES])
+def test_what_passes_on_accelerate_passes_here(sources, name):
+    theirs, ours = (passed(sources, name, ours=each) for each in (False, True))
+
+    assert theirs - ours == set(DIFFERENT.get(name, ()))
