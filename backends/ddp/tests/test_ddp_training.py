@@ -53,7 +53,7 @@ def attributes(arguments: dict[str, Any]) -> dict[str, Any]:
         "find_unused_parameters",
         "gradient_as_bucket_view",
         "static_graph",
-        "forward_sync_buffers",
+        "broadcast_buffers",
     )
     found = {name: getattr(model, name) for name in names}
     found["bucket_cap_mb"] = model.bucket_bytes_cap / 2**20
@@ -68,11 +68,12 @@ def test_every_argument_reaches_the_wrapper() -> None:
         "gradient_as_bucket_view": True,
         "static_graph": True,
         "bucket_cap_mb": 7,
+        "broadcast_buffers": False,
     }
 
-    found = run_processes(attributes, given | {"broadcast_buffers": False})
+    found = run_processes(attributes, given)
 
-    assert found == [given | {"forward_sync_buffers": False}] * 2
+    assert found == [given] * 2
 
 
 def buffers_after_a_forward(broadcast: bool) -> torch.Tensor:

@@ -122,3 +122,17 @@ def test_memory_is_told_in_cores_words(mps: Recorder) -> None:
     mps.answers("recommended_max_memory", 3)
 
     assert plugin().memory_stats(DEVICE) == {"allocated": 1, "reserved": 2, "total": 3, "free": 2}
+
+
+@pytest.mark.parametrize(("named", "said"), [(True, "Apple M4"), (False, "arm64")], ids=["today", "torch 2.8"])
+def test_the_report_names_the_gpu_as_far_as_torch_knows_it(
+    monkeypatch: pytest.MonkeyPatch, mps: Recorder, named: bool, said: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M4", raising=False)
+    if not named:
+        monkeypatch.delattr(torch.backends.mps, "get_name")
+    mps.answers("recommended_max_memory", 12 * 2**30)
+
+    assert plugin().environment_report()["Apple GPU"] == f"{said}, 12.0 GiB recommended"

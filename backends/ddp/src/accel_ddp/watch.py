@@ -62,7 +62,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__["_odd"] = odd = _odd_buffers(module)
         with _ignoring(module, odd):
             super().__init__(module, **arguments)
-        if odd and self.forward_sync_buffers:
+        if odd and self.broadcast_buffers:
             self._default_broadcast_coalesced(self._odd_bytes())  # type: ignore[no-untyped-call]
         asked = _asked(module)
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
@@ -98,7 +98,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
-        if self._odd and self.forward_sync_buffers:
+        if self._odd and self.broadcast_buffers:
             self._default_broadcast_coalesced(  # type: ignore[no-untyped-call]
                 self._odd_bytes(), authoritative_rank=self._authoritative_rank
             )

@@ -91,5 +91,6 @@ class MpsDevice:
         report = {"macOS": platform.mac_ver()[0] or "unknown"}
         if torch.backends.mps.is_available():
             memory = torch.mps.recommended_max_memory() / 2**30
-            report["Apple GPU"] = f"{torch.backends.mps.get_name()}, {memory:.1f} GiB recommended"
+            name = getattr(torch.backends.mps, "get_name", platform.machine)()  # torch 2.8 cannot name it
+            report["Apple GPU"] = f"{name}, {memory:.1f} GiB recommended"
         return report
