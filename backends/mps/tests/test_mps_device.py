@@ -124,7 +124,9 @@ def test_memory_is_told_in_cores_words(mps: Recorder) -> None:
     assert plugin().memory_stats(DEVICE) == {"allocated": 1, "reserved": 2, "total": 3, "free": 2}
 
 
-@pytest.mark.parametrize(("named", "said"), [(True, "Apple M4"), (False, "arm64")], ids=["today", "torch 2.8"])
+@pytest.mark.parametrize(
+    ("named", "said"), [(True, "Apple M4"), (False, "arm64")], ids=["today", "torch 2.8"]
+)
 def test_the_report_names_the_gpu_as_far_as_torch_knows_it(
     monkeypatch: pytest.MonkeyPatch, mps: Recorder, named: bool, said: str
 ) -> None:

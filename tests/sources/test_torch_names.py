@@ -1,0 +1,91 @@
+"""Each release of torch on record has the names that the sources use, and takes their arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "torch_names.py"
+spec = importlib.util.spec_from_file_location("torch_names", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+sys.modules["torch_names"] = tool  # where its types are looked up
+spec.loader.exec_module(tool)
+
+OLD = "1.0"
+
+
+def record(**changed: Any) -> dict[str, Any]:
+    names = {"torch": [], "torch.add": ["input, other, *, out=...", "x"], "torch.gone": None, "torch.cat": []}
+    known = {name: {OLD: signatures} for name, signatures in names.items()}
+    return {"guarded": {}, "newer": {OLD: "brand_new fresh"}, "names": known, **changed}
+
+
+def found(source: str, **changed: Any) -> list[str]:
+    return tool.problems({"a.py": source}, record(**changed))  # type: ignore[no-any-return]
+
+
+def test_older_releases_have_all_that_the_sources_use() -> None:
+    assert tool.problems(tool.read_sources(), tool.read_record()) == []
+
+
+def test_the_installed_torch_has_it_too_and_is_as_recorded() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False
+    )
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.add(1, other=2, out=3)",
+        "import torch as t\nt.add(*(1, 2))\nt.add(**{})\nt.add(4)",
+        "from torch import cat\ncat(1, 2, anything=3)",
+        "import torch.npu\ntorch.npu.anything()",
+        "class A:\n    fresh = 1\nA().fresh",
+    ],
+)
+def test_what_an_older_release_has_is_fine(source: str) -> None:
+    assert found(source) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import torch\ntorch.gone", "a.py:2: torch.gone is not there in torch 1.0"),
+        (
+            "def f():\n    from torch import gone as x\n    x()",
+            "a.py:3: torch.gone is not there in torch 1.0",
+        ),
+        ("import torch\nx = torch.gone.inner", "a.py:2: torch.gone.inner is not recorded"),
+        ("import torch\ntorch.add(1, 2, dim=0)", "a.py:2: torch.add (got an unexpected keyword argument"),
+        ("import torch\ntorch.add(1, 2, 3)", "a.py:2: torch.add (too many positional arguments) is called"),
+        ("x = 1\nx.brand_new()", "a.py:2: brand_new is a member that torch 1.0 has not"),
+        ("def f(x):\n    x(fresh=1)", "a.py:2: fresh is a member that torch 1.0 has not"),
+    ],
+)
+def test_what_an_older_release_lacks_is_found(source: str, said: str) -> None:
+    assert any(text.startswith(said) for text in found(source)), found(source)
+
+
+def test_what_the_sources_do_without_is_declared() -> None:
+    source = "import torch\nif hasattr(torch, 'gone'):\n    torch.gone.brand_new()"
+    names = {**record()["names"], "torch.gone.brand_new": {OLD: None}}
+    guarded = {"torch.gone.brand_new": "hasattr", "brand_new": "hasattr"}
+
+    assert found(source, names=names) != []
+    assert found(source, names=names, guarded=guarded) == []
+
+
+def test_a_declaration_that_is_not_needed_any_more_is_found() -> None:
+    assert found("import torch", guarded={"torch.gone": "hasattr"}) == [
+        "guarded: torch.gone is lacking nowhere"
+    ]
