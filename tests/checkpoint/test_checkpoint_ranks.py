@@ -148,6 +148,7 @@ def test_damage_that_one_rank_finds_stops_all(tmp_path):
         assert "rank-00001.safetensors is damaged: block 0 is not what was written" in said
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("here", ["sim", "cpu"])
 def test_saved_on_one_device_it_goes_on_on_another(tmp_path, here):
     ((_, losses),) = run(device_job.steps, tmp_path, "sim", False, world=1)

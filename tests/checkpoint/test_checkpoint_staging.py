@@ -7,6 +7,8 @@ import staging_job
 
 from accel_testing.processes import run_processes
 
+pytestmark = pytest.mark.simulated
+
 
 def test_the_bytes_of_any_tensors_arrive_and_the_host_waits_once_a_piece():
     ((awkward, empty, many),) = run_processes(staging_job.pieces, world=1)

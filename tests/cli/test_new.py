@@ -67,10 +67,11 @@ OPTIONS = {
     "precision": ("--accel-reference", "acme_reference"),
 }
 """What the kit is told of a template's plugin, besides its name."""
+MARKS = {"device": pytest.mark.simulated}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("slot", RENDERED)
+@pytest.mark.parametrize("slot", [pytest.param(it, marks=MARKS.get(it, ())) for it in RENDERED])
 def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str):
     pytest.importorskip("torch")
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)

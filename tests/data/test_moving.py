@@ -95,6 +95,7 @@ def on_a_simulated_device(workers):
     return seen
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("workers", [0, 1])
 def test_on_a_device_with_streams(workers):
     assert run_processes(on_a_simulated_device, workers, world=1) == [[float(each) for each in range(7)]]

@@ -25,12 +25,14 @@ def test_without_an_accelerator_it_says_so():
     assert ended.stdout.startswith("no accelerator: torch ")
 
 
+@pytest.mark.simulated
 def test_it_can_be_rehearsed_on_the_simulated_device():
     ended = prove("--device", "sim", "-k", "a step waits for nothing")
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("| ok | 8 batches |") == 3
 
 
+@pytest.mark.simulated
 def test_a_check_that_this_machine_cannot_make_says_why():
     ended = prove("--device", "sim", "-k", "pinned")
     assert ended.returncode == 0, ended.stdout

@@ -12,6 +12,7 @@ from accel_testing import conform
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
+@pytest.mark.simulated
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),

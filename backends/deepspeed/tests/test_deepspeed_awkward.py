@@ -177,10 +177,21 @@ def test_what_the_environment_says_to_deepspeed_ends_with_the_run() -> None:
     assert run_processes(left, "0", world=1) == [("0", "0")]
 
 
-def test_offloading_in_gaudis_lazy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+OFFLOADING = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"zero_stage": 2, "offload_optimizer_device": "cpu"}, {"hf_ds_config": OFFLOADING}],
+    ids=["option", "JSON"],
+)
+def test_offloading_in_gaudis_lazy_mode_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
     run: Any = SimpleNamespace(stack=SimpleNamespace(device=SimpleNamespace(name="hpu")))
     config: Any = None
-    plugin = DeepSpeed(DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu"), run)
+    plugin = DeepSpeed(DeepSpeedPlugin(**given), run)
 
     (reason,) = plugin.refuse(config)
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")

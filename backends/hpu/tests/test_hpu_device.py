@@ -179,31 +179,8 @@ def test_gaudis_deepspeed_is_told_where_it_runs() -> None:
     assert HpuLaunch().launch_environment(config, World()) == {"DEEPSPEED_USE_HPU": "true"}
 
 
-@pytest.mark.parametrize(
-    ("lazy", "strategy", "place", "refused"),
-    [
-        ("1", "deepspeed", "cpu", True),
-        ("0", "deepspeed", "cpu", False),
-        ("1", "deepspeed", "none", False),
-        ("1", "ddp", "cpu", False),
-    ],
-)
-def test_lazy_mode_cannot_offload_deepspeeds_optimizer(
-    here: Path, monkeypatch: pytest.MonkeyPatch, lazy: str, strategy: str, place: str, refused: bool
-) -> None:
-    monkeypatch.setenv(machine.LAZY, lazy)
-    options = SimpleNamespace(offload_optimizer_device=place)
-    config = compiling("no", strategy=strategy, plugins={"deepspeed": options})
-
-    reasons = plugin(monkeypatch, Gaudi()).refuse(config)
-
-    assert ["offload_optimizer_device is 'cpu'" in reason for reason in reasons] == [True] * refused
-
-
-def compiling(backend: str | None, **more: Any) -> Any:
-    return SimpleNamespace(
-        compile=SimpleNamespace(backend=backend), **{"strategy": "ddp", "plugins": {}, **more}
-    )
+def compiling(backend: str | None) -> Any:
+    return SimpleNamespace(compile=SimpleNamespace(backend=backend))
 
 
 @pytest.mark.parametrize(("lazy", "refused"), [("1", True), ("0", False)])

@@ -59,12 +59,6 @@ class HpuDevice:
             )
         if lazy and (config.compile.backend or "no").lower() != "no":
             reasons.append("hpu: torch.compile does not work in lazy mode; set hpu.lazy: false")
-        offload = getattr(config.plugins.get("deepspeed"), "offload_optimizer_device", None)
-        if lazy and config.strategy == "deepspeed" and offload not in (None, "none"):
-            reasons.append(
-                f"deepspeed.offload_optimizer_device is {offload!r}, which Gaudi's DeepSpeed lacks in lazy"
-                " mode; set hpu.lazy: false"
-            )
         return reasons
 
     @implements(hooks.compile_options)
