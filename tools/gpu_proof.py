@@ -1,321 +1,196 @@
-"""Check on a real accelerator what no other machine can prove, and print a table of it.
+"""Show on a real accelerator what no other machine can, in one command that ends in time.
 
-`python tools/gpu_proof.py` on a machine with a GPU; without one it says so and exits with 2.
-`--device sim` rehearses the checks on the simulated device. Each check runs in a process of its own.
-Exits with 1 if a check fails. `--tests` also runs the tests that are marked `gpu`.
+`python tools/gpu_proof.py --out FOLDER` runs the checks of `gpu_checks.py`, the tests that are marked `gpu`,
+the conformance kit on the stacks of the device, and the benchmarks: a Llama-shaped model by hand, by
+Accelerate, by Fabric and by us, float8 beside bfloat16, steps, batches, checkpoints.
+FOLDER gets `proof.json`, `proof.md` and what each part printed; both are written anew after each part, so
+that a run that is stopped leaves what it has. What begins after `--limit` seconds is "out of time".
+
+`--wheels FOLDER` installs what `gpu_wheels.sh` collected, where no network is. `--device cpu` or `sim`
+rehearses: parts that need a GPU are "not here". Without an accelerator it says so and exits with 2; it exits
+with 1 if a part failed.
 """
-# ruff: noqa: INP001, T201  # a script, whose checks are asserts
+# ruff: noqa: INP001, S603, T201  # a script, which starts what it lists
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
-from torch.utils.data import DataLoader, TensorDataset
-
-from accel_testing.processes import ProcessError, run_processes
+from typing import Any, NamedTuple
 
 NO_ACCELERATOR = 2
 ROOT = Path(__file__).resolve().parent.parent
-SGD: dict[str, Any] = {"lr": 0.1}
+KIT = (sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "-q", "-p", "no:cacheprovider")
+TESTS = ("backends/cuda/tests", "backends/fsdp/tests", "contrib/big-models/tests", "contrib/inspect/tests")
+STACKS = ("cuda", "cuda+bf16", "cuda+fp16", "cuda+fsdp")
 
 
-class NotHereError(Exception):
-    """Say that this machine cannot make a check, and why."""
+class Part(NamedTuple):
+    """A command: its seconds at most, the libraries that it needs, and whether it needs CUDA."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    needs: tuple[str, ...] = ()
+    cuda: bool = True
 
 
-def accelerator(device: str, **options: Any) -> Any:
-    """Make an Accelerator on the device; `sim` is simulated first."""
-    if device == "sim":
-        from accel_testing.simulated.device import simulate
-
-        simulate("sim")
-    from accel_core import Accelerator
-
-    return Accelerator(device=device, **options)
-
-
-def module_of(device: str) -> Any:
-    """`torch.NAME` of the device, if it can make waits of the host errors."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "set_sync_debug_mode"):
-        raise NotHereError(f"torch.{device} has no set_sync_debug_mode")
-    return module
-
-
-@contextmanager
-def without_waits(device: str) -> Any:
-    """Make each wait of the host for the device an error."""
-    module = module_of(device)
-    module.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        module.set_sync_debug_mode("default")
-
-
-def network() -> nn.Sequential:
-    """Make a small model, the same each time."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
-
-
-def data() -> TensorDataset:
-    """Make 24 rows, the same each time."""
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(*(torch.randn(24, width, generator=generator) for width in (16, 1)))
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    """All parameters of a model in one tensor on the CPU."""
-    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
-
-
-def plain(device: str) -> torch.Tensor:
-    """Return the weights after an epoch of an ordinary loop without accel-core."""
-    model = network().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    for x, y in DataLoader(data(), 4):
-        F.mse_loss(model(x.to(device)), y.to(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-def ours(run: Any) -> torch.Tensor:
-    """Return the weights after the same epoch with an Accelerator."""
-    inner = network()
-    model, optimizer, loader = run.prepare(
-        inner, torch.optim.SGD(inner.parameters(), **SGD), DataLoader(data(), 4)
+def parts(device: str) -> list[Part]:
+    """List what is run after the checks, what matters most first."""
+    python, peers = sys.executable, ("--peers", sys.executable) if find_spec("accelerate") else ()
+    size = () if device == "cuda" else ("--small",)
+    bench = (python, "-W", "ignore")
+    llama = Part(
+        "Llama", (*bench, "benchmarks/llama.py", *size, *peers, "--rounds", "3"), 150, (), cuda=False
     )
-    for x, y in loader:
-        run.backward(F.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = torch.cat([tensor.cpu().flatten() for _, tensor in run.iter_weights(model)])
-    run.end_training()
+    eight = Part(
+        "float8", (*bench, "benchmarks/llama.py", *size, "--float8", "--rounds", "3"), 90, ("torchao",)
+    )
+    found = [Part("tests marked gpu", (python, "-m", "pytest", "-q", "-m", "gpu", *TESTS), 120)]
+    for stack in STACKS:
+        needs = ("accel_fsdp",) if "fsdp" in stack else ()
+        found.append(Part(f"kit: {stack}", (*KIT, "--accel-stack", stack, "--accel-world", "1"), 120, needs))
+    found += [llama, eight]
+    run = (*bench, "benchmarks/run.py", "--rounds", "3", *peers)
+    for name in ("step", "loader", "checkpoint"):
+        found.append(Part(f"benchmark: {name}", (*run, name), 90, cuda=False))
     return found
 
 
-def equals_plain(device: str, **options: Any) -> str:
-    """Raise AssertionError if an epoch gives other weights than the ordinary loop."""
-    found = ours(accelerator(device, **options))
-    distance = float((found - plain(device)).abs().max())
-    assert distance < 1e-5, f"weights differ by {distance:.1e}"
-    return f"weights differ by {distance:.0e}"
+def done(part: Part, device: str, folder: Path, seconds: float) -> tuple[str, str]:
+    """Run a part in `folder` for its seconds, or those that are left, at most: (result, what it printed)."""
+    missing = [name for name in part.needs if find_spec(name) is None]
+    if missing or (part.cuda and device != "cuda"):
+        return "not here", f"needs {', '.join(missing) or 'a CUDA device'}"
+    log = folder / f"{part.name.replace(' ', '-').replace(':', '')}.log"
+    with log.open("w+", encoding="utf-8") as output:
+        # A session of its own: its workers end with it.
+        child = subprocess.Popen(
+            part.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = child.wait(min(part.seconds, seconds))
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with_children(child)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return {0: "ok", None: "out of time"}.get(status, "FAILED"), text
 
 
-def step_without_waits(device: str, precision: str) -> str:
-    """Train with accumulation, clipping and a scheduler; fp16's loss scaler may wait in its step."""
-    run = accelerator(device, mixed_precision=precision, gradient_accumulation_steps=2)
-    inner = network()
-    optimizer = torch.optim.AdamW(inner.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    model, optimizer, scheduler = run.prepare(inner, optimizer, scheduler)
-    batches = [(x.to(run.device), y.to(run.device)) for x, y in DataLoader(data(), 2)]
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        with run.accumulate(model):
-            run.backward(F.mse_loss(model(x), y))
-            if run.sync_gradients:
-                run.clip_grad_norm_(model.parameters(), 1.0)
-            if precision == "fp16":
-                module_of(device).set_sync_debug_mode("default")
-            optimizer.step()
-            if precision == "fp16":
-                module_of(device).set_sync_debug_mode("error")
-            scheduler.step()
-            optimizer.zero_grad()
-
-    for x, y in batches[:4]:  # lazily made state and libraries' handles may wait once
-        step(x, y)
-    with without_waits(device):
-        for x, y in batches[4:]:
-            step(x, y)
-    return f"{len(batches) - 4} batches"
+def with_children(child: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started, even if it has ended itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
-def batches_without_waits(device: str) -> str:
-    """Check that batches of workers are pinned, and that nothing waits for their copies."""
-    from accel_core.distributed.nested import can_pin
+class Proof:
+    """What was found so far, in two files."""
 
-    run = accelerator(device)
-    if not can_pin(run.device):
-        raise NotHereError(f"torch pins no memory for {device}")
-    loader = run.prepare(DataLoader(data(), 4, num_workers=2))
-    with without_waits(device):
-        count = sum(1 for _ in loader)
-    return f"{count} batches"
+    def __init__(self, folder: Path, about: dict[str, str]) -> None:
+        self.folder, self.about = folder, about
+        self.rows: list[dict[str, Any]] = []
 
+    def add(self, name: str, result: str, seconds: float, text: str) -> None:
+        """Note a part, print its row, and write the files."""
+        tables = [line for line in text.splitlines() if line.startswith("|")] if "\n" in text else []
+        detail = "" if tables else next(iter(text.strip().splitlines()[-1:]), "")
+        row = {
+            "name": name,
+            "result": result,
+            "seconds": round(seconds, 1),
+            "detail": detail,
+            "tables": tables,
+        }
+        self.rows.append(row)
+        print(f"| {name} | {result} | {detail.replace('|', '/')} |", flush=True)
+        for line in tables:
+            print(f"  {line}", flush=True)
+        self.write()
 
-def device_checksums(device: str) -> str:
-    """Check that checksums of saved tensors equal those of the CPU."""
-    from accel_core.checkpoint.replicas import sums
-
-    run = accelerator(device)
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        tensor = torch.randn(4097).mul(7).to(dtype)
-        here, there = sums(tensor), sums(tensor.to(run.device))
-        assert [int(each) for each in here] == [int(each) for each in there], dtype
-    return "4 dtypes"
-
-
-def saved_and_loaded(device: str, wait: bool) -> str:
-    """Weights, moments and the device's random stream come back from a checkpoint, through pinned memory."""
-    run = accelerator(device)
-    model = network()
-    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    run.backward(model(torch.ones(2, 16, device=run.device)).square().mean())
-    optimizer.step()
-    with tempfile.TemporaryDirectory() as folder:
-        run.save_state(f"{folder}/here", wait=wait)
-        before, drawn = weights(model), torch.randn(8, device=run.device).cpu()
-        for parameter in model.parameters():
-            parameter.data.zero_()
-        run.wait_for_checkpoint()
-        run.load_state(f"{folder}/here")
-    assert torch.equal(weights(model), before), "other weights came back"
-    assert torch.equal(torch.randn(8, device=run.device).cpu(), drawn), "the random stream did not come back"
-    run.end_training()
-    return "bit for bit"
+    def write(self) -> None:
+        """Write `proof.json` and `proof.md`."""
+        whole = {**self.about, "parts": self.rows}
+        (self.folder / "proof.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        lines = [", ".join(f"{key} {value}" for key, value in self.about.items()), ""]
+        lines += ["| what | result | seconds | detail |", "|---|---|---|---|"]
+        for row in self.rows:
+            detail = row["detail"].replace("|", "/")
+            lines.append(f"| {row['name']} | {row['result']} | {row['seconds']} | {detail} |")
+        for row in self.rows:
+            if row["tables"]:
+                lines += ["", f"## {row['name']}", "", *row["tables"]]
+        (self.folder / "proof.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def compiled(device: str, mode: str | None) -> str:
-    """Compare a compiled model with the ordinary loop; `reduce-overhead` records graphs."""
-    from accel_core import TorchDynamoPlugin
-
-    if device == "sim":
-        raise NotHereError("inductor does not know the simulated device")
-    return equals_plain(device, dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode))
-
-
-def sharded(device: str, offload: bool) -> str:
-    """FSDP 2 on one device, its parameters on the host if asked."""
-    from accel_fsdp import FullyShardedDataParallelPlugin
-
-    if offload and device == "sim":
-        raise NotHereError("torch pins no memory for the simulated device")
-    options = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
-    return equals_plain(device, strategy="fsdp", plugins=[options])
+def install(wheels: Path, folder: Path) -> None:
+    """Install wheels into `folder`, for this process and those that it starts."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]
+    subprocess.run([*command, str(folder), *map(str, sorted(wheels.glob("*.whl")))], check=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, str(folder))
 
 
-def by_transformer_engine(device: str, recipe: str) -> str:
-    """Train in float8, and go on from a checkpoint of the middle with the same losses."""
-    if find_spec("transformer_engine") is None or find_spec("accel_transformer_engine") is None:
-        raise NotHereError("transformer-engine or accel-transformer-engine is not installed")
-    from accel_transformer_engine import TransformerEngineConfig
-
-    def train(folder: str, loads: bool) -> list[float]:
-        config = TransformerEngineConfig(recipe=recipe)
-        run = accelerator(device, mixed_precision="fp8-te", plugins=[config])
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 256))
-        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), **SGD))
-        x, losses = torch.linspace(-1, 1, 32 * 256, device=run.device).view(32, 256), []
-        if loads:
-            run.load_state(folder)
-        for step in range(10 if loads else 20):
-            if step == 10:
-                run.save_state(folder)
-            loss = F.mse_loss(model(x).float(), x)
-            run.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        run.end_training()
-        return losses
-
-    with tempfile.TemporaryDirectory() as folder:
-        whole, resumed = train(folder, loads=False), train(folder, loads=True)
-    assert whole[-1] < whole[0], whole
-    assert whole[10:] == resumed, (whole[10:], resumed)
-    return f"loss {whole[0]:.3f} to {whole[-1]:.3f}, resumed alike"
-
-
-def bound_to_the_device(device: str) -> str:
-    """Run on the user's own group, made with `device_id`, with one rank per device."""
-    import torch.distributed as dist
-
-    index = int(os.environ["LOCAL_RANK"])
-    torch.accelerator.set_device_index(index)
-    dist.init_process_group(device_id=torch.device(device, index))
-    run = accelerator(device)
-    total = run.reduce(torch.ones(1, device=run.device), "sum").item()
-    assert total == dist.get_world_size(), total
-    run.end_training()
-    dist.destroy_process_group()
-    return f"{int(total)} ranks"
-
-
-Check = tuple[str, Callable[..., str], tuple[Any, ...], int]
-CHECKS: tuple[Check, ...] = (
-    *(("a step waits for nothing", step_without_waits, (each,), 1) for each in ("no", "bf16", "fp16")),
-    ("batches are pinned and not waited for", batches_without_waits, (), 1),
-    ("an epoch equals the plain loop", equals_plain, (), 1),
-    ("checksums on the device", device_checksums, (), 1),
-    *(("a checkpoint comes back", saved_and_loaded, (wait,), 1) for wait in (True, False)),
-    *(("compiled, with graphs in the second", compiled, (mode,), 1) for mode in (None, "reduce-overhead")),
-    *(("fsdp 2 on one device, offloaded in the second", sharded, (offload,), 1) for offload in (False, True)),
-    *(("float8 by Transformer Engine", by_transformer_engine, (each,), 1) for each in ("delayed", "current")),
-    ("ddp on two devices", lambda device: equals_plain(device, split_batches=True), (), 2),
-    ("a group that is bound to the device", bound_to_the_device, (), 2),
-)
-"""(what is proved, the function, its arguments after the device, ranks with a device each)."""
-
-
-def prove(check: Check, device: str) -> tuple[str, str]:
-    """("ok", "FAILED" or "not here"; in which words)."""
-    _, function, arguments, ranks = check
-    if ranks > 1 and torch.accelerator.device_count() < ranks:
-        return "not here", f"needs {ranks} devices"
-    try:
-        return "ok", run_processes(_guarded, function, device, *arguments, world=ranks, timeout=300)[0]
-    except ProcessError as error:
-        last = str(error).rstrip().splitlines()[-1]
-        return ("not here" if "NotHereError" in last else "FAILED"), last.partition("Error: ")[2] or last
-
-
-def _guarded(function: Callable[..., str], device: str, *arguments: Any) -> str:
-    return function(device, *arguments)
+def read_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--device", default="auto", help="auto (torch's accelerator); cpu or sim, to rehearse"
+    )
+    parser.add_argument("--limit", type=float, default=480, help="seconds after which nothing begins (480)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for proof.json and proof.md; default: a temporary one"
+    )
+    parser.add_argument("--wheels", type=Path, help="folder with wheels to install first, without a network")
+    parser.add_argument("-k", default="", help="only what has these words in its name")
+    return parser.parse_args()
 
 
 def main() -> int:
     """Return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="auto", help="auto (torch's accelerator), or sim, to rehearse")
-    parser.add_argument("--tests", action="store_true", help="also run the tests that are marked gpu")
-    parser.add_argument("-k", default="", help="only the checks with these words")
-    arguments = parser.parse_args()
+    began, arguments = time.monotonic(), read_arguments()
+    folder = (arguments.out or Path(tempfile.mkdtemp(prefix="gpu-proof-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.wheels:
+        install(arguments.wheels, folder / "site")
+    import torch
+
     found = torch.accelerator.current_accelerator(check_available=True)
     if arguments.device == "auto" and found is None:
         print(
             f"no accelerator: torch {torch.__version__} sees none on this machine\n"
-            "run this where there is one, or rehearse with --device sim"
+            "run this where there is one, or rehearse with --device cpu"
         )
         return NO_ACCELERATOR
     device = arguments.device if found is None or arguments.device != "auto" else found.type
-    print(f"torch {torch.__version__}, {device}\n\n| check | result | detail |\n|---|---|---|")
-    failed = False
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    proof = Proof(folder, {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]})
+    print(f"torch {torch.__version__}, {name}\n\n| check | result | detail |\n|---|---|---|")
+    from gpu_checks import CHECKS, prove
+
     for check in CHECKS:
-        if arguments.k in check[0]:
-            result, detail = prove(check, device)
-            failed |= result == "FAILED"
-            asked = "".join(f", {each}" for each in check[2])
-            print(f"| {check[0]}{asked} | {result} | {detail} |", flush=True)
-    if arguments.tests:
-        failed |= subprocess.call([sys.executable, "-m", "pytest", "-m", "gpu", "backends"], cwd=ROOT) != 0
-    return int(failed)
+        words = check[0] + "".join(f", {each}" for each in check[2])
+        if arguments.k in words:
+            started, left = time.monotonic(), arguments.limit - (time.monotonic() - began)
+            result = prove(check, device, min(120, left)) if left > 0 else ("out of time", "")
+            proof.add(words, result[0], time.monotonic() - started, result[1])
+    for part in parts(device):
+        if arguments.k in part.name:
+            started, left = time.monotonic(), arguments.limit - (time.monotonic() - began)
+            result = done(part, device, folder, left) if left > 0 else ("out of time", "")
+            proof.add(part.name, result[0], time.monotonic() - started, result[1])
+    print(f"\n{folder / 'proof.md'}")
+    return int(any(row["result"] == "FAILED" for row in proof.rows))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def environments(root: Path = ROOT) -> dict[str, tuple[bool, str]]:
     found = {name: (True, usual.replace("{env_name}", name)) for name in default}
     for section in settings.sections():
         kind, _, names = section.partition(":")
-        if kind == "testenv" and names:
+        if (
+            kind == "testenv" and names and settings[section].get("labels") != ""
+        ):  # no machine of ours runs it
             about = settings[section].get("description", "").strip()
             found |= {name: (name in default, about) for name in expanded(names)}
     return dict(sorted(found.items(), key=lambda item: (not item[1][0], item[0])))

@@ -1,7 +1,8 @@
-"""The script for a day with a GPU runs on a machine without one: to a clear message, and in rehearsal."""
+"""The command for a day with a GPU runs on a machine without one: to a clear message, and in rehearsal."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,28 +13,75 @@ import torch
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu_proof.py"
 
 
-def prove(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=110, check=False
-    )
+def prove(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--out", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+
+def parts(folder: Path) -> dict[str, str]:
+    found = json.loads((folder / "proof.json").read_text())["parts"]
+    return {part["name"]: part["result"] for part in found}
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_it_says_so():
-    ended = prove()
+def test_without_an_accelerator_it_says_so(tmp_path):
+    ended = prove(tmp_path)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert ended.stdout.startswith("no accelerator: torch ")
 
 
 @pytest.mark.simulated
-def test_it_can_be_rehearsed_on_the_simulated_device():
-    ended = prove("--device", "sim", "-k", "a step waits for nothing")
+def test_it_can_be_rehearsed_on_the_simulated_device(tmp_path):
+    ended = prove(tmp_path, "--device", "sim", "-k", "a step waits for nothing")
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("| ok | 8 batches |") == 3
+    assert parts(tmp_path) == {f"a step waits for nothing, {each}": "ok" for each in ("no", "bf16", "fp16")}
 
 
 @pytest.mark.simulated
-def test_a_check_that_this_machine_cannot_make_says_why():
-    ended = prove("--device", "sim", "-k", "pinned")
+def test_a_check_that_this_machine_cannot_make_says_why(tmp_path):
+    ended = prove(tmp_path, "--device", "sim", "-k", "pinned")
     assert ended.returncode == 0, ended.stdout
     assert "| not here | torch pins no memory for sim |" in ended.stdout
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_on_the_cpu_what_needs_cuda_is_named_and_left_out(tmp_path):
+    ended = prove(tmp_path, "--device", "cpu", "-k", "cuda")
+    assert ended.returncode == 0, ended.stdout
+    stacks = ("cuda", "cuda+bf16", "cuda+fp16", "cuda+fsdp")
+    assert parts(tmp_path) == dict.fromkeys((f"kit: {stack}" for stack in stacks), "not here")
+    assert "| kit: cuda+bf16 | not here | 0.0 | needs a CUDA device |" in (tmp_path / "proof.md").read_text()
+
+
+@pytest.mark.slow
+def test_what_a_part_measures_is_in_both_files(tmp_path):
+    ended = prove(tmp_path, "--device", "cpu", "-k", "Llama")
+    assert ended.returncode == 0, ended.stdout
+    (part,) = json.loads((tmp_path / "proof.json").read_text())["parts"]
+    names = [line.split("|")[1].strip() for line in part["tables"][2:]]
+    assert (names[0], names[-1]) == ("by hand", "accel-core")
+    assert "\n".join(part["tables"]) in (tmp_path / "proof.md").read_text()
+
+
+def test_at_its_limit_it_ends_with_what_it_has(tmp_path):
+    ended = prove(tmp_path, "--device", "cpu", "--limit", "0", "-k", "benchmark")
+    assert ended.returncode == 0, ended.stderr
+    names = ("step", "loader", "checkpoint")
+    assert parts(tmp_path) == dict.fromkeys((f"benchmark: {name}" for name in names), "out of time")
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from gpu_proof import Part, done
+
+    child = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+    starts = f"import subprocess, sys; p = subprocess.Popen({child}); print(p.pid, flush=True); p.wait()"
+    part = Part("a: long one", (sys.executable, "-c", starts), 600, cuda=False)
+
+    result, printed = done(part, "cpu", tmp_path, 15)
+
+    assert result == "out of time"
+    assert (tmp_path / "a-long-one.log").read_text() == printed
+    started = Path("/proc", printed.strip(), "cmdline")
+    assert not (started.exists() and started.read_text())  # a zombie has none

@@ -436,6 +436,7 @@ def used(folder, precision, dtype, counts, more=None):
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
+@pytest.mark.simulated
 @pytest.mark.together
 @pytest.mark.parametrize(
     ("precision", "dtype", "peak"),
@@ -455,6 +456,7 @@ def test_utilization_is_the_models_flops_over_the_peak_in_the_runs_dtype(tmp_pat
     )
 
 
+@pytest.mark.simulated
 @pytest.mark.together
 def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path):
     off = [AutocastKwargs(enabled=False)]
@@ -463,6 +465,7 @@ def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path):
     assert found["mfu"] == pytest.approx(found["items_per_second"] * 5e8 / 1e12)
 
 
+@pytest.mark.simulated
 @pytest.mark.together
 def test_utilization_counts_the_devices_of_all_ranks(tmp_path):
     ours, other = run_processes(used, tmp_path, "no", [FLOAT32], {"flops_per_item": 5e8}, world=2)
@@ -474,6 +477,7 @@ def test_utilization_counts_the_devices_of_all_ranks(tmp_path):
     assert of_kind(record, "run")[0]["device_specs"]["source"] == "accel-testing: made up"
 
 
+@pytest.mark.simulated
 @pytest.mark.together
 def test_a_sample_has_what_the_devices_sensors_tell(tmp_path):
     run_processes(used, tmp_path, "no", [FLOAT32], {}, world=1)
@@ -578,6 +582,7 @@ def waits_on_a_device(folder):
     return found
 
 
+@pytest.mark.simulated
 @pytest.mark.together
 def test_the_device_is_not_waited_for(tmp_path):
     ((without, recording),) = run_processes(waits_on_a_device, tmp_path, world=1)

@@ -238,6 +238,7 @@ def divided_where_gradients_are() -> list[float]:
     return [each.grad.cpu()[0].item() for each in (offloaded, resident)]
 
 
+@pytest.mark.simulated
 def test_gradients_that_are_offloaded_are_divided_too():
     assert run_processes(divided_where_gradients_are, world=1) == [[0.25, 0.25]]
 

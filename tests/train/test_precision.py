@@ -172,6 +172,7 @@ def test_a_closure_is_refused_under_a_scaler(accelerator_of):
         optimizer.step(lambda: None)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # in LBFGS of torch 2.8
 def test_a_closure_works_without_one(accelerator):
     model = net()
     model, optimizer = accelerator.prepare(model, LBFGS(model.parameters()))

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_testing.processes import run_processes
 
+pytestmark = pytest.mark.simulated
 STEPS = 6
 
 
