@@ -14,6 +14,7 @@ import argparse
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from contextlib import ExitStack, nullcontext
@@ -23,7 +24,13 @@ from typing import Any
 from arena import ENVIRONMENT, Contender, serve
 from fsdp import CPU, GPU, PEAK, build
 
-CONTENDERS = {"by hand": "here", "accelerate": "peers", "fabric": "peers", "accel-core": "here"}
+CONTENDERS = {
+    "by hand": ("here", "torch"),
+    "accelerate": ("peers", "accelerate"),
+    "fabric": ("peers", "lightning"),
+    "accel-core": ("here", "accel_core"),
+}
+"""Name -> whose interpreter, and what must be installed there."""
 FLOAT8 = {"bf16": None, "fp8-torchao": "accel_torchao", "fp8-te": "transformer_engine"}
 """Precision -> what must be installed for it."""
 SMALL = "ACCEL_BENCHMARK_SMALL"
@@ -188,11 +195,15 @@ def main() -> None:
         print(contest(dict.fromkeys(has, sys.executable), args.rounds))
         return
     pythons = {"here": sys.executable, "peers": args.peers}
-    print(
-        contest(
-            {name: python for name, where in CONTENDERS.items() if (python := pythons[where])}, args.rounds
-        )
-    )
+    wanted = {name: (pythons[where], needed) for name, (where, needed) in CONTENDERS.items()}
+    has = {name: python for name, (python, needed) in wanted.items() if python and has_module(python, needed)}
+    print(contest(has, args.rounds))
+
+
+def has_module(python: str, name: str) -> bool:
+    """Return True if this interpreter finds the module."""
+    look = f"import importlib.util as it; raise SystemExit(it.find_spec({name!r}) is None)"
+    return subprocess.run([python, "-c", look], check=False).returncode == 0
 
 
 if __name__ == "__main__":
