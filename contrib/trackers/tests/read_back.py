@@ -6,6 +6,7 @@ import csv
 import json
 import sqlite3
 import struct
+import warnings
 import zipfile
 from collections import defaultdict
 from pathlib import Path
@@ -96,8 +97,10 @@ def dvclive(folder):
 
 
 def aim(folder):
-    from aim.storage.encoding import decode, decode_path
-    from aim.storage.rockscontainer import RocksContainer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its import is not as SQLAlchemy 2 likes it
+        from aim.storage.encoding import decode, decode_path
+        from aim.storage.rockscontainer import RocksContainer
 
     # Below `aim.Repo`, whose queries find no run in a repository that has just been written.
     for path in folder.glob(".aim/seqs/chunks/*"):
