@@ -84,6 +84,25 @@ def test_a_sharded_checkpoint_and_a_whole_one_of_one_state_have_the_same_tensors
     assert found["compared"] == 5 + 5 * 3
 
 
+def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path):
+    from accel_fsdp import TorchTensorParallelPlugin
+
+    plan = {"layers.0": "colwise", "layers.1": "rowwise"}
+    split = [TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan)]
+    run_processes(jobs.train, str(tmp_path), "fsdp", None, 0, split, world=2)
+    before = (tmp_path / "step3").rename(tmp_path / "before")
+    run_processes(jobs.train, str(tmp_path), "fsdp", str(tmp_path / "step2"), 2, split, world=2)
+    run_processes(jobs.save_again, str(before), str(tmp_path / "whole"), "single", world=1)
+
+    again = command("diff", before, tmp_path / "step3")
+    assert (again.exit_code, again.stdout) == (0, "no difference\n")
+    code, found = diff(before, tmp_path / "whole", "--only", "model", "--only", "optimizer")
+    assert (code, found["compared"]) == (0, 5 + 5 * 3)
+    rows = {row["key"]: row for row in json.loads(command("show", "--json", before).stdout)["tensors"]}
+    boxes = {name: [box["shape"] for box in rows[f"model/{name}.weight"]["boxes"]] for name in plan}
+    assert boxes == {"layers.0": [[3, 6]] * 2, "layers.1": [[6, 3]] * 2}
+
+
 def test_world_and_stack_are_told(runs):
     _, found = diff(runs / "one" / "step3", runs / "sharded")
 
@@ -241,15 +260,45 @@ def test_damage_is_no_difference(runs, tmp_path):
     assert f"{data} is damaged: block 0 is not what was written" in ended.stderr
 
 
-def test_an_index_that_no_save_writes_is_no_difference(runs, tmp_path):
+@pytest.mark.parametrize(
+    ("forged", "said"),
+    [
+        (lambda each: each.pop("shape"), "KeyError('shape')"),
+        (lambda each: each.update(shape=7), "TypeError"),
+        (lambda each: each.update(shape=[-6, 6]), "model/layers.0.weight of shape [-6, 6], float32"),
+        (lambda each: each["boxes"][0].append(0), "too many values to unpack"),
+        (lambda each: each["boxes"][0].__setitem__(0, [1, 0]), "a box of model/layers.0.weight at [1, 0]"),
+        (lambda each: each["boxes"][0].__setitem__(1, [6]), "ValueError"),
+    ],
+)
+@pytest.mark.parametrize("words", [["diff", "--only", "model"], ["show"]], ids=["diff", "show"])
+def test_an_index_that_no_save_writes_is_told_in_a_sentence(runs, tmp_path, words, forged, said):
     shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
     index = tmp_path / "forged" / "rank-00000.json"
-    forge(index, lambda told: next(iter(told["tensors"]["unit0"].values())).pop("shape"))
+    forge(index, lambda told: forged(told["tensors"]["unit0"]["model/layers.0.weight"]))
+
+    ended = command(*words, *([runs / "one" / "step3"] if "diff" in words else []), tmp_path / "forged")
+
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"accel: {index}: this is not what a save writes: ")
+    assert said in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("restore this file, or install")
+
+
+@pytest.mark.parametrize("start", [-1, 1 << 40, "first", 1.5, None])
+def test_a_place_outside_the_file_is_told_in_a_sentence(runs, tmp_path, start):
+    shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
+    index = tmp_path / "forged" / "rank-00000.json"
+    forge(
+        index,
+        lambda told: told["tensors"]["unit0"]["model/layers.0.weight"]["boxes"][0].__setitem__(2, start),
+    )
 
     ended = command("diff", runs / "one" / "step3", tmp_path / "forged")
 
-    assert ended.exit_code == 2
-    assert "accel: this cannot be understood: KeyError('shape')" in ended.stderr
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("accel: ")
+    assert len(ended.stderr.splitlines()) == 2
 
 
 def forge(file, change):

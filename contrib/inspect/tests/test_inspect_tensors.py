@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 from accel_core import CheckpointError
-from accel_inspect import blocks
+from accel_inspect import blocks, tensors
 from accel_inspect.measure import Tolerance, measure
 from accel_inspect.tensors import Box, StoredTensor
 
 EXACT = Tolerance()
+sure = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 DTYPES = [*FLOATS, "int64", "uint8", "bool", "complex64"]
 
@@ -69,6 +71,7 @@ def layouts(draw):
     return shape, draw(cut(shape)), draw(cut(shape))
 
 
+@sure
 @given(layouts(), st.integers(1, 50))
 def test_any_two_layouts_of_one_tensor_are_equal(drawn, block):
     shape, one, other = drawn
@@ -79,6 +82,7 @@ def test_any_two_layouts_of_one_tensor_are_equal(drawn, block):
         assert measure(stored(values, one), stored(values, other), EXACT) is None
 
 
+@sure
 @given(layouts(), st.integers(1, 50), st.data())
 def test_one_changed_element_is_found_in_any_layout(drawn, block, data):
     shape, one, other = drawn
@@ -112,6 +116,7 @@ def test_the_measures_are_those_of_torch(name, monkeypatch):
     assert found.cosine == pytest.approx(float(angle))
 
 
+@sure
 @given(st.lists(st.tuples(*[st.floats(width=32)] * 2), min_size=1), st.sampled_from([0.0, 1e-3, 1.0]))
 def test_a_tolerance_counts_as_in_numpy(pairs, rtol):
     a, b = (torch.tensor(side, dtype=torch.float32) for side in zip(*pairs, strict=True))
@@ -177,6 +182,32 @@ def test_boxes_that_do_not_make_up_the_tensor_are_an_error(cuts):
         measure(stored(values, cuts), stored(values), EXACT)
 
 
+def test_of_many_boxes_a_block_looks_at_its_own(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 4)
+    values = torch.arange(400).reshape(100, 4)
+    rows = [((row, 0), (1, 4)) for row in reversed(range(100))]
+    looked = []
+    plain = tensors.common
+    monkeypatch.setattr(tensors, "common", lambda *parts: looked.append(parts) or plain(*parts))
+
+    assert measure(stored(values, rows), stored(values), EXACT) is None
+    assert len(looked) == 2 * 100
+
+
+def test_of_copies_on_several_nodes_one_is_read():
+    values = torch.arange(8)
+    (box,) = stored(values).boxes
+    boxes = [[[0], [8], 0]]
+    index = {"tensors": {"unit0": {"model/a": {"shape": [8], "dtype": "int64", "kind": "x", "boxes": boxes}}}}
+    shares = dict.fromkeys(range(3), (box.source, index))
+    opened = SimpleNamespace(shares=shares, manifest=SimpleNamespace(domains=[[0], [1], [2]]))
+
+    (found,) = tensors.tensors_of(opened).values()
+
+    assert found.boxes == [box]
+
+
+@sure
 @given(array_shapes(max_dims=4, max_side=6), st.integers(1, 40))
 def test_blocks_make_up_the_shape_in_order_and_are_small(shape, limit):
     whole = np.arange(np.prod(shape)).reshape(shape)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -113,10 +114,7 @@ class StoredTensor:
             CheckpointError: the boxes do not make it up exactly once, or a file cannot be read.
         """
         whole, filled = np.empty(block[1], self.numpy_dtype), 0
-        for box in self.boxes:
-            part = common(block, box.part)
-            if part is None:
-                continue
+        for box, part in self._parts(block):
             found = box.read(part, self.numpy_dtype)
             if part == block:
                 whole = found
@@ -131,6 +129,21 @@ class StoredTensor:
             )
         return whole
 
+    def _parts(self, block: Part) -> Iterator[tuple[Box, Part]]:
+        """Yield the boxes that have a part of a block, and that part."""
+        first, sizes = np.array(block, int)
+        starts, ends = self._bounds
+        for number in np.flatnonzero(((starts < first + sizes) & (ends > first)).all(axis=1)):
+            box = self.boxes[number]
+            if (part := common(block, box.part)) is not None:
+                yield box, part
+
+    @cached_property
+    def _bounds(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Where each box starts and ends in each dimension: there may be 10^5, and as many blocks."""
+        sides = np.array([box.part for box in self.boxes], int).reshape(len(self.boxes), 2, len(self.shape))
+        return sides[:, 0], sides.sum(axis=1)
+
 
 def _within(part: Part, block: Part) -> tuple[slice, ...]:
     starts = [first - begin for first, begin in zip(part[0], block[0], strict=True)]
@@ -138,20 +151,41 @@ def _within(part: Part, block: Part) -> tuple[slice, ...]:
 
 
 def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
-    """Return the tensors of a checkpoint whose files are here, by their keys."""
+    """Return the tensors of a checkpoint whose files are here, by their keys.
+
+    Raises:
+        CheckpointError: an index says what no save writes.
+    """
     found: dict[Key, StoredTensor] = {}
+    taken: set[tuple[Key, Part]] = set()
     for data, index in opened.shares.values():
-        for unit, keys in index["tensors"].items():
-            for key, each in keys.items():
-                stored = found.setdefault(
-                    (unit, key), StoredTensor(tuple(each["shape"]), each["dtype"], each["kind"])
-                )
-                for offset, shape, start in each["boxes"]:
-                    part = tuple(offset), tuple(shape)
-                    # Nodes with disks of their own have a copy each of what is the same on all.
-                    if not opened.manifest.domains or all(box.part != part for box in stored.boxes):
-                        stored.boxes.append(Box(part, data, start))
+        try:
+            for key, part, start in _boxes_in(index, found):
+                # Nodes with disks of their own have a copy each of what is the same on all.
+                if not opened.manifest.domains or (key, part) not in taken:
+                    found[key].boxes.append(Box(part, data, start))
+                    taken.add((key, part))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{data.path.with_suffix('.json')}: this is not what a save writes: {error!r}\n"
+                "restore this file, or install an accel-inspect that is as new as what wrote it"
+            ) from error
     return found
+
+
+def _boxes_in(index: Mapping[str, Any], found: dict[Key, StoredTensor]) -> Iterator[tuple[Key, Part, int]]:
+    """Yield (key, part, start) of each box of a rank's index; add the tensors that are not found yet."""
+    for unit, keys in index["tensors"].items():
+        for name, each in keys.items():
+            own = StoredTensor(tuple(each["shape"]), each["dtype"], each["kind"])
+            stored = found.setdefault((unit, name), own)
+            if min(own.shape, default=0) < 0 or (own.shape, own.dtype) != (stored.shape, stored.dtype):
+                raise ValueError(f"{name} of shape {list(own.shape)}, {own.dtype}")
+            for offset, sizes, start in each["boxes"]:
+                sides = zip(offset, sizes, own.shape, strict=True)
+                if start < 0 or not all(0 <= first <= first + size <= whole for first, size, whole in sides):
+                    raise ValueError(f"a box of {name} at {offset} of shape {sizes}, from {start} on")
+                yield (unit, name), (tuple(offset), tuple(sizes)), start
 
 
 @frozen
