@@ -103,7 +103,8 @@ def stop() -> None:
 def also(call: Callable[[Store], None]) -> None:
     """Have the watch of this process call a method at each look, and at its end.
 
-    call: takes a store that waits for nobody else. The watch does not keep its object alive.
+    call: takes a store that waits for nobody else. The watch does not keep its object alive. One that raises
+    is called no more, and a line says so.
     """
     if _watch is not None:
         _watch.calls.append(WeakMethod(call))
@@ -290,9 +291,15 @@ class Watch:
             self._store_is_gone = True
 
     def _call(self) -> None:
-        for reference in self.calls:
-            if (call := reference()) is not None:
-                call(self._store)
+        for reference in [*self.calls]:
+            try:
+                if (call := reference()) is not None:
+                    call(self._store)
+            except RuntimeError:  # the store's, which is gone
+                raise
+            except Exception as error:
+                self.calls.remove(reference)
+                tell(f"accel: the watch calls {call} no more, which raised {error!r}\n")
 
     def _look(self) -> None:
         """Note since when the main thread stands still, answer a question, or speak up."""

@@ -1,8 +1,9 @@
 """Ranks that others wait for: each publishes its pace, rank 0 compares.
 
 Ranks that exchange gradients have the same step time, for each waits for the latest. What tells the latest is
-its own time: from the end of a step to the next one's last backward, without the time in backwards. Sampled
-steps have it anyway; the watch's thread publishes it and compares.
+its own time: from the end of a step to the next one's last backward, without the time in backwards, and in
+optimizers. It is alike on all where others wait in their forward for one that is slow in its optimizer.
+Sampled steps have it anyway; the watch's thread publishes it and compares.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Pace:
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=sampling.MANY)
         self._memory: Mapping[str, int] = {}
         self._at = time.monotonic()
+        self._is_published = False
         self._known: dict[int, str] = {}
         self._late: dict[int, int] = {}
         self._slow: set[int] = set()
@@ -79,9 +81,11 @@ class Pace:
     def publish(self, store: Store) -> None:
         """Publish, if it is time, and compare. The watch calls it, in its thread."""
         if self.ended:
-            store.delete_key(f"{self._key}/{self._rank}")
+            if self._is_published:  # once: another run may keep the watch
+                self._is_published = False
+                store.delete_key(f"{self._key}/{self._rank}")
         elif time.monotonic() - self._at >= PUBLISH_SECONDS and len(self._samples) >= SAMPLES:
-            self._at = time.monotonic()
+            self._at, self._is_published = time.monotonic(), True
             store.set(f"{self._key}/{self._rank}", json.dumps(self._summary(), default=str))
             if self._rank == 0:
                 self._compare(store)
@@ -134,6 +138,6 @@ class Pace:
 def _in_words(pace: Mapping[str, Any], usual: Mapping[str, float]) -> str:
     return (
         f"rank {pace['rank']} on {pace['host']}, for which the others wait: {pace['own']:.3g} s of a step"
-        f" until its backward, {pace['data']:.3g} s of it for data; the median rank takes"
+        f" outside its backward, {pace['data']:.3g} s of it for data; the median rank takes"
         f" {usual['own']:.3g} s and {usual['data']:.3g} s"
     )

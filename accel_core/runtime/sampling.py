@@ -210,8 +210,9 @@ class StepSampler:
         def write() -> None:
             if together is not None and seconds:
                 values["items_per_second"] = float(together) / seconds
-            own = {"own": self._own(marks)}
-            self._write({**values, **own, "split": self._split(marks), **_passed(noted, items, short)})
+            split = self._split(marks)
+            own = {"own": self._own(marks, split)}
+            self._write({**values, **own, "split": split, **_passed(noted, items, short)})
 
         self.when_copied(write)
 
@@ -281,14 +282,15 @@ class StepSampler:
             split[part] = round(split.get(part, 0.0) + seconds, 7)
         return split
 
-    def _own(self, marks: list[tuple[str, Any]]) -> float | None:
-        """Return the seconds until the last backward, less those in backwards.
+    def _own(self, marks: list[tuple[str, Any]], whole: Mapping[str, float]) -> float | None:
+        """Return the seconds until the last backward, less those in backwards, and in optimizers.
 
-        None where no backward was noted.
+        whole: the split of all of the step. None where no backward was noted.
         """
         ends = [number for number, (ended, _) in enumerate(marks, 1) if "backward" in ended]
         split = self._split(marks[: ends[-1]]) if ends else {}
-        return math.fsum(split.get(part, 0.0) for part in ("data", "forward", "other")) if split else None
+        until = [split.get(part, 0.0) for part in ("data", "forward", "other")]
+        return math.fsum([*until, whole.get("optimizer", 0.0)]) if split else None
 
     def _events(self) -> bool:
         """Return whether the device has events."""

@@ -60,6 +60,7 @@ def _train(folder, what, phases):
 
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: time.sleep(pause("optimizer")))
     loader = DataLoader(Rows(lambda: pause("data")), 1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     own = accelerator.run.record._pace
@@ -85,7 +86,7 @@ def lines_of(folder):
 
 
 @pytest.mark.together
-@pytest.mark.parametrize("what", ["forward", "data"])
+@pytest.mark.parametrize("what", ["forward", "data", "optimizer"])
 def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log(tmp_path, what):
     (_, *threads, said), (metrics, *more, silent) = run_processes(train, tmp_path, what, 1)
 
@@ -174,6 +175,16 @@ def test_a_rank_that_ends_leaves_nothing_and_nobody_waits_for_it(ranks):
     assert publish({0: 0.1, 1: 0.1, 2: None}) == []
     publish({0: None, 1: None, 2: None})
     assert store.num_keys() == 0
+
+
+def test_the_key_of_a_rank_that_ends_is_deleted_once(ranks):
+    publish, store, paces = ranks
+    publish({0: 0.1, 1: 0.1})
+    paces[1].ended = True
+    paces[1].publish(store)
+    store.set("pace/1", "of a run that came after")
+    paces[1].publish(store)
+    assert store.get("pace/1") == b"of a run that came after"
 
 
 def test_a_rank_that_no_longer_publishes_is_not_compared(ranks):

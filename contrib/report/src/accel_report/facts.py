@@ -47,7 +47,8 @@ def _about(record: Record) -> dict[str, str]:
 def paces(record: Record) -> list[tuple[str, ...]]:
     """Return a head, and a row for each rank of the last comparison, or [].
 
-    The slowest rank comes first. Own time is that until a step's last backward, without backwards.
+    The slowest rank comes first. Own time is that until a step's last backward, without backwards, and in
+    its optimizer.
     """
     found = record.ranks()
     if not found:

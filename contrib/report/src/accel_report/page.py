@@ -147,7 +147,9 @@ def _details(record: Record, which: str) -> Iterator[str]:
     if ranks:
         yield f"<h2>Ranks, as last compared{escape(which)}</h2>"
         yield '<p class="note">The slowest first. Own time is that of a step until its last backward, without'
-        yield " backwards; a rank is slow while the others wait for it.</p>" + _table(ranks[0], ranks[1:])
+        yield " backwards, and in its optimizer; a rank is slow while the others wait for it.</p>" + _table(
+            ranks[0], ranks[1:]
+        )
     schedule = schedule_picture(record.head)
     if schedule:
         yield f"<h2>Pipeline schedule{escape(which)}</h2>{schedule}"
