@@ -258,3 +258,26 @@ def test_waiting_for_a_slow_rank_in_a_gather_is_not_ones_own_time(tmp_path, wher
     steps = [line for line in lines_of(tmp_path) if line["kind"] == "step"][2:]
     assert median(step["own"] for step in steps) < SLOW / 2
     assert median(step["split"]["collectives"] for step in steps) > SLOW / 2
+
+
+def own_time_while_the_optimizer_of_rank_1_is_slow(folder):
+    sampling.CLOSE, pace.PUBLISH_SECONDS = 0.0, float("inf")
+    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
+    accelerator = Accelerator(device="cpu", strategy="fsdp", project_config=project)
+    model = nn.Linear(3, 1)
+    optimizer = PausedSGD(model.parameters(), lr=0.1)
+    optimizer.seconds = float(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(5):
+        accelerator.backward(model(torch.ones(1, 3)).mean())
+        optimizer.step()
+    own = sum(sample["own"] for sample in accelerator.run.record._pace._samples)
+    accelerator.end_training()
+    return own
+
+
+@pytest.mark.together
+def test_nobody_is_slow_where_the_forward_waits_for_a_slow_optimizer(tmp_path):
+    waits, works = run_processes(own_time_while_the_optimizer_of_rank_1_is_slow, tmp_path)
+
+    assert min(waits, works) > 1, "a second for each step"
