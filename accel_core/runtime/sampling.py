@@ -283,9 +283,10 @@ class StepSampler:
         return split
 
     def _own(self, marks: list[tuple[str, Any]], whole: Mapping[str, float]) -> float | None:
-        """Return the seconds until the last backward, less those in backwards, and in optimizers.
+        """Return the seconds for which other ranks may have to wait.
 
-        whole: the split of all of the step. None where no backward was noted.
+        They are those until the last backward, outside backwards, and those in optimizers. None where no
+        backward was noted. whole: the split of all of the step.
         """
         ends = [number for number, (ended, _) in enumerate(marks, 1) if "backward" in ended]
         split = self._split(marks[: ends[-1]]) if ends else {}

@@ -140,7 +140,10 @@ class StoredTensor:
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Where each box starts and ends in each dimension: there may be 10^5, and as many blocks."""
+        """The start and end of each box in each dimension.
+
+        There may be 10^5 boxes, and as many blocks.
+        """
         sides = np.array([box.part for box in self.boxes], int).reshape(len(self.boxes), 2, len(self.shape))
         return sides[:, 0], sides.sum(axis=1)
 
@@ -174,7 +177,10 @@ def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
 
 
 def _boxes_in(index: Mapping[str, Any], found: dict[Key, StoredTensor]) -> Iterator[tuple[Key, Part, int]]:
-    """Yield (key, part, start) of each box of a rank's index; add the tensors that are not found yet."""
+    """Yield (key, part, start) of each box of a rank's index.
+
+    Adds the tensors that are not found yet.
+    """
     for unit, keys in index["tensors"].items():
         for name, each in keys.items():
             own = StoredTensor(tuple(each["shape"]), each["dtype"], each["kind"])
