@@ -14,7 +14,7 @@ WAYS = [
     "ddp",
     "fsdp",
     pytest.param("fsdp-1", marks=pytest.mark.slow),
-    pytest.param("fsdp-tp", marks=pytest.mark.slow),
+    "fsdp-tp",
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
     "usual": {},
