@@ -227,6 +227,30 @@ def test_weights_that_do_not_fit_into_the_kind_are_refused_by_name(tmp_path: Pat
         load_and_quantize_model(empty(), config("int8"), tmp_path)
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+def test_other_weights_that_float16_cannot_hold_are_refused_by_name(tmp_path: Path, in_file: bool) -> None:
+    """Accelerate makes them infinite, as `half()` does."""
+    large = model()
+    large.blocks[1].norm.weight.data[3] = 1e5
+    save_file(large.state_dict(), tmp_path / "model.safetensors")
+
+    def load(**options: Any) -> Any:
+        net = empty() if in_file else copy.deepcopy(large)
+        options = {"load_in_8bit": True, **options}
+        try:
+            quantised = BnbQuantizationConfig(**options)
+            return load_and_quantize_model(net, quantised, tmp_path if in_file else None)
+        except ConfigError:
+            assert {each.dtype for each in net.parameters()} == {torch.float32}
+            raise
+
+    with pytest.raises(ConfigError, match=r"blocks\.1\.norm\.weight has values .* torch\.float16") as raised:
+        load()
+    assert str(raised.value).endswith("set torch_dtype='bf16', or keep_in_fp32_modules=['norm', ...]")
+    assert load(keep_in_fp32_modules=["norm"]).blocks[1].norm.weight[3] == 1e5
+    assert load(torch_dtype="bf16").blocks[1].norm.weight.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

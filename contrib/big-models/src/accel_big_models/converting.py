@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accel_big_models.arranging import READERS
 from accel_big_models.blocks import Block, blocks_named, named_tensors
 from accel_big_models.composing import in_memory, values_of
+from accel_big_models.heap import trim_heap
 from accel_big_models.plans import HOST, Plan
 from accel_big_models.sources import InMemory, Source
 from accel_big_models.swapping import like, put, takes
@@ -148,6 +149,7 @@ def convert_blocks(
         _settle(stored)
         if not block.divided:
             made |= _moved(plan, block, model.get_submodule(block.name), stored, mapped=mapped)
+        trim_heap()
         if progress is not None:
             progress(done, total)
     sources = made | {id(tenant.tensor): tenant.source for tenant in tenants}

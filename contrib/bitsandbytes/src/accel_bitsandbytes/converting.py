@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import bitsandbytes as bnb
@@ -13,7 +13,7 @@ from accel_bitsandbytes.choosing import Choice, is_named
 from accel_bitsandbytes.layers import Linear4, Linear8
 from accel_core import ConfigError
 
-__all__ = ["become", "cast", "outline", "quantise", "shell"]
+__all__ = ["become", "cast", "outline", "quantise", "require_range", "shell"]
 
 
 def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> None:
@@ -98,7 +98,11 @@ def shell(layer: nn.Linear, config: Any, parts: Mapping[str, Any]) -> None:
 
 
 def cast(model: nn.Module, config: Any, choice: Choice) -> None:
-    """Give the parameters of other modules, and biases, their dtype."""
+    """Give the parameters of other modules, and biases, their dtype.
+
+    Raises:
+        ConfigError: float16 cannot hold a value; nothing is changed then.
+    """
     kept = list(config.keep_in_fp32_modules or ())
     weights = {layer.weight for layer in choice.chosen.values()}
     wide = {
@@ -107,9 +111,34 @@ def cast(model: nn.Module, config: Any, choice: Choice) -> None:
         if is_named(name, kept)
         for parameter in module.parameters(recurse=False)
     }
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and (parameter.is_meta or parameter not in weights):
-            parameter.data = parameter.data.to(torch.float32 if parameter in wide else config.torch_dtype)
+    floats = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and (parameter.is_meta or parameter not in weights)
+    ]
+    if config.torch_dtype is torch.float16:
+        require_range((name, parameter) for name, parameter in floats if parameter not in wide)
+    for _, parameter in floats:
+        parameter.data = parameter.data.to(torch.float32 if parameter in wide else config.torch_dtype)
+
+
+def require_range(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise unless float16 can hold all values.
+
+    Raises:
+        ConfigError: names the first tensor that has others.
+    """
+    for name, tensor in named:
+        if tensor.is_meta or not tensor.numel():
+            continue
+        values = tensor.detach()
+        largest = max(-float(values.min()), float(values.max()))  # abs() would be a copy
+        if largest > torch.finfo(torch.float16).max:
+            raise ConfigError(
+                f"{name} has values that are not finite in torch.float16, its dtype here (torch_dtype)\n"
+                "set torch_dtype='bf16', or"
+                f" keep_in_fp32_modules=[{name.rpartition('.')[0].rpartition('.')[2]!r}, ...]"
+            )
 
 
 def storage_of(config: Any) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import nn
 from accel_big_models import dispatch, load, open_checkpoint, unchanged_on_error, undo
 from accel_bitsandbytes.choosing import Choice, choose
 from accel_bitsandbytes.config import require_dtype
-from accel_bitsandbytes.converting import cast, quantise, shell
+from accel_bitsandbytes.converting import cast, quantise, require_range, shell
 from accel_bitsandbytes.layers import Quantised
 from accel_bitsandbytes.parking import park
 from accel_bitsandbytes.planning import HOST, DeviceMap, planned
@@ -64,8 +64,8 @@ def load_and_quantize_model(
         The model.
 
     Raises:
-        ConfigError: no layer would be quantised, bitsandbytes computes nothing on a device of the map, or
-            there are no weights.
+        ConfigError: no layer would be quantised, bitsandbytes computes nothing on a device of the map,
+            there are no weights, or float16 cannot hold a value.
         CheckpointError: a file is damaged, or is of another model.
     """
     config = bnb_quantization_config
@@ -87,6 +87,7 @@ def load_and_quantize_model(
     whole = nullcontext() if weights_location is None else unchanged_on_error(model)
     with whole, TemporaryDirectory(prefix="accel-bitsandbytes-", dir=offload_folder) as folder:
         cast(model, config, choice)
+        _require_range(model, choice, sources)
         if found:
             for name, layer in choice.chosen.items():
                 shell(layer, config, {key: sources[f"{name}.{key}"] for key in found[name]})
@@ -128,6 +129,20 @@ def _resident(made: Plan) -> Plan:
     """Return the plan in which parts that come and go are on the CPU for good."""
     places = tuple(evolve(part, place="cpu") if part.place in HOST else part for part in made.places)
     return evolve(made, places=places, device=torch.device("cpu"))
+
+
+def _require_range(model: nn.Module, choice: Choice, sources: Mapping[str, Any]) -> None:
+    """Raise ConfigError if float16 cannot hold a checkpoint's other weights."""
+    packed = {layer.weight for layer in choice.chosen.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = sources.get(name)
+        if source is None or parameter.dtype is not torch.float16 or parameter in packed:
+            continue
+        values = source.tensor()
+        if values is None:
+            values = torch.empty(source.shape, dtype=source.dtype)
+            source.read(values)
+        require_range([(name, values)])
 
 
 def _device(resident: Plan, name: str) -> torch.device:
