@@ -11,13 +11,11 @@ from typing import Final
 from accel_core.contract.config import host_and_port
 from accel_core.contract.job import Job
 from accel_core.errors import LaunchError
-from accel_core.launch.meeting import agree_on_port
+from accel_core.launch.meeting import agree_on_port, told_soon
 
 __all__ = ["address_towards", "interface_towards", "rendezvous_address", "require_rendezvous"]
 
 LOCAL: Final = "127.0.0.1"
-RESOLVE_SECONDS: Final = 10.0
-"""Seconds."""
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 
@@ -37,7 +35,7 @@ def rendezvous_address(job: Job, seconds: float) -> tuple[str, int]:
         raise LaunchError(f"{error}\nfor example --rendezvous 10.0.0.1:29500") from None
     if job.nodes == 1:
         return LOCAL, port
-    _resolve(host, job)
+    _resolve(host, job, seconds)
     if port == 0:
         port = agree_on_port(host, job.id, seconds, serves=job.node_rank == 0)
     return host, port
@@ -52,24 +50,25 @@ def require_rendezvous(nodes: int, rendezvous: str | None) -> None:
         )
 
 
-def _resolve(host: str, job: Job) -> None:
-    """Wait until the host's name can be resolved, or raise.
+def _resolve(host: str, job: Job, seconds: float) -> None:
+    """Wait until the host's name is known here, or raise.
 
-    Names of machines that just start are not known at once.
+    The name of a pod, or of a machine that just starts, is not known at once.
     """
-    deadline = time.monotonic() + RESOLVE_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"--rendezvous {job.rendezvous}: this machine does not know {host!r} ({error})\n"
-                    "name an address of node 0 that every node can reach"
-                ) from error
-            time.sleep(0.5)
-        else:
-            return
+    deadline = time.monotonic() + seconds
+    with told_soon(f"node {job.node_rank} waits until this machine knows {host!r}, the host of node 0"):
+        while True:
+            try:
+                socket.getaddrinfo(host, None)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"--rendezvous {job.rendezvous}: for {seconds:.0f} s this machine did not know"
+                        f" {host!r} ({error})\nname an address of node 0 that every node can reach"
+                    ) from error
+                time.sleep(0.5)
+            else:
+                return
 
 
 def address_towards(host: str, port: int) -> str | None:

@@ -53,11 +53,28 @@ def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
     assert others == [ADVICE]
 
 
-def test_a_name_that_no_machine_has_is_said_soon(monkeypatch):
-    monkeypatch.setattr(rendezvous, "RESOLVE_SECONDS", 0.0)
+def test_a_name_that_no_machine_has_is_an_error_when_the_time_is_over():
+    with pytest.raises(LaunchError, match="for 0 s this machine did not know 'no-such-host.invalid'"):
+        rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"), 0)
 
-    with pytest.raises(LaunchError, match="this machine does not know 'no-such-host.invalid'"):
-        rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"), 1)
+
+def test_a_name_that_is_not_known_yet_is_waited_for_and_told(monkeypatch, capfd):
+    """As that of a pod, which has one when it has started."""
+    monkeypatch.setattr(meeting, "FIRST_NOTICE", 0.2)
+    known = socket.getaddrinfo
+    begun = time.monotonic()
+
+    def unknown_at_first(host, *more):
+        if time.monotonic() < begun + 1.5:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1", *more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_at_first)
+
+    job = Job(argv=(), nodes=2, node_rank=1, rendezvous="train-0.train:29500")
+    assert rendezvous.rendezvous_address(job, 60) == ("train-0.train", 29500)
+    told = "node 1 waits until this machine knows 'train-0.train', the host of node 0"
+    assert told in capfd.readouterr().err
 
 
 def test_an_address_in_brackets_is_the_address():

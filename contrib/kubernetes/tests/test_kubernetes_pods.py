@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ from accel_core import Job, LaunchConfig, LaunchError
 from accel_kubernetes.config import KubernetesConfig
 from accel_kubernetes.launcher import KubernetesLauncher
 from accel_kubernetes.manifest import manifest
-from accel_kubernetes.pod import Pod, wait_for_name
+from accel_kubernetes.pod import Pod
 
 POD = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
@@ -119,27 +118,7 @@ def test_another_number_of_pods_than_asked_for_is_refused():
     assert allocation(nodes=3, min_nodes=2, max_restarts=1).nodes == 2
 
 
-def test_a_pod_waits_until_pod_0_has_a_name(monkeypatch):
-    answers = [OSError("not yet"), [("an address",)]]
-
-    def look_up(*_: object) -> object:
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    wait_for_name("train-node-0-0.train", 60)
-
-    assert answers == []
-
-
-def test_a_pod_0_that_never_comes_is_named():
-    with pytest.raises(LaunchError, match=r"did not know no-such-pod\.invalid, pod 0 of this job, for 0 s"):
-        wait_for_name("no-such-pod.invalid", 0)
-
-
-def test_two_pods_train_together(tmp_path):
+def test_two_pods_start_the_ranks_of_one_job(tmp_path):
     (tmp_path / "train.py").write_text("import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE')))")
     place = {"PET_MASTER_ADDR": "localhost", "PET_NPROC_PER_NODE": "8"}
     keep = {name: text for name, text in os.environ.items() if not name.startswith(("ACCEL_", "PET_"))}

@@ -12,13 +12,11 @@ from typing import Any, Final
 from accel_core import Allocation, Job, LaunchConfig, LaunchError, SubmittedJob, hooks, implements
 from accel_kubernetes.config import KubernetesConfig
 from accel_kubernetes.manifest import manifest
-from accel_kubernetes.pod import NODES, PROCESSES, Pod, wait_for_name
+from accel_kubernetes.pod import NODES, PROCESSES, Pod
 
 __all__ = ["KubernetesLauncher"]
 
 SEND: Final = ("kubectl", "create", "--filename=-", "--output=name")
-MEETING_SECONDS: Final = 900.0
-"""As long as nodes wait for each other."""
 
 
 class KubernetesLauncher:
@@ -47,15 +45,13 @@ class KubernetesLauncher:
 
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
-        """Have torchrun start the ranks of this pod, once pod 0 has a name."""
+        """Have torchrun start the ranks of this pod."""
         pod = Pod.around(os.environ)
         if pod is not None and pod.processes not in (None, job.processes_per_node) and pod.rank == 0:
             sys.stderr.write(
                 f"accel: {PROCESSES} is {pod.processes}, and each pod starts {job.processes_per_node}: the"
                 f" number of its devices, or that asked for; -n {pod.processes} starts as many\n"
             )
-        if pod is not None and job.id:
-            wait_for_name(pod.address, MEETING_SECONDS)
         code: int = self.below.launch(job)
         return code
 

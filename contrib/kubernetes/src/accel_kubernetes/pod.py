@@ -6,9 +6,6 @@ PET_NNODES, PET_NODE_RANK and PET_MASTER_ADDR are torchrun's, and set by Kubeflo
 
 from __future__ import annotations
 
-import socket
-import sys
-import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -16,14 +13,12 @@ from attrs import frozen
 
 from accel_core import LaunchError
 
-__all__ = ["ADDRESS", "NODES", "PROCESSES", "RANK", "Pod", "wait_for_name"]
+__all__ = ["ADDRESS", "NODES", "PROCESSES", "RANK", "Pod"]
 
 NODES: Final = "PET_NNODES"
 RANK: Final = "PET_NODE_RANK"
 ADDRESS: Final = "PET_MASTER_ADDR"
 PROCESSES: Final = "PET_NPROC_PER_NODE"
-NOTICE_SECONDS: Final = 30.0
-PAUSE_SECONDS: Final = 1.0
 
 
 @frozen(kw_only=True)
@@ -65,32 +60,3 @@ class Pod:
             address=variables[ADDRESS],
             processes=int(processes) if processes.isdecimal() else None,
         )
-
-
-def wait_for_name(name: str, seconds: float) -> None:
-    """Return when the cluster's DNS knows a pod.
-
-    It does once the pod has a machine.
-
-    Raises:
-        LaunchError: it did not for `seconds`.
-    """
-    start = told = time.monotonic()
-    while True:
-        try:
-            socket.getaddrinfo(name, None)
-        except OSError as error:
-            now = time.monotonic()
-            if now > start + seconds:
-                raise LaunchError(
-                    f"the cluster's DNS did not know {name}, pod 0 of this job, for {seconds:.0f} s:"
-                    f" {error}\n"
-                    "see with `kubectl describe pod` why it has not started; a headless service must select"
-                    " the job's pods"
-                ) from error
-            if now > told + NOTICE_SECONDS:
-                told = now
-                sys.stderr.write(f"accel: waits for {name}, pod 0 of this job, to be placed\n")
-            time.sleep(PAUSE_SECONDS)
-        else:
-            return
