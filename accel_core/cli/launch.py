@@ -128,10 +128,12 @@ def launch(
     hooks, processes = planned.launcher(), planned.processes()
     # Where no strategy is installed, the script may need none; the worker's error names what to install.
     several = len(planned.discovery.of("strategy")) > 1
-    notes = [f"accel: {note}" for note in planned.no_strategy(processes) if several]
+    shown = processes or "auto"
+    notes = [f"accel: {note}" for note in planned.no_strategy(shown) if several]
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
-        print(*notes, planned.line(processes), sep="\n", file=sys.stderr, flush=True)
-    worker = command(words, (section.min_nodes or section.nodes) * processes, section.nodes * processes)
+        print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
+    sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
+    worker = command(words, *(sizes if processes else ()))
     with planned.job(worker, processes, again) as job:
         code = hooks.launch(job)
     if type(code) is not int:

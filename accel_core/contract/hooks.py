@@ -85,8 +85,9 @@ def launch(job: Job) -> int:
 def allocation(launch: LaunchConfig) -> Allocation | None:
     """Return the machines that the launcher's engine has given to this process.
 
-    None outside of a job. Launchers only; `launcher: auto` takes the first that answers. Raises LaunchError
-    if `launch` asks for other machines.
+    None outside of a job. Launchers only; `launcher: auto` takes the first that answers. A launcher that
+    is named, and starts workers on other machines, answers with `elsewhere=True`. Raises LaunchError if
+    `launch` asks for other machines.
     """
 
 

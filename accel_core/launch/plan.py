@@ -93,7 +93,7 @@ class Launch:
             hooks = found.launcher()
             # What a rank launches is not the engine's job, and has this machine alone.
             is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # batch scripts export WORLD_SIZE alone
-            allocation = None if is_rank else hooks.allocation(section)
+            allocation = None if is_rank else hooks.allocation(self.config.launch)
             if allocation is not None or name == NATIVE or named:
                 break
         if allocation is None:
@@ -198,17 +198,19 @@ class Launch:
         )
 
     def processes(self) -> int:
-        """Return the number of workers on this node.
+        """Return the number of workers on each node.
 
-        It is the number asked for, or that of the visible devices of the kind asked for.
+        It is the number asked for, or that of the visible devices of the kind asked for; 0 if the launcher
+        counts them on other machines.
 
         Raises:
             LaunchError: more workers than the device asked for can serve.
         """
         asked, on_cpu = self.config.launch.processes_per_node, self.config.device.partition(":")[0] == "cpu"
+        elsewhere = self.allocation is not None and self.allocation.elsewhere
         if asked == "auto":
-            return 1 if on_cpu else self._countable() or 1
-        if self.config.device != "auto" and not on_cpu:
+            return 1 if on_cpu else 0 if elsewhere else self._countable() or 1
+        if self.config.device != "auto" and not on_cpu and not elsewhere:
             self._refuse_too_many(asked)
         return asked
 

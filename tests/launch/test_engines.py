@@ -27,11 +27,20 @@ class Plugin:
     @implements(hooks.allocation)
     def allocation(self, launch):
         if "STABLE" not in os.environ:
-            return None
+            here = launch.launcher != "pony"
+            place = {"nodes": launch.nodes, "node_rank": 0, "address": "127.0.0.1"}
+            return None if here else Allocation(job_id="7", elsewhere=True, **place)
         if launch.nodes > 2:
             raise LaunchError(f"{launch.nodes} boxes were asked for, and there are 2\\nask for fewer")
         node = int(os.environ["STABLE"])
         return Allocation(job_id=os.environ["STABLE_JOB"], nodes=2, node_rank=node, address="127.0.0.1")
+
+    @implements(hooks.launch)
+    def launch(self, job):
+        if "STABLE" in os.environ:
+            return self.below.launch(job)
+        print(f"{job.nodes} x {job.processes_per_node or 'as many as there are'}")
+        return 0
 
     @implements(hooks.preview)
     def preview(self, job, submits):
@@ -150,6 +159,26 @@ def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp
     assert "\ncall 1 x 3: " in launched.stdout
     assert "\nmail 1 x 3: " in submitted.stdout
     assert not (tmp_path / "mail").exists()
+
+
+def test_the_devices_of_this_machine_do_not_count_where_workers_start_elsewhere(toys, stable, tmp_path):
+    source = "class Launch:\n    def visible_devices(self, config):\n        return 'MULE', 0"
+    offers = "{'process_per_device'}"
+    toys(
+        "mule",
+        "device",
+        launch="'toy_mule_launch:Launch'",
+        offers=offers,
+        modules={"toy_mule_launch": source},
+    )
+    words = ("--launcher", "pony", "--device", "mule", "--nodes", "2")
+
+    counted = accel("launch", *words, "train.py", environment=stable, cwd=tmp_path)
+    named = accel("launch", *words, "-n", "8", "train.py", environment=stable, cwd=tmp_path)
+
+    assert counted.stdout == "2 x as many as there are\n", counted.stderr
+    assert "2 nodes x auto = auto processes, device mule" in counted.stderr
+    assert named.stdout == "2 x 8\n", named.stderr
 
 
 def test_a_dry_run_counts_the_processes_as_the_launch_would(stable, tmp_path):

@@ -123,6 +123,19 @@ def test_hydra_gets_its_own_flags(program, hostfile):
     assert "CCL_WORKER_COUNT=2" in words
 
 
+def test_mpirun_that_starts_several_machines_is_told_how_many_processes_each_has(program, hostfile):
+    launcher = MpiLauncher(MpiConfig(), None)
+
+    elsewhere = launcher.allocation(LaunchConfig(launcher="mpi", nodes=2))
+
+    assert (elsewhere.elsewhere, elsewhere.nodes, elsewhere.processes_per_node) == (True, 2, None)
+    assert launcher.allocation(LaunchConfig(nodes=2)) is None
+    assert launcher.allocation(LaunchConfig(launcher="mpi")) is None  # one machine: this one
+    program("mpirun (Open MPI) 4.1.4")
+    with pytest.raises(LaunchError, match="-n auto: this machine cannot count the devices of the hosts"):
+        mpirun(Job(argv=(), command=COMMAND, nodes=2, processes_per_node=0), MpiConfig(hostfile=hostfile))
+
+
 def test_a_hostfile_with_too_few_machines_is_refused(program, hostfile):
     program("mpirun (Open MPI) 4.1.4")
 

@@ -98,7 +98,7 @@ def test_the_first_rank_that_fails_gives_the_exit_code_and_ends_the_job(run, tmp
         (("--nodes", "3"), "3 nodes with CPU 2 each were asked for, and the cluster has "),
         (("--ray.gpus-per-process", "1"), "2 nodes with CPU 2, GPU 2 each were asked for, and the cluster"),
         (("--ray.address", "127.0.0.1:1"), "no cluster of Ray answers at 127.0.0.1:1: "),
-        (("--ray.address", "ray://127.0.0.1:1"), "ray://127.0.0.1:1 is no address of a cluster that runs"),
+        (("--ray.address", "ray://127.0.0.1:1"), "ray://127.0.0.1:1 is not the address of a cluster"),
         (
             ("--min-nodes", "1", "--max-restarts", "1"),
             "launch.min_nodes: launcher ray starts a job again",

@@ -48,6 +48,16 @@ def test_a_process_outside_of_ray_has_no_allocation(monkeypatch):
     assert RayLauncher(RayConfig(), None).allocation(LaunchConfig()) is None
 
 
+def test_a_cluster_that_is_named_has_devices_of_its_own(monkeypatch):
+    """The head that launches may have none, or other ones."""
+    monkeypatch.delenv(PLACE, raising=False)
+    monkeypatch.delenv(JOB, raising=False)
+
+    found = RayLauncher(RayConfig(), None).allocation(LaunchConfig(launcher="ray", nodes=2))
+
+    assert (found.elsewhere, found.nodes, found.processes_per_node) == (True, 2, None)
+
+
 def test_the_command_of_a_job_starts_all_its_nodes_unless_the_user_divides_it(monkeypatch):
     monkeypatch.setenv(JOB, json.dumps({"metadata": {"job_submission_id": "raysubmit_7"}}))
     launcher = RayLauncher(RayConfig(), None)
@@ -55,6 +65,7 @@ def test_the_command_of_a_job_starts_all_its_nodes_unless_the_user_divides_it(mo
     all_nodes = launcher.allocation(LaunchConfig(nodes=2, processes_per_node=2))
 
     assert (all_nodes.job_id, all_nodes.nodes, all_nodes.node_rank) == ("ray-raysubmit_7", 2, 0)
+    assert all_nodes.elsewhere
     assert launcher.allocation(LaunchConfig(nodes=2, rendezvous="10.0.0.1:29500")) is None
 
 
@@ -97,7 +108,7 @@ def test_inside_of_a_job_the_config_is_named_in_the_folder_that_was_sent(monkeyp
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        (RayConfig(address="head:6379"), "head:6379 is no address of a job server of Ray\nname it with"),
+        (RayConfig(address="head:6379"), "head:6379 is not the address of a job server of Ray\nname it with"),
         (RayConfig(address="http://127.0.0.1:1"), "the job server of Ray at http://127.0.0.1:1 did not take"),
         (RayConfig(working_dir="no/such"), "ray.working_dir no/such is no folder\nname another"),
     ],

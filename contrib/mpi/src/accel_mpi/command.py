@@ -24,7 +24,8 @@ def mpirun(job: Job, config: MpiConfig) -> list[str]:
     """Return the command that runs `accel launch` once per rank.
 
     Raises:
-        LaunchError: there is no mpirun, or the hostfile does not name the job's machines.
+        LaunchError: there is no mpirun, the hostfile does not name the job's machines, or nobody has said
+            how many processes each has.
     """
     program = shutil.which("mpirun")
     if program is None:
@@ -33,6 +34,11 @@ def mpirun(job: Job, config: MpiConfig) -> list[str]:
     told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
     is_open = "Open MPI" in told.stdout or "open-mpi" in told.stdout
     each = job.processes_per_node
+    if not each:
+        raise LaunchError(
+            "-n auto: this machine cannot count the devices of the hosts on which mpirun starts\n"
+            "name the number of processes of each, as in -n 8"
+        )
     words = [program, "-n", str(job.nodes * each)]
     if config.hostfile:
         place = ["--hostfile", config.hostfile, "--map-by", f"ppr:{each}:node"]

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +34,19 @@ class MpiLauncher:
 
     @implements(hooks.allocation)
     def allocation(self, launch: LaunchConfig) -> Allocation | None:
-        """Return the ranks that mpirun has started; None outside of it."""
+        """Return the ranks that mpirun has started.
+
+        None outside of it, unless mpirun is to start them on several machines.
+        """
         ranks = Ranks.around(os.environ)
+        if ranks is None and launch.launcher == "mpi" and launch.nodes > 1:
+            return Allocation(
+                job_id=f"mpi-{uuid.uuid4().hex}",
+                nodes=launch.nodes,
+                node_rank=launch.node_rank,
+                address="127.0.0.1",  # nobody meets here: mpirun's ranks have an address
+                elsewhere=True,
+            )
         if ranks is None or _wraps(ranks, launch):
             return None
         _refuse_other_size(ranks, launch)

@@ -131,7 +131,7 @@ class Attempt:
         return end.code
 
     def _wait(self, seconds: float) -> None:
-        """Wait for all nodes to end."""
+        """Wait for all nodes to end, but not longer."""
         deadline = time.monotonic() + seconds
         with suppress(queue.Empty, NodeLost):
             while self.running:

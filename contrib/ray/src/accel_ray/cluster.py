@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import ray
+from attrs import evolve
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from accel_core import Job, LaunchError
@@ -20,7 +21,7 @@ from accel_ray.config import RayConfig
 from accel_ray.jobs import sent_folder
 from accel_ray.place import job_around
 
-__all__ = ["connected", "needed", "processes_per_node", "reserved"]
+__all__ = ["connected", "counted", "needed", "reserved"]
 
 CONNECT_SECONDS: Final = 10
 SETTLE_SECONDS: Final = 20
@@ -72,14 +73,17 @@ def needed(job: Job, config: RayConfig) -> dict[str, int]:
     return {name: number * job.processes_per_node for name, number in each.items() if number}
 
 
-def processes_per_node(nodes: int, config: RayConfig) -> int:
-    """Return the number of processes that `auto` means: one per GPU, else 1.
+def counted(job: Job, config: RayConfig) -> Job:
+    """Return the job with the number of processes that `auto` means: one per GPU of a node, else 1.
 
     The cluster is connected.
     """
+    if job.processes_per_node:
+        return job
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive()), reverse=True)
     each = 1 if config.gpus_per_process is None else config.gpus_per_process
-    return max(1, counts[nodes - 1] // each) if each and nodes <= len(counts) else 1
+    number = counts[job.nodes - 1] // each if each and job.nodes <= len(counts) else 1
+    return evolve(job, processes_per_node=max(1, number))
 
 
 @contextmanager
@@ -138,7 +142,7 @@ def _refuse_silent(address: str) -> None:
     """
     if "://" in address:
         raise LaunchError(
-            f"{address} is no address of a cluster that runs here can join\n"
+            f"{address} is not the address of a cluster that this machine can be part of\n"
             "start this on a machine of the cluster, with --ray.address HOST:PORT; or hand it over with"
             " `accel submit --launcher ray`"
         )

@@ -42,7 +42,7 @@ def submit(job: Job, config: RayConfig) -> SubmittedJob:
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address and not address.startswith(("http://", "https://")):
         raise LaunchError(
-            f"{address} is no address of a job server of Ray\nname it with --ray.address http://HOST:8265"
+            f"{address} is not the address of a job server of Ray\nname it with --ray.address http://HOST:8265"
         )
     asked = request(job, config)
     try:

@@ -27,9 +27,9 @@ class RayLauncher:
 
     @implements(hooks.allocation)
     def allocation(self, launch: LaunchConfig) -> Allocation | None:
-        """Return this node's place; for the command of a job of Ray all its nodes.
+        """Return this node's place; in a job of Ray, or where launcher ray is named, nodes elsewhere.
 
-        None outside, and if the user divides the job by --rendezvous.
+        None otherwise, and if the user divides the job by --rendezvous.
         """
         place, automatic = Place.around(os.environ), launch.processes_per_node == "auto"
         if place is not None:
@@ -41,14 +41,15 @@ class RayLauncher:
                 processes_per_node=place.processes if automatic else None,
             )
         told = job_around(os.environ)
-        if told is None or launch.rendezvous is not None:
+        if launch.rendezvous is not None or (told is None and launch.launcher != "ray"):
             return None
+        number = (told or {}).get("metadata", {}).get("job_submission_id")
         return Allocation(
-            job_id=f"ray-{told['metadata'].get('job_submission_id') or uuid.uuid4().hex}",
+            job_id=f"ray-{number or uuid.uuid4().hex}",
             nodes=launch.nodes,
-            node_rank=0,
-            address="127.0.0.1",
-            processes_per_node=self._count(launch.nodes) if automatic else None,
+            node_rank=launch.node_rank,
+            address="127.0.0.1",  # nobody meets here: each attempt has an address
+            elsewhere=True,
         )
 
     @implements(hooks.launch)
@@ -59,14 +60,15 @@ class RayLauncher:
             return below
         _refuse(job)
         from accel_ray.attempt import NodeLost
-        from accel_ray.cluster import connected, needed
+        from accel_ray.cluster import connected, counted, needed
         from accel_ray.jobs import relocated, sent_folder
 
         # Read before there are actors: two nodes on one machine replace the folder that was sent.
         words = relocated(job, self.config)
         folder = str(Path.cwd()) if sent_folder(self.config) is None else None
         with connected(self.config):
-            each, name = needed(job, self.config), job.id or f"ray-{uuid.uuid4().hex}"
+            job, name = counted(job, self.config), job.id or f"ray-{uuid.uuid4().hex}"
+            each = needed(job, self.config)
             for attempt in range(job.max_restarts + 1):
                 try:
                     this = f"{name}-{attempt}" if attempt else name
@@ -89,12 +91,13 @@ class RayLauncher:
             return ""
         if submits:
             return json.dumps(request(job, self.config), indent=2)
-        gpus = self.config.gpus_per_process
-        each = f"{self.config.cpus_per_process * job.processes_per_node} CPU, "
-        each += "GPUs if the cluster has any" if gpus is None else f"{gpus * job.processes_per_node} GPU"
+        gpus, processes = self.config.gpus_per_process, job.processes_per_node or "auto"
+        each = f"{self.config.cpus_per_process} CPU and "
+        each += "1 GPU if the cluster has any" if gpus is None else f"{gpus} GPU"
         words = shlex.join(("python", *relocated(job, self.config)))
         where = Path.cwd() if sent_folder(self.config) is None else "the folder that is sent"
-        return f"{job.nodes} x ({each}), each on another node of Ray; there, in {where}:\n{words}"
+        count = f"{job.nodes} node{'s' * (job.nodes > 1)} of Ray x {processes} processes"
+        return f"{count}, each with {each}; on each node, in {where}:\n{words}"
 
     @implements(hooks.submit)
     def submit(self, job: Job) -> SubmittedJob:
@@ -126,12 +129,6 @@ class RayLauncher:
             ]
             variables = [{**given, PLACE: place.told()} for place in places]
             return attempt.run(command[0], variables, command[1])
-
-    def _count(self, nodes: int) -> int:
-        from accel_ray.cluster import connected, processes_per_node
-
-        with connected(self.config):
-            return processes_per_node(nodes, self.config)
 
 
 def _refuse(job: Job) -> None:
