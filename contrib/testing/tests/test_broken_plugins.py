@@ -138,6 +138,8 @@ PROCESSES = {
     "misnumbers-workers": {"test_workers_know_their_world_and_their_command"},
     "repeats-failures": {"test_a_traceback_is_shown_once"},
     "silences-workers": {"test_lines_of_workers_arrive_whole"},
+    "sends-previews": {"test_a_dry_run_shows_what_would_be_sent_and_sends_nothing"},
+    "hides-arguments": {"test_a_dry_run_shows_what_would_be_sent_and_sends_nothing"},
     "sorts-results": {"test_functions_run_in_workers_and_give_what_they_return"},
     "starts": set[str](),
     "draws-alike": {"test_layers_draw_alike_where_activations_are_alike"},

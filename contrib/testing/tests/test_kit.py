@@ -55,6 +55,18 @@ def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
     assert facts["simulated"] == stack.startswith("sim")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_torchrun_passes_the_checks_of_launchers(tmp_path: Path) -> None:
+    accel = str(Path(sys.executable).parent / "accel")
+    words = ("plugins", "check", "torchrun", "--accel-level", "3", "-k", "launchers", "-q")
+    ended = run(accel, *words, "--accel-report", "report.json", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    checks = json.loads((tmp_path / "report.json").read_text())["checks"]
+    assert len(checks) == 10, checks
+    assert {check["outcome"] for check in checks} == {"passed"}
+
+
 # -- what it costs others --------------------------------------------------------------------------
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 from attrs import evolve
 
-from accel_core import LaunchError, hooks, implements
+from accel_core import LaunchError, SubmittedJob, hooks, implements
 
 
 class Starts:
@@ -57,6 +59,15 @@ class Starts:
         for worker in workers:
             worker.kill()
             worker.wait()
+
+    @implements(hooks.preview)
+    def preview(self, job, submits):
+        return f"mail {shlex.join(job.command)}" if submits else ""
+
+    @implements(hooks.submit)
+    def submit(self, job):
+        Path("mail").write_text(shlex.join(job.command))
+        return SubmittedJob(id="1", watch="look 1", cancel="drop 1")
 
     @implements(hooks.launch_function)
     def launch_function(self, function, args, job):
@@ -135,6 +146,19 @@ class MisnumbersWorkers(Starts):
 class RepeatsFailures(Starts):
     def told(self, rank, worker):
         return f"rank {rank} failed\nTraceback (most recent call last)\nRuntimeError: a worker that fails"
+
+
+class SendsPreviews(Starts):
+    @implements(hooks.preview)
+    def preview(self, job, submits):
+        self.submit(job)
+        return super().preview(job, submits)
+
+
+class HidesArguments(Starts):
+    @implements(hooks.preview)
+    def preview(self, job, submits):
+        return super().preview(evolve(job, command=job.command[:-1]), submits)
 
 
 class SortsResults(Starts):

@@ -163,6 +163,31 @@ def test_a_launcher_that_is_stopped_leaves_no_worker(launches: Launches, number:
         assert launches.wait_until_gone() == [], "workers outlive the launcher"
 
 
+def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(launches: Launches) -> None:
+    """Launchers that hand jobs over need their own options, by --accel-set."""
+    (launches.folder / "script.py").write_text("open('has-run', 'w').close()")
+    flags = ("--dry-run", *launches.command[4:], "--compile.backend", "eager", "-n", "2")
+    for verb in ("launch", "submit"):
+        words = (*launches.command[:3], verb, *flags, "script.py", "an argument")
+        ended = subprocess.run(
+            words,
+            cwd=launches.folder,
+            env=launches.environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert [file.name for file in launches.folder.iterdir()] == ["script.py"], f"{verb} did more"
+        if verb == "submit" and ended.returncode == 2:  # the launcher starts workers here and now
+            continue
+        assert ended.returncode == 0, ended.stderr
+    # Core itself shows the command of a worker, and where each setting is from.
+    shown = "".join(line for line in ended.stdout.splitlines() if not line.startswith("each worker: "))
+    missing = [word for word in ("script.py", "an argument", "eager") if word not in shown]
+    assert ended.returncode == 2 or not missing, f"the hook `preview` shows no {missing}"
+
+
 def test_functions_run_in_workers_and_give_what_they_return(launches: Launches) -> None:
     (launches.folder / "accel.yaml").write_text(f"launch:\n  launcher: {launches.command[5]}\n")
     ended = subprocess.run(
